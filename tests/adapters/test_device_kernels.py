@@ -10,7 +10,7 @@ import torch
 from interpreted import needs_interpreter
 
 from driftline.captures.torch.device import summaries
-from driftline.captures.torch.device.cuda import HostPlace
+from driftline.captures.torch.device.places import HostPlace
 from driftline.captures.torch.device.summaries import SummaryBatch, Tables, kind_of
 from driftline.numerics import definitions
 from driftline.numerics.dtypes import DTYPES

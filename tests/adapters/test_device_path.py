@@ -18,8 +18,8 @@ from torch import nn
 import driftline
 from driftline.captures.options import Budgets
 from driftline.captures.torch import tensors as snapshots
-from driftline.captures.torch.device import cuda, summaries
-from driftline.captures.torch.device.cuda import HostPlace, _Reached
+from driftline.captures.torch.device import places, summaries
+from driftline.captures.torch.device.places import HostPlace, _Reached
 from driftline.captures.torch.device.memory import DeviceMemory, Transfers
 from driftline.captures.torch.framework import capture
 from driftline.errors import BadInput
@@ -333,14 +333,14 @@ def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
     def fails(*_: Any) -> None:
         raise RuntimeError("a recording is under way")
 
-    monkeypatch.setitem(cuda._plain, "capture_begin", fails)
+    monkeypatch.setitem(places._plain, "capture_begin", fails)
     model, sink = Net(), MemorySink()
     watching = capture(model, sink)
     watching.session.device_backend.pretends = True
     with torch.no_grad(), watching:
-        cuda._watching[:] = [watching.session.device_backend]
+        places._watching[:] = [watching.session.device_backend]
         with pytest.raises(RuntimeError, match="under way"):
-            cuda._capture_begin(None)
+            places._capture_begin(None)
         model(torch.randn(3, 8))
         watching.session.flush()
         assert len(sink.run().records) == 6

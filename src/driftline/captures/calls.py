@@ -90,6 +90,7 @@ class StepClock:
         on_done: Called with the number of a step that is over.
         grad_enabled: Whether the framework records what a backward pass needs.
         optimizer: The class of the framework's optimizers.
+        continues_batch: Whether the call of a model is a later micro-batch of a pipeline's batch.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class StepClock:
         *,
         grad_enabled: Callable[[], bool],
         optimizer: type,
+        continues_batch: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._grad_enabled = grad_enabled
+        self._continues_batch = continues_batch
         self._optimizer = optimizer
         self._by: StepsBy = by
         self._roots = roots
@@ -145,6 +148,9 @@ class StepClock:
             if not root.ever_called and not root.opened:
                 root.step = max(root.step, self._base)
         if self._by in ("manual", "optimizer"):
+            return
+        # The micro-batches of one batch are one step, with or without an optimizer.
+        if self._continues_batch(module):
             return
         # Calls of the model itself count steps; a part called alone counts only as
         # described below.

@@ -58,7 +58,7 @@ EVENTS = {
     "capture-fault": EventKind("an error of the capture itself"),
     "degraded": EventKind("for lack of memory only summaries are kept"),
     "device-failed": EventKind("a device can be used no more"),
-    "device-path": EventKind("tensors of devices are copied one by one"),
+    "device-path": EventKind("tensors of devices are summarised on the host"),
     "disk": EventKind("the disk took nothing more"),
     "dropped": EventKind("tensors were dropped because writing was too slow"),
     "gradient-lost": EventKind("a gradient could not be captured"),

@@ -97,6 +97,15 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     return np.ascontiguousarray(data.reshape(-1, size)[::stride]).reshape(-1)
 
 
+def reduced(dtype: str, kept: Kept, address: int, length: int) -> tuple[str, Summary | None]:
+    """Digest and, where it is kept, summary of a tensor's bytes in C order."""
+    digest = kernel.digest_at(address, length)
+    if kept != "summary":
+        return digest, None
+    element = DTYPES[dtype]
+    return digest, kernel.summarize_at(address, length, element, count=length * 8 // element.bits)
+
+
 class TensorAddress(NamedTuple):
     """Where in a run a tensor belongs: everything that is known of it before it is read.
 

@@ -138,8 +138,8 @@ def groups_of(
     for key, members in parts.items():
         # Calls that stand for one of the other run become places along one more axis.
         many = micro.get(key._replace(visit=0), 1)
-        group_key = key._replace(visit=0) if many > 1 else key
-        more = (key.visit,) if many > 1 else ()
+        group_key = key._replace(visit=key.visit // many)
+        more = (key.visit % many,) if many > 1 else ()
         axes_of.setdefault(group_key, (*mesh.names, MICRO) if many > 1 else mesh.names)
         placed.setdefault(group_key, {}).update(
             {(*mesh.coordinates[rank], *more): record for rank, record in members.items()}
@@ -181,7 +181,7 @@ def _without_repeats(
 def _micro_batches(
     keys: Iterable[TensorKey], other: Run | None, *, pipeline: bool, calls: bool
 ) -> dict[TensorKey, int]:
-    """Tensors of which the other run has one call for several here, and the number of calls.
+    """Tensors of which the other run has one call for several here, and how many for each.
 
     Pipeline schedules walk back through micro-batches in their own order. Without another run to
     compare with, the contributions of all micro-batches to a parameter's gradient are joined.
@@ -189,10 +189,11 @@ def _micro_batches(
     calls_of_key = Counter(key._replace(visit=0) for key in keys)
     if other is not None:
         other_calls = Counter(record.key._replace(visit=0) for record in other.records)
+        # Several batches of a step, each in micro-batches, follow one another on both sides.
         return {
-            key: count
+            key: count // batches
             for key, count in calls_of_key.items()
-            if count > 1 and other_calls.get(key) == 1
+            if (batches := other_calls.get(key, 0)) and count > batches and not count % batches
         }
     terms = calls_of_key.items() if pipeline else ()
     return {k: count for k, count in terms if count > 1 and (calls or k.port == "param_grad")}

@@ -124,8 +124,7 @@ def _meshes() -> list[JSON]:
 
 def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
     """Which stages of a pipeline this process runs, and where their models are."""
-    module = sys.modules.get("torch.distributed.pipelining.stage")
-    base = getattr(module, "_PipelineStageBase", None)
+    base = _stage_class()
     if base is None:
         return []
     stages: dict[tuple[int, int], dict[str, JSON]] = {}
@@ -135,6 +134,29 @@ def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
         if site_of is not None and (site := site_of(stage_object.submod)) is not None:
             shown["site"] = site
     return [stages[stage_object] for stage_object in sorted(stages)]
+
+
+def continues_batch(module: Any) -> bool:
+    """Whether a stage of a pipeline is called for a later micro-batch than the first of its batch.
+
+    The stage object keeps the number of the micro-batch to itself: it is an argument of the call
+    that runs the module, a few frames up.
+    """
+    kind = _stage_class()
+    frame = sys._getframe(1) if kind is not None else None
+    while frame is not None:
+        if frame.f_code.co_name == "forward_one_chunk":
+            stage: Any = frame.f_locals.get("self")
+            number = frame.f_locals.get("fwd_chunk_id")
+            if isinstance(stage, kind) and stage.submod is module and isinstance(number, int):
+                return number > 0
+        frame = frame.f_back
+    return False
+
+
+def _stage_class() -> Any:
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return getattr(module, "_PipelineStageBase", None)
 
 
 def _alive(kind: type) -> Iterable[Any]:

@@ -25,6 +25,7 @@ from driftline.captures.options import Reduction
 from driftline.captures.recorder import Pending, Refusal, Snapshot
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers as flatten
+from driftline.captures.torch.device.accelerator import device_names
 from driftline.captures.torch.distributed import job_facts
 from driftline.captures.torch.layers import unwrapped
 from driftline.captures.torch.session import CaptureSession, StepsBy
@@ -90,18 +91,11 @@ def _tf32_switches() -> list[tuple[str, Any, str, Any]]:
 
 def facts() -> dict[str, JSON]:
     """Asking neither draws a random number nor wakes a device."""
-    devices = ["cpu"]
-    # Asking an uninitialised CUDA for its devices would initialise it, and forks would fail.
-    if torch.cuda.is_initialized():
-        devices += [
-            f"cuda:{index} {torch.cuda.get_device_name(index)}"
-            for index in range(torch.cuda.device_count())
-        ]
     # TF32 exists on CUDA only; a run on a CPU should not mention it.
     digits: dict[str, JSON] = {"tf32": list(tf32_allowed())} if torch.version.cuda else {}
     return {
         "framework": "torch",
-        "devices": devices,
+        "devices": ["cpu", *device_names()],
         **digits,
         "seed": int(torch.initial_seed()),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),

@@ -23,6 +23,7 @@ from driftline.captures.options import Reduction
 from driftline.captures.recorder import Refusal, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
+from driftline.captures.torch.device import accelerator
 from driftline.captures.torch.session import CaptureSession
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
@@ -270,10 +271,9 @@ def in_step(
         session = CaptureSession(sink, selection, Reduction(), model=model)
         session.recorder.device_backend = _Side(meeting, name, session)
         sessions[name] = session
-    devices = _devices()
+    states = _random_states()
     thread = threading.Thread(target=run_reference, name="driftline-reference", daemon=True)
-    # The caller's random state is the same afterwards as before.
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad():
         for session in sessions.values():
             session.start()
         try:
@@ -283,6 +283,8 @@ def in_step(
         finally:
             for session in sessions.values():
                 session.stop()
+            # The caller's random state is the same afterwards as before.
+            _restore(states)
     # The reference's error comes first, because the candidate's often follows from it.
     for side in ("reference", "candidate"):
         if side in raised:
@@ -307,29 +309,25 @@ def _raw(tensor: torch.Tensor) -> Any:
     return flat.view(torch.uint8).numpy() if flat.numel() else flat.to(torch.uint8).numpy()
 
 
-def _devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-
-
 def _random_states() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(n) for n in _devices())]
+    return [torch.get_rng_state(), *accelerator.random_states()]
 
 
 def _restore(states: list[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
-    for index, state in enumerate(states[1:]):
-        torch.cuda.set_rng_state(state, index)
+    accelerator.set_random_states(states[1:])
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Copy this thread's modes, autocast and stream into a context for another thread."""
     inference = torch.is_inference_mode_enabled()
     modes = list(torch.overrides._get_current_function_mode_stack())
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
     casts = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in accelerator.autocast_kinds()
+        if torch.amp.is_autocast_available(kind)
     ]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    stream = accelerator.current_stream()
 
     @contextlib.contextmanager
     def applied() -> Generator[None]:
@@ -339,7 +337,7 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
             for kind, dtype, enabled in casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if stream is not None:
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(stream)
             for mode in modes:
                 stack.enter_context(mode)
             yield

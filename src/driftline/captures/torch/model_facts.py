@@ -34,6 +34,7 @@ from driftline.captures.model_facts import (
 )
 from driftline.captures.naming import ROOT, Place, Root
 from driftline.captures.recorder import Pending, Refusal, Snapshot
+from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.layers import children, class_of, unwrapped
 from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
 from driftline.captures.torch.training_facts import TrainingFacts
@@ -397,7 +398,7 @@ def _sampled_on_device(tensor: torch.Tensor) -> Snapshot | Refusal:
     shot = snapshot(tensor, values=False)
     if isinstance(shot, Refusal | Pending):
         return shot if isinstance(shot, Refusal) else Refusal("its values are under way")
-    if recording():
+    if tensor.is_cuda and recording():
         return Refusal("a CUDA graph is being recorded")
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if local.numel() <= MOST_SAMPLES or not local.dim():
@@ -508,8 +509,7 @@ _autocast_enabled: Callable[..., bool] = torch.is_autocast_enabled
 def _mode() -> tuple[Any, ...]:
     """What may change from call to call; some microseconds."""
     return (
-        _autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        _autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        *(_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in autocast_kinds()),
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -523,8 +523,7 @@ def process_state() -> dict[str, Any]:
     cuda: Any = torch.backends.cuda
     state: dict[str, Any] = {
         "default_dtype": _plain(torch.get_default_dtype()),
-        "autocast_cpu": _autocast("cpu"),
-        "autocast_cuda": _autocast("cuda"),
+        **{f"autocast_{kind}": _autocast(kind) for kind in autocast_kinds()},
         "inference_mode": torch.is_inference_mode_enabled(),
         "grad_enabled": torch.is_grad_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -21,9 +21,9 @@ from driftline.captures.naming import Root
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
 from driftline.captures.session import LEVELS, Adapter, Session, checked_levels
-from driftline.captures.torch.device import cuda
+from driftline.captures.torch.device import places
 from driftline.captures.torch.device.backend import TorchDeviceBackend
-from driftline.captures.torch.distributed import job_facts
+from driftline.captures.torch.distributed import continues_batch, job_facts
 from driftline.captures.torch.layers import STRUCTURE, compiled_graphs, module_tree, unwrapped
 from driftline.captures.torch.tensors import snapshot, undisturbed
 from driftline.runs.sinks import JSON
@@ -54,6 +54,7 @@ class StepClock(CommonClock):
             on_done,
             grad_enabled=torch.is_grad_enabled,
             optimizer=torch.optim.Optimizer,
+            continues_batch=continues_batch,
         )
 
 
@@ -142,7 +143,7 @@ class CaptureSession(Session):
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = compiled_graphs()
         # Before the first call, so that no allocation of the program is missed.
-        cuda.watch(self.device_backend)
+        places.watch(self.device_backend)
         module_calls.watch(self)
 
     def unwatch(self) -> None:
@@ -150,7 +151,7 @@ class CaptureSession(Session):
 
         # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
         module_calls.unwatch(self)
-        cuda.unwatch(self.device_backend)
+        places.unwatch(self.device_backend)
 
     def after_fork(self) -> None:
         self.device_backend.after_fork()

@@ -536,10 +536,12 @@ def _kernel_facts() -> dict[str, str]:
 def _torch_facts() -> dict[str, str]:
     import torch
 
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(cuda)]
+    from driftline.captures.torch.device.accelerator import device_names
+
+    if torch.accelerator.is_available():
+        torch.zeros(1, device=torch.accelerator.current_accelerator())  # it says nothing asleep
     return {
         "torch threads": str(torch.get_num_threads()),
-        "devices": ", ".join(["cpu", *names]),
+        "devices": ", ".join(["cpu", *device_names()]),
         "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
     }

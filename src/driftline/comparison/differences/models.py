@@ -28,7 +28,10 @@ from driftline.runs.sidecars.model_facts import (
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|~[\\/]|\.{0,2}/|file:).*")
 _PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s?$")
-_DEVICE = re.compile(r"(?:cpu|cuda|xpu|mps|npu|hpu|meta|gpu|Place\(.*\))(?::\d+)?")
+# A word with a number is any accelerator that torch knows, under whatever name it registered.
+_DEVICE = re.compile(
+    r"(?:cpu|cuda|xpu|mps|npu|hpu|meta|gpu|Place\(.*\))(?::\d+)?|[a-z][a-z0-9_]*:\d+"
+)
 _SEED = re.compile(r"(?i)(?:^|[_.])seeds?$")
 _VERSION = re.compile(r"(?i)(?:version|commit_hash|timestamp|created_at|date)$")
 _DIGITS = re.compile(r"\d+")

@@ -441,10 +441,13 @@ def _main_device(device: str) -> str:
     if device not in ("", "cpu"):
         return device
     torch = sys.modules.get("torch")
-    # Asking an uninitialised CUDA would create a context in a program that may not want one.
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return f"cuda{torch.cuda.current_device()}"
-    return "cpu"
+    if torch is None:
+        return "cpu"
+    from driftline.captures.torch.device.accelerator import accelerator
+
+    # None as long as the program has not used it: asking would create a context.
+    used = accelerator()
+    return "cpu" if used is None else f"{used[0]}{used[1].current_device()}"
 
 
 def _tensor(record: Record, data: Bytes) -> Any | None:

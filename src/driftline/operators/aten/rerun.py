@@ -30,8 +30,9 @@ def device_of(text: str) -> str:
     Raises:
         BadInput: There is no such device.
     """
-    # A bare number is a CUDA device, as in other tools.
-    name = f"cuda:{text}" if text.isdigit() else text or "cpu"
+    # A bare number is an accelerator, as in other tools.
+    accelerator = torch.accelerator.current_accelerator() or "cuda"
+    name = f"{accelerator}:{text}" if text.isdigit() else text or "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).add_(1)

@@ -449,9 +449,8 @@ def device_name(device: Any) -> str:
 
     if device is None:
         return "cpu"
-    if device.type == "cuda":
-        return f"{device} {torch.cuda.get_device_name(device)}"
-    return str(device)
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else f"{device} {name(device)}"
 
 
 def _signature_problems(kept: Kept, seen: Seen, subject: Subject) -> list[str]:

@@ -1,4 +1,4 @@
-"""Capture on a GPU: tensors are summarised or copied there without waiting for the device.
+"""Capture on a device: tensors are summarised or copied there without waiting for it.
 
 Kernels summarise a tensor in the program's own stream, or copy it there and send the copy from
 another stream. Tensors like the last one of their place are launched by a C library and listed in

@@ -20,7 +20,6 @@ from driftline.captures.options import Budgets, Reduction
 from driftline.captures.recorder import Refusal, Snapshot, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
-from driftline.captures.torch.device.cuda import abandon
 from driftline.captures.torch.device.delivery import Delivery, Repeat, Waiting
 from driftline.captures.torch.device.memory import (
     DeviceMemory,
@@ -28,6 +27,7 @@ from driftline.captures.torch.device.memory import (
     StagedTensor,
     Transfers,
 )
+from driftline.captures.torch.device.places import abandon, is_accelerator
 from driftline.captures.torch.device.summaries import Constant, Reading, SummaryBatch, kind_of
 from driftline.captures.torch.distributed import placement_of_plain
 from driftline.runs.records import Record, TensorKey
@@ -143,7 +143,7 @@ class TorchDeviceBackend:
         return self.device_memory is not None and self.device_memory.degraded
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda or self.pretends
+        return tensor.is_cuda or self.pretends or is_accelerator(tensor)
 
     def take_again(
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
@@ -220,8 +220,6 @@ class TorchDeviceBackend:
         # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
             return True
-        if not device_memory.usable:
-            return False
         try:
             return self._take(device_memory, tensor, address, placement)
         except RuntimeError as error:
@@ -264,6 +262,8 @@ class TorchDeviceBackend:
                     self._changes += 1
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
+        if not device_memory.can_use(tensor):
+            return False
         key = address.key(self._rank)
         with self._lock:
             return self._taken(device_memory, key, shot, tensor, address.alias, address.class_name)
@@ -297,6 +297,8 @@ class TorchDeviceBackend:
         ):
             return
         device = device_memory.device_of(tensor)
+        if device.without_kernels:
+            return
         batch = device.batch()
         place = (key.site, key.port, key.slot, key.moment, key.phase)
         like = self.known_tensors.get(place)
@@ -354,9 +356,12 @@ class TorchDeviceBackend:
             if kept in ("full", "sample"):
                 kept, stride = "summary", 1
             what = device_memory.summarise(tensor, shot.dtype)
-            if what is None:
-                return False
-            self._remember(device_memory, key, shot, tensor, alias, class_name)
+            if what is not None:
+                self._remember(device_memory, key, shot, tensor, alias, class_name)
+            else:
+                what = self._carry_to_summarise(device_memory, tensor, shot.elements)
+                if what is None:
+                    return False
         self.delivery.add(
             Waiting(
                 key,
@@ -375,6 +380,19 @@ class TorchDeviceBackend:
             )
         )
         return True
+
+    def _carry_to_summarise(
+        self, device_memory: DeviceMemory, tensor: torch.Tensor, elements: int
+    ) -> StagedTensor | None:
+        """Bytes that are reduced when they arrive; None where the host copies them one by one."""
+        if device_memory.degraded or not elements:
+            return None
+        size = tensor.numel() * tensor.element_size()
+        carried = device_memory.carry(tensor, size, self.send)
+        if not isinstance(carried, StagedTensor):
+            return None
+        self.delivery.in_background(self._recorder.prepare)
+        return carried
 
     # --- what comes from the host in between
 

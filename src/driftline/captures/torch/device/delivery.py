@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from driftline.captures.torch.device.cuda import abandon
+from driftline.captures.recorder import reduced
 from driftline.captures.torch.device.memory import PendingSummary, StagedTensor
+from driftline.captures.torch.device.places import abandon
 from driftline.captures.torch.device.summaries import Constant, Group, SummaryTransfer
 from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import bytes_at
@@ -334,7 +335,12 @@ class Delivery:
 
     def _deliver_bytes(self, record: Record, staged: StagedTensor) -> None:
         try:
-            self._hand_over(record, bytes_at(staged.address, staged.size))
+            if record.kept in ("summary", "digest"):
+                # No kernel of the device could: the host reduces them as it does its own.
+                digest, summary = reduced(record.dtype, record.kept, staged.address, staged.size)
+                self._hand_over(record._replace(digest=digest, summary=summary), None)
+            else:
+                self._hand_over(record, bytes_at(staged.address, staged.size))
         # The region is given back even when the sink fails.
         finally:
             staged.done()

@@ -1,5 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Memory of the device path: budgets, a pool of pinned host memory, staging buffers.
@@ -16,14 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from driftline.captures.options import Budgets
-from driftline.captures.torch.device import cuda
-from driftline.captures.torch.device.cuda import CudaPlace, HostPlace, Mark, Place
+from driftline.captures.torch.device.places import Mark, Place, place_of
 from driftline.captures.torch.device.summaries import SummaryBatch, SummaryTransfer, Tables, kind_of
 from driftline.numerics.gpu import launcher
 
@@ -228,9 +224,9 @@ class Transfers:
         self._open: StagingBuffer | None = None
         self._under_way: deque[StagingBuffer] = deque()
         self._alive = 0
-        driver = launcher.driver() if place.index >= 0 else None
+        driver = place.driver()
         self._copy = driver.copy if driver is not None else None
-        self._context = launcher.context_of(place.index)
+        self._context = launcher.context_of(place.index) if driver is not None else 0
 
     @property
     def waiting(self) -> bool:
@@ -348,10 +344,15 @@ class PendingSummary(NamedTuple):
 
 
 class Device:
-    """What capture keeps for one device."""
+    """What capture keeps for one device.
+
+    Attributes:
+        without_kernels: Why it cannot summarise tensors itself; empty if it can.
+    """
 
     def __init__(self, place: Place, budgets: Budgets) -> None:
         self.place = place
+        self.without_kernels = place.why_no_kernels()
         self.tables = Tables(place)
         self.batches: dict[int, SummaryBatch] = {}
         self.transfers = Transfers(place, budgets.device)
@@ -383,31 +384,46 @@ class DeviceMemory:
         self.degraded = False
         self.waited = 0
         self._say = say
-        self._devices: dict[int, Device] = {}
+        self._devices: dict[torch.device, Device] = {}
+        self._useless: set[torch.device] = set()
         self._pool: PinnedPool | None = None
-        self.usable = True
-        if why_not := launcher.why_not():
-            self._do_without(why_not)
+
+    def can_use(self, tensor: torch.Tensor) -> bool:
+        """Whether tensors of this one's device can be taken in; they go over the host otherwise."""
+        where = tensor.device
+        if where in self._devices:
+            return True
+        if where in self._useless:
+            return False
+        try:
+            self._devices[where] = Device(place_of(where), self.budgets)
+        except (RuntimeError, NotImplementedError) as error:
+            self._useless.add(where)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._say("device-path", f"tensors of {where} are copied one by one, slowly: {reason}")
+            return False
+        return True
 
     def device_of(self, tensor: torch.Tensor) -> Device:
-        index = -1 if tensor.is_cpu else tensor.get_device()
-        device = self._devices.get(index)
-        if device is None:
-            place: Place = HostPlace() if index < 0 else CudaPlace(index)
-            if index >= 0:
-                cuda.watch_memory()
-            device = self._devices[index] = Device(place, self.budgets)
-        return device
+        """What is kept for a tensor's device, which `can_use` has made."""
+        return self._devices[tensor.device]
 
     # --- summaries
 
     def summarise(self, tensor: torch.Tensor, dtype: str) -> PendingSummary | None:
-        """Have a tensor summarised; None when that is the host's business."""
-        kind = kind_of(dtype) if self.usable else None
+        """Have a tensor summarised on its device; None when that is the host's business."""
+        device = self.device_of(tensor)
+        if device.without_kernels:
+            self._say(
+                "device-path",
+                f"tensors of {device.place.name} are copied to the host in batches and summarised "
+                f"there: {device.without_kernels}",
+            )
+            return None
+        kind = kind_of(dtype)
         count = tensor.numel()
         if kind is None or not count:
             return None
-        device = self.device_of(tensor)
         try:
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
@@ -420,14 +436,9 @@ class DeviceMemory:
             self._free(device)
             return None
         except launcher.CannotLaunch as error:
-            self._do_without(str(error))
-            return None
+            device.without_kernels = str(error)
+            return self.summarise(tensor, dtype)
         return PendingSummary(transfer, slot, count, kind.width)
-
-    def _do_without(self, why_not: str) -> None:
-        """No kernels: whatever is summarised is copied to the host for it."""
-        self.usable = False
-        self._say("device-path", f"tensors of devices are copied one by one, slowly: {why_not}")
 
     # --- whole tensors
 
@@ -526,10 +537,10 @@ class DeviceMemory:
         if now < device.checked:
             return
         device.checked = now + _CHECK_EVERY
-        place = device.place
-        if place.index >= 0:
-            total = int(torch.cuda.get_device_properties(place.index).total_memory)
-            room = place.room() - int(total * LEFT_FREE)
+        memory = device.place.room()
+        if memory is not None:
+            free, total = memory
+            room = free - int(total * LEFT_FREE)
             device.transfers.budget = max(0, min(self.budgets.device, room))
 
     # --- sending
@@ -547,7 +558,7 @@ class DeviceMemory:
             device.transfers.send()
             for stream, batch in device.batches.items():
                 if batch.waiting:
-                    with _on(device.place, stream):
+                    with device.place.on(stream):
                         batch.send()
 
     @property
@@ -563,9 +574,8 @@ class DeviceMemory:
 
     def _free(self, device: Device) -> None:
         device.transfers.free()
-        if device.place.index >= 0:
-            # torch keeps freed memory for itself; the program may need it in another size.
-            torch.cuda.empty_cache()
+        # torch keeps freed memory for itself; the program may need it in another size.
+        device.place.free_cache()
 
     def _degrade(self, why: str) -> None:
         if not self.degraded:
@@ -605,10 +615,3 @@ class DeviceMemory:
             # The budget stays at zero: the program has shown that it needs the memory.
             device.checked = float("inf")
             device.transfers.free()
-
-
-def _on(place: Place, stream: int) -> Any:
-    """Work of this thread goes to a queue of a device meanwhile."""
-    if stream == place.stream() or not isinstance(place, CudaPlace):
-        return nullcontext()
-    return torch.cuda.stream(place.queue(stream))

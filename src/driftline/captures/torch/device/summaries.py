@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from driftline.captures.recorder import Snapshot
-from driftline.captures.torch.device.cuda import Mark, Place
+from driftline.captures.torch.device.places import Mark, Place
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
 from driftline.numerics.gpu import launcher

@@ -1,4 +1,3 @@
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The error check for tensors on a device: nothing is waited for while the program runs.
@@ -16,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from driftline.captures.torch.device.places import HostPlace, Mark, Place, place_of
 from driftline.captures.torch.errcheck.inspect import (
     UNREAD,
     ByStorage,
     Origin,
     Reading,
     from_extremes,
+    is_mask,
     is_whole,
     pattern_of,
     plain,
@@ -37,6 +38,7 @@ from driftline.captures.torch.errcheck.rules import (
     Numbers,
     Verdict,
     judge,
+    judge_module,
 )
 from driftline.captures.torch.operators.schema import WatchedOperator
 from driftline.numerics.dtypes import Pattern
@@ -76,10 +78,43 @@ def count_small(tensor: torch.Tensor, pattern: Pattern, out: torch.Tensor) -> No
     torch.sum(small, dim=tuple(range(small.dim())), dtype=torch.int64, out=out)
 
 
-class Value:
-    """One state of a storage: its extremes, on the device and, later, here."""
+class Flag:
+    """Whether a tensor is a mask, or positions; as `inspect.is_mask` has it.
 
-    __slots__ = ("asked", "before", "count", "origin", "pattern", "reading", "single")
+    Attributes:
+        up: False while the answer is on its way.
+    """
+
+    __slots__ = ("up",)
+
+    def __init__(self) -> None:
+        self.up = False
+
+    def arrived(self, answer: float, _: float) -> None:
+        self.up = bool(answer)
+
+
+class Tests(NamedTuple):
+    """What is asked of a call's inputs besides their extremes, by argument."""
+
+    counts: dict[str, Count]
+    masks: dict[str, Flag]
+
+
+class Value:
+    """One state of a storage: its extremes, on the device and, later, here.
+
+    Attributes:
+        call: Which call wrote it; -1 if nobody saw it.
+        version: The storage's count of changes; None where torch keeps none.
+        inner: The state of the same memory before it was read again: what something inside a
+            module gave, or what it held before code that nobody watches changed it.
+    """
+
+    __slots__ = (
+        *("asked", "before", "call", "count", "inner", "origin", "pattern", "reading", "single"),
+        "version",
+    )
 
     def __init__(
         self,
@@ -97,6 +132,9 @@ class Value:
         self.before = before
         self.reading: Reading | None = None
         self.single = count == 1
+        self.call = -1
+        self.version: int | None = None
+        self.inner: Value | None = None
 
     def arrived(self, low: float, high: float) -> None:
         earlier = self.before.reading if self.before is not None else None
@@ -111,12 +149,13 @@ class Value:
 class FigureBatch:
     """Room for extremes on one device, in one type: kernels write straight into it."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: Place, dtype: torch.dtype) -> None:
+        self.place = place
         # Allocated once: an allocation for each tensor would change the program's memory.
-        self.rows = torch.empty((TOGETHER, 2), device=device, dtype=dtype)
+        self.rows = place.empty((TOGETHER, 2), dtype)
         cells = self.rows.view(-1).unbind(0)
         self.places = list(zip(cells[0::2], cells[1::2], strict=True))
-        self.values: list[Value | Count] = []
+        self.values: list[Value | Count | Flag] = []
 
     @property
     def full(self) -> bool:
@@ -130,29 +169,28 @@ class FigureBatch:
         count_small(tensor, pattern, self.places[len(self.values)][0])
         self.values.append(count)
 
+    def take_mask(self, tensor: torch.Tensor, flag: Flag) -> None:
+        self.places[len(self.values)][0].copy_(is_mask(tensor))
+        self.values.append(flag)
+
 
 class FigureTransfer:
     """Batches on their way to the host, and the calls that wait for them."""
 
     def __init__(
-        self, batches: list[FigureBatch], values: list[Value | Count], calls: list[Any]
+        self, batches: list[FigureBatch], values: list[Value | Count | Flag], calls: list[Any]
     ) -> None:
         self.batches = batches
         self.values = values
         self.calls = calls
         self.hosts: list[torch.Tensor] = []
-        self.arrivals: list[Any] = []
+        self.arrivals: list[Mark] = []
         for batch in batches:
             used = batch.rows[: len(batch.values)]
-            if used.is_cuda:
-                # Only a copy into pinned memory returns before it is done.
-                host = torch.empty(used.shape, dtype=used.dtype, pin_memory=True)
-                host.copy_(used, non_blocking=True)
-                arrival = torch.cuda.Event()
-                arrival.record(torch.cuda.current_stream(used.device))
-                self.arrivals.append(arrival)
-            else:  # no events here: the copy waits
-                host = used.cpu()
+            # Only a copy into pinned memory returns before it is done.
+            room = batch.place.pinned(used.numel() * used.element_size())
+            host = room.view(used.dtype).view(used.shape)
+            self.arrivals.append(batch.place.copy_here([(host, used)]))
             self.hosts.append(host)
 
     def arrived(self, *, wait: bool) -> bool:
@@ -195,6 +233,8 @@ class WatchedCall(NamedTuple):
         numbers: Written into the call; None for a module.
         allowed: The user allows it whatever it makes.
         begun: For a module: how many calls there were when it began; those since are inside it.
+        module: For a module: itself, whose parameters are read where it gives what is not finite.
+        reason: What is said with a finding, instead of the rule's own words.
     """
 
     call: Call
@@ -202,12 +242,14 @@ class WatchedCall(NamedTuple):
     numbers: Numbers | None
     allowed: bool
     begun: int = -1
+    module: torch.nn.Module | None = None
+    reason: str = ""
 
 
 class _Waiting:
     """A call whose readings are on their way."""
 
-    __slots__ = ("about", "given", "held", "inputs", "made", "outputs", "size")
+    __slots__ = ("about", "given", "held", "inputs", "made", "masks", "outputs", "size")
 
     def __init__(self, about: WatchedCall) -> None:
         self.about = about
@@ -216,6 +258,7 @@ class _Waiting:
         self.held: dict[str, tuple[torch.Tensor, int | None]] = {}
         self.given: dict[str, Count] = {}
         self.made: dict[str, Count] = {}
+        self.masks: dict[str, Flag] = {}
         self.size = 0
 
 
@@ -225,12 +268,13 @@ class DeviceWatch:
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._values: ByStorage[Value] = ByStorage()
-        self._gathering: list[Value | Count] = []
+        self._gathering: list[Value | Count | Flag] = []
         self._counting = UNDERFLOWS if "underflow" in reporter.options.types else frozenset[str]()
         self._calls: list[_Waiting] = []
         self._batches: dict[tuple[torch.device, torch.dtype], FigureBatch] = {}
         self._spare: dict[tuple[torch.device, torch.dtype], list[FigureBatch]] = {}
         self._transfers: deque[FigureTransfer] = deque()
+        self._places: dict[torch.device, Place] = {}
         self._held = 0
         self._since = 0
         self.added = 0
@@ -251,7 +295,7 @@ class DeviceWatch:
         watched: WatchedCall,
         inputs: Sequence[tuple[str, str, torch.Tensor]],
         outputs: Sequence[tuple[str, torch.Tensor]],
-        before: Mapping[str, Count] | None = None,
+        before: Tests | None = None,
     ) -> None:
         """A call has been made; its readings are sent for.
 
@@ -259,24 +303,28 @@ class DeviceWatch:
             watched: The call.
             inputs: Name, position and tensor of what it read.
             outputs: Slot and tensor of what it wrote.
-            before: Counts of what it has overwritten since.
+            before: What was asked of what it has overwritten since.
         """
         name = watched.name
         with self._reporter.lock:
             waiting = _Waiting(watched)
             self.added += 1
+            counted, masked = before or Tests({}, {})
             for slot, alias, tensor in inputs:
-                value = self._input(tensor)
+                value = self._input(tensor, watched.begun)
                 shape = shape_of(tensor)
                 waiting.inputs.append((slot, alias, tensor.dtype, shape, value))
                 self._hold(waiting, slot, tensor)
                 if name in self._counting:
-                    counted = before.get(slot) if before else None
-                    count = counted or self.count(tensor)
+                    count = counted.get(slot) or self.count(tensor)
                     if count is not None:
                         waiting.given[slot] = count
+                if name in LOGARITHMS:
+                    flag = masked.get(slot) or self.mask(tensor)
+                    if flag is not None:
+                        waiting.masks[slot] = flag
             for slot, tensor in outputs:
-                value = self._output(tensor)
+                value = self._output(tensor, watched.begun)
                 if value is not None:
                     waiting.outputs.append((slot, tensor.dtype, shape_of(tensor), value))
                     count = self.count(tensor) if name in self._counting else None
@@ -305,7 +353,7 @@ class DeviceWatch:
 
     # --- readings
 
-    def _input(self, tensor: torch.Tensor) -> Value | None:
+    def _input(self, tensor: torch.Tensor, begun: int) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel():
@@ -315,22 +363,30 @@ class DeviceWatch:
             state.reading = read(value, pattern)
             return state
         state = self._values.get(value)
+        # Between modules code runs that nobody watches. Not asked of operators: torch counts a
+        # change of theirs only after they have been seen.
+        changed = state is not None and begun >= 0 and state.version != _version(value)
         # A state that was never asked for has no figures on their way.
-        if state is None or not state.asked:
-            origin = state.origin if state is not None else Origin.UNKNOWN
+        if state is None or not state.asked or changed:
+            earlier, origin = state, state.origin if state is not None else Origin.UNKNOWN
             state = self._ask(value, pattern, origin, None)
+            state.inner = earlier
             state.single = state.single and not tensor.requires_grad
             self._values.put(value, state)
         return state
 
-    def _output(self, tensor: torch.Tensor) -> Value | None:
+    def _output(self, tensor: torch.Tensor, begun: int) -> Value | None:
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel() or value.is_cpu:
             return None
         # A partial write leaves the rest of the storage as it was.
-        before = None if is_whole(value) else self._values.get(value)
+        earlier = self._values.get(value)
+        before = None if is_whole(value) else earlier
         state = self._ask(value, pattern, Origin.UNKNOWN, before)
+        state.call = self.added
+        if begun >= 0 and earlier is not None and earlier.call > begun:
+            state.inner = earlier
         if is_whole(value) or (before is not None and before.asked):
             self._values.put(value, state)
         # Else the rest of the storage was never looked at: whoever reads it has to.
@@ -342,6 +398,7 @@ class DeviceWatch:
         shown = reals_of(tensor)
         batch = self._batch(shown.device, shown.dtype)
         value = Value(pattern, tensor.numel() * pattern.reals, origin, before)
+        value.version = _version(tensor)
         batch.take(shown, value)
         self._gathering.append(value)
         if batch.full:
@@ -363,27 +420,57 @@ class DeviceWatch:
                 self._send()
         return count
 
+    def mask(self, tensor: torch.Tensor) -> Flag | None:
+        """Whether it is a mask, as it is now; None where nobody can say."""
+        value = plain(tensor)
+        if value is None or pattern_of(value.dtype) is None or not value.numel() or value.is_cpu:
+            return None
+        with self._reporter.lock:
+            flag = Flag()
+            batch = self._batch(value.device, torch.int64)
+            batch.take_mask(value, flag)
+            self._gathering.append(flag)
+            if batch.full:
+                self._send()
+        return flag
+
     def before(
         self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[str, Count]:
-        """Zeros in what a call is about to overwrite, where they are counted."""
-        counts: dict[str, Count] = {}
-        if operator.short in self._counting:
-            for index, name in operator.overwrites:
-                value = args[index] if index < len(args) else kwargs.get(name)
-                for slot, tensor in tensors_in(value, name):
-                    count = self.count(tensor)
-                    if count is not None:
-                        counts[slot] = count
-        return counts
+    ) -> Tests:
+        """What is asked of what a call is about to overwrite: zeros are counted, masks told."""
+        tests = Tests({}, {})
+        counting, telling = operator.short in self._counting, operator.short in LOGARITHMS
+        if not counting and not telling:
+            return tests
+        for index, name in operator.overwrites:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            for slot, tensor in tensors_in(value, name):
+                count = self.count(tensor) if counting else None
+                if count is not None:
+                    tests.counts[slot] = count
+                flag = self.mask(tensor) if telling else None
+                if flag is not None:
+                    tests.masks[slot] = flag
+        return tests
 
     def _batch(self, device: torch.device, dtype: torch.dtype) -> FigureBatch:
         key = (device, dtype)
         batch = self._batches.get(key)
         if batch is None:
             spare = self._spare.get(key)
-            batch = self._batches[key] = spare.pop() if spare else FigureBatch(*key)
+            batch = spare.pop() if spare else FigureBatch(self._place(device), dtype)
+            self._batches[key] = batch
         return batch
+
+    def _place(self, device: torch.device) -> Place:
+        place = self._places.get(device)
+        if place is None:
+            try:
+                place = place_of(device)
+            except (RuntimeError, NotImplementedError):  # it can only be waited for
+                place = HostPlace(device)
+            self._places[device] = place
+        return place
 
     # --- inputs for replay
 
@@ -392,10 +479,7 @@ class DeviceWatch:
         # Without its tensors a finding is still reported, only not replayable.
         if self._held + size > HELD or type(tensor) not in _ORDINARY:
             return
-        try:
-            version: int | None = tensor._version
-        except RuntimeError:  # inference mode counts no versions
-            version = None
+        version = _version(tensor)
         # The graph behind it must not live longer than it does without us.
         waiting.held[slot] = tensor if tensor.grad_fn is None else tensor.detach(), version
         waiting.size += size
@@ -438,14 +522,25 @@ class DeviceWatch:
             if output.reading is not None
         ]
         self._note_headroom(about.call.site, readings)
-        verdict = judge(
-            about.name,
-            _judged_inputs(waiting),
-            readings,
-            about.numbers,
-            reporter.options.types,
-            allowed=about.allowed,
-        )
+        operands, parameters = self._judged_inputs(waiting), list[Part]()
+        types = reporter.options.types
+        if about.begun < 0:
+            verdict = judge(
+                about.name, operands, readings, about.numbers, types, allowed=about.allowed
+            )
+        else:
+            if any(reading.nonfinite for reading in readings):
+                parameters = _bad_parameters(about.module)
+            operands += [Input(part.name, part.reading) for part in parameters if part.reading]
+            verdict = judge_module(
+                operands,
+                list(zip(readings, map(_inner_origin, waiting.outputs), strict=True)),
+                types,
+                numbers=about.numbers,
+                inside=self._troubled >= about.begun,
+                earlier=self._troubled >= 0,
+                allowed=about.allowed,
+            )
         _learn_origins(waiting, verdict)
         if verdict.types or verdict.propagates:
             self._troubled = self._judged
@@ -455,7 +550,10 @@ class DeviceWatch:
                 Part(slot, _unchanged(waiting.held.get(slot)), _seen(value), dtype, shape, alias)
                 for slot, alias, dtype, shape, value in waiting.inputs
             ]
-            reporter.report(verdict, about.call, inputs, outputs, exact=False)
+            if about.reason:
+                verdict = verdict._replace(reason=about.reason)
+                outputs = [out for out in outputs if out.reading and out.reading.nonfinite]
+            reporter.report(verdict, about.call, [*inputs, *parameters], outputs, exact=False)
         else:
             reporter.note(verdict, about.call.site)
 
@@ -468,32 +566,58 @@ class DeviceWatch:
                 if reading.peak > peaks.get(key, -1.0):
                     peaks[key] = reading.peak
 
-    def _origin(self, value: Value, waiting: _Waiting) -> Origin:
-        origin = self._reporter.origin(value.origin)
-        if origin is not Origin.UNKNOWN:
-            return origin
-        if value.single:
-            return Origin.MEANT  # a number that the program wrote down
-        # What functions do between modules is not seen: it may be the consequence.
-        return Origin.MADE if waiting.about.begun >= 0 and self._troubled >= 0 else Origin.UNKNOWN
+    def _judged_inputs(self, waiting: _Waiting) -> list[Input]:
+        """The inputs of a call as the rule takes them, with what has arrived of them."""
+        judged = [
+            Input(
+                slot,
+                count.put_into(value.reading)
+                if (count := waiting.given.get(slot))
+                else value.reading,
+                self._reporter.origin(_origin(value), single=value.single),
+                (flag := waiting.masks.get(slot)) is not None and flag.up,
+            )
+            for slot, _, _, _, value in waiting.inputs
+            if value is not None and value.reading is not None
+        ]
+        if waiting.made:  # whole numbers among its inputs may be a mask
+            judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
+        return judged
 
 
-def _judged_inputs(waiting: _Waiting) -> list[Input]:
-    """The inputs of a call as the rule takes them, with what has arrived of them."""
-    judged = [
-        Input(
-            slot,
-            count.put_into(value.reading) if (count := waiting.given.get(slot)) else value.reading,
-            # A single number is taken for a constant that the program wrote.
-            Origin.MEANT if value.single and value.origin is Origin.UNKNOWN else value.origin,
-            waiting.about.name in LOGARITHMS and value.reading.peak == 1.0,
-        )
-        for slot, _, _, _, value in waiting.inputs
-        if value is not None and value.reading is not None
-    ]
-    if waiting.made:  # whole numbers among its inputs may be a mask
-        judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
-    return judged
+def _inner_origin(output: tuple[str, torch.dtype, tuple[int, ...], Value]) -> Origin:
+    """What is known of an output because something inside the module gave it."""
+    inner = output[3].inner
+    return Origin.UNKNOWN if inner is None else inner.origin
+
+
+def _origin(value: Value) -> Origin:
+    """What is known of an input; a change that nobody saw excuses nothing."""
+    return value.origin if value.inner is None else max(value.origin, value.inner.origin)
+
+
+def _bad_parameters(module: torch.nn.Module | None) -> list[Part]:
+    """A module's own parameters that are not finite: they enter it like inputs.
+
+    Read when the module is judged, and only where it gave what is not finite: the device is waited
+    for then.
+    """
+    parts: list[Part] = []
+    for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
+        value = plain(parameter)
+        pattern = pattern_of(value.dtype) if value is not None else None
+        if value is not None and pattern is not None and value.numel():
+            reading = read(value.detach().cpu(), pattern)
+            if reading.nonfinite:
+                parts.append(Part(name, parameter, reading, parameter.dtype, shape_of(parameter)))
+    return parts
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference mode counts no versions
+        return None
 
 
 def _learn_origins(waiting: _Waiting, verdict: Verdict) -> None:

@@ -164,19 +164,20 @@ def from_extremes(pattern: Pattern, count: int, low: float, high: float) -> Read
     )
 
 
-def is_mask(tensor: torch.Tensor) -> bool:
-    """A mask of zeros and ones, or positions: whole numbers or simple fractions, sixteen or more.
+def is_mask(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether it is a mask of zeros and ones, or positions: sixteen simple fractions or more.
 
-    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's.
+    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's. The
+    answer is a tensor where the values are, because a device is not waited for.
     """
     ones = tensor == 1
     # Zeros and ones, with at least one of them.
-    if bool(ones.any()) and bool((ones | (tensor == 0)).all()):
-        return True
-    if tensor.numel() < _FEW or tensor.is_complex() or not bool(tensor.any()):
-        return False
-    steps = tensor.double() * _FRACTION
-    return bool((steps == steps.round()).all()) and bool((tensor >= 0).all())
+    mask = ones.any() & (ones | (tensor == 0)).all()
+    if tensor.numel() < _FEW or tensor.is_complex():
+        return mask
+    # A power of two: the product is exact, or infinite where the number was whole anyway.
+    steps = tensor * _FRACTION
+    return mask | ((tensor != 0).any() & (steps == steps.round()).all() & (tensor >= 0).all())
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:

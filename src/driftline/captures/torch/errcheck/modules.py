@@ -29,12 +29,14 @@ from driftline.captures.torch.errcheck.inspect import (
     shape_of,
 )
 from driftline.captures.torch.errcheck.reporter import Call, Part, Reporter
-from driftline.captures.torch.errcheck.rules import Input, Numbers, judge
+from driftline.captures.torch.errcheck.rules import Input, Numbers, judge_module
 from driftline.captures.torch.errcheck.source_lines import here, line_of, stack
 from driftline.captures.torch.operators.dispatch import break_graphs
 from driftline.captures.torch.tensors import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
+MOST_GRADIENTS = 8
+"""Gradients that are kept with a finding; after the first wrong one all may be."""
 
 
 class _Thread(threading.local):
@@ -58,7 +60,7 @@ class ModuleTap:
         self.reporter = reporter
         self._origins = origins if origins is not None else Origins()
         self._device = device or DeviceWatch(reporter)
-        self._found = 0
+        self._found = self._found_before = self._added_before = 0
         self._thread = _Thread()
         self._hook: Any = None
         self._saturation = "saturation" in reporter.options.types
@@ -124,7 +126,7 @@ class ModuleTap:
             call = self._call(frame, lines)
             allowed = self.reporter.allows(frame.site, frame.class_name)
             named_outputs = [(slot, tensor) for slot, _, tensor in outputs]
-            watched = WatchedCall(call, "", None, allowed, added)
+            watched = WatchedCall(call, "", None, allowed, added, frame.module)
             self._device.add(watched, inputs, named_outputs)
         elif suspicious:
             with self.reporter.lock:
@@ -132,14 +134,6 @@ class ModuleTap:
 
     def _inspect(self, frame: Any, inputs: Named, outputs: Named, found_before: int) -> None:
         parts, judged = self._read(inputs, with_origin=True)
-        if self._found:
-            # What functions do between modules is not seen: it may be the consequence.
-            judged = [
-                operand._replace(origin=Origin.MADE)
-                if operand.origin is Origin.UNKNOWN
-                else operand
-                for operand in judged
-            ]
         # A parameter that is not finite enters the module like an input.
         for name, parameter in frame.module.named_parameters(recurse=False):
             own, seen = self._read([(name, "", parameter)], with_origin=True)
@@ -147,17 +141,14 @@ class ModuleTap:
                 parts += own
                 judged += seen
         outs, _ = self._read(outputs, with_origin=False)
-        if found_before != self._found or any(self._known(out) is Origin.MADE for out in outs):
-            # Something inside has been found already; this is its consequence.
-            judged = [*judged, *(Input("", o.reading, Origin.MADE) for o in outs if o.reading)]
-        readings = [
-            out.reading
-            for out in outs
-            if out.reading is not None and self._known(out) not in (Origin.MEANT, Origin.ALLOWED)
-        ]
-        allowed = self.reporter.allows(frame.site, frame.class_name)
-        types = self.reporter.options.types
-        verdict = judge("", judged, readings, None, types, allowed=allowed)
+        verdict = judge_module(
+            judged,
+            [(out.reading, self._known(out)) for out in outs if out.reading is not None],
+            self.reporter.options.types,
+            inside=found_before != self._found,
+            earlier=bool(self._found),
+            allowed=self.reporter.allows(frame.site, frame.class_name),
+        )
         if verdict.origin is not Origin.UNKNOWN:
             for out in outs:
                 value = plain(out.tensor) if out.tensor is not None else None
@@ -183,7 +174,9 @@ class ModuleTap:
             reading = read(value, pattern) if value is not None and pattern is not None else None
             parts.append(Part(slot, tensor, reading, tensor.dtype, shape_of(tensor), alias))
             if with_origin and value is not None and reading is not None:
-                judged.append(Input(slot, reading, self._origins.of(value)))
+                single = value.numel() == 1 and not tensor.requires_grad
+                origin = self.reporter.origin(self._origins.of(value), single=single)
+                judged.append(Input(slot, reading, origin))
         return parts, judged
 
     def _call(self, frame: Any, lines: Sequence[Any]) -> Call:
@@ -197,36 +190,56 @@ class ModuleTap:
                 self.session.guarded("optimizer", self._gradients, optimizer)
 
     def _gradients(self, optimizer: Any) -> None:
-        """Gradients that are about to be used; they came out of a backward pass nobody watched."""
-        step = self.session.step
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
-                    continue
-                value = plain(parameter.grad)
-                pattern = pattern_of(value.dtype) if value is not None else None
-                if value is None or pattern is None or not value.is_cpu or not value.numel():
-                    continue
-                # A gradient that is finite again clears what was known of its memory.
-                if peak(value, pattern) <= pattern.top:
-                    self._origins.overwritten(value)
-                    continue
-                parts, _ = self._read([(f"grad {index}", "", parameter.grad)], with_origin=False)
-                reading = parts[0].reading
-                assert reading is not None
+        """Gradients that are about to be used; they came out of a backward pass nobody watched.
+
+        One backward pass is one finding at most: from where it begins to be wrong, all are.
+        """
+        on_device: list[tuple[str, torch.Tensor]] = []
+        wrong: list[Part] = []
+        known = False
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            gradient: torch.Tensor | None = parameter.grad
+            value = plain(gradient) if gradient is not None else None
+            pattern = pattern_of(value.dtype) if value is not None else None
+            if gradient is None or value is None or pattern is None or not value.numel():
+                continue
+            slot = f"grad {index}"
+            if not value.is_cpu:
+                on_device.append((slot, gradient))
+            # A gradient that is finite again clears what was known of its memory.
+            elif peak(value, pattern) <= pattern.top:
+                self._origins.overwritten(value)
+            else:
                 # Reported before, or the consequence of something that was.
-                if self._origins.of(value) is not Origin.UNKNOWN:
-                    continue
-                # The backward pass was not watched: its inputs are taken for finite.
-                finite_input = [Input("", reading._replace(nan=0, pos_inf=0, neg_inf=0))]
-                types = self.reporter.options.types
-                verdict = judge("", finite_input, [reading], Numbers(), types)
+                known = known or self._origins.of(value) is not Origin.UNKNOWN
                 self._origins.add(value, Origin.MADE)
-                if verdict.types:
-                    name = type(optimizer).__name__
-                    call = Call(name, name, name, "backward", step, 0, stack())
-                    reason = "a gradient, as the optimizer got it; --level operator names its maker"
-                    self.reporter.report(verdict._replace(reason=reason), call, (), parts)
+                parts, _ = self._read([(slot, "", gradient)], with_origin=False)
+                wrong += parts
+        found, self._found_before = self._found_before, self._found
+        added, self._added_before = self._added_before, self._device.added
+        name = type(optimizer).__name__
+        call = Call(name, name, name, "backward", self.session.step, 0, stack())
+        reason = "a gradient, as the optimizer got it; --level operator names its maker"
+        if on_device:
+            watched = WatchedCall(call, "", Numbers(), allowed=False, begun=added, reason=reason)
+            self._device.add(watched, (), on_device)
+        if not wrong:
+            return
+        verdict = judge_module(
+            (),
+            [(part.reading, Origin.UNKNOWN) for part in wrong if part.reading is not None],
+            self.reporter.options.types,
+            numbers=Numbers(),
+            inside=known or found != self._found,
+            earlier=bool(self._found),
+        )
+        self._found += 1
+        if verdict.types:
+            kept = wrong[:MOST_GRADIENTS]
+            self.reporter.report(verdict._replace(reason=reason), call, (), kept)
+        else:
+            self.reporter.note(verdict, name)
 
 
 break_graphs(ModuleTap._before_optimizer)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from driftline.captures.torch.errcheck.devices import Count, DeviceWatch, WatchedCall
+from driftline.captures.torch.errcheck.devices import DeviceWatch, Tests, WatchedCall
 from driftline.captures.torch.errcheck.inspect import (
     UNREAD,
     Origin,
@@ -72,7 +72,7 @@ class _Executed(NamedTuple):
 
     Attributes:
         before: What it has overwritten.
-        counted: Small elements of what it has overwritten on a device.
+        tested: Small elements and masks in what it has overwritten on a device.
     """
 
     operator: WatchedOperator
@@ -80,7 +80,7 @@ class _Executed(NamedTuple):
     kwargs: dict[str, Any]
     result: Any
     before: Gone | None
-    counted: dict[str, Count]
+    tested: Tests
 
     def inputs(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         return inputs_of(self.operator, self.args, self.kwargs)
@@ -175,7 +175,7 @@ class ErrorTap:
         if not self.active:
             return func(*args, **kwargs)
         operator = before = None
-        counted: dict[str, Count] = {}
+        tested = Tests({}, {})
         looking = True
         try:
             operator = self._operators.get(func)
@@ -189,7 +189,7 @@ class ErrorTap:
             elif operator.overwrites:
                 with undisturbed():
                     before = self._about_to_go(operator, args, kwargs)
-                    counted = self._device.before(operator, args, kwargs)
+                    tested = self._device.before(operator, args, kwargs)
         except Exception as error:
             looking = False
             self._lost(func, error)
@@ -205,7 +205,7 @@ class ErrorTap:
                 elif operator.collective:
                     self._received((*args, *kwargs.values(), result))
                 else:
-                    executed = _Executed(operator, args, kwargs, result, before, counted)
+                    executed = _Executed(operator, args, kwargs, result, before, tested)
                     self._look(func, executed, recording=recording)
         except Exception as error:
             self._lost(func, error)
@@ -237,7 +237,7 @@ class ErrorTap:
                 self.reporter.allows(operator_site.site, operator.full_name),
             )
             inputs, outputs = list(executed.inputs()), list(executed.outputs())
-            self._device.add(watched, inputs, outputs, executed.counted)
+            self._device.add(watched, inputs, outputs, executed.tested)
         elif suspicious:
             with self.reporter.lock:
                 self._inspect(executed, operator_site, visit)
@@ -327,10 +327,9 @@ class ErrorTap:
         if reading is None:
             reading = read(shown, pattern)
         part = Part(name, source, reading, tensor.dtype, shape_of(tensor), alias)
-        origin = self.reporter.origin(self._origins.of(value))
-        if origin is Origin.UNKNOWN and value.numel() == 1 and not tensor.requires_grad:
-            origin = Origin.MEANT  # a number that the program wrote down
-        mask = operator.short in LOGARITHMS and source is not None and is_mask(shown)
+        single = value.numel() == 1 and not tensor.requires_grad
+        origin = self.reporter.origin(self._origins.of(value), single=single)
+        mask = operator.short in LOGARITHMS and source is not None and bool(is_mask(shown))
         return _ReadInput(part, Input(name, reading, origin, mask), value)
 
     # --- what a call reads and writes

@@ -135,17 +135,21 @@ class Reporter:
             )
         return allowed
 
-    def origin(self, origin: Origin) -> Origin:
+    def origin(self, origin: Origin, *, single: bool = False) -> Origin:
         """What other ranks made is reported once; afterwards it is a consequence.
 
         Collectives also fill memory that nobody here has seen, so in a job of several ranks that
         goes for what is of unknown origin too.
+
+        Args:
+            origin: What is known of a tensor.
+            single: It is one number without a gradient: the program wrote it down.
         """
         if origin is Origin.RECEIVED and self.received:
             return Origin.MADE
         if origin is Origin.UNKNOWN and self.findings and _several_ranks():
             return Origin.MADE
-        return origin
+        return Origin.MEANT if single and origin is Origin.UNKNOWN else origin
 
     def note(self, verdict: Verdict, site: str) -> None:
         """A call that gave something not finite and is no finding."""

@@ -147,6 +147,42 @@ def judge(
     return verdict._replace(types=tuple(more), reason=reason) if more else verdict
 
 
+def judge_module(
+    inputs: Sequence[Input],
+    outputs: Sequence[tuple[Reading, Origin]],
+    wanted: frozenset[str],
+    *,
+    numbers: Numbers | None = None,
+    inside: bool,
+    earlier: bool,
+    allowed: bool = False,
+) -> Verdict:
+    """What the call of a module was; or what an optimizer got from a backward pass.
+
+    Args:
+        inputs: What it read, and parameters of its own that are not finite.
+        outputs: What it gave, and what is known of it: it may be what a module inside gave.
+        wanted: Types of findings that are looked for.
+        numbers: As in `judge`.
+        inside: Something was found in it, or since: this is its consequence.
+        earlier: Something was found before it began.
+        allowed: The user allows it whatever it makes.
+    """
+    operands = list(inputs)
+    if earlier:
+        # What functions do between modules is not seen: it may be the consequence.
+        operands = [
+            operand._replace(origin=Origin.MADE) if operand.origin is Origin.UNKNOWN else operand
+            for operand in operands
+        ]
+    if inside or any(origin is Origin.MADE for _, origin in outputs):
+        operands += [Input("", reading, Origin.MADE) for reading, _ in outputs]
+    readings = [
+        reading for reading, origin in outputs if origin not in (Origin.MEANT, Origin.ALLOWED)
+    ]
+    return judge("", operands, readings, numbers, wanted, allowed=allowed)
+
+
 def _not_finite(
     name: str,
     inputs: Sequence[Input],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.layers import is_compiled
 from driftline.diagnosis.experiments.live.repeat import same_bits
 from driftline.errors import BadFile
@@ -302,7 +303,7 @@ def is_table(module: nn.Module) -> bool:
 def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
     """Whether the captured call is this very one: the same inputs in the same wide format."""
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
-    if call is None or any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+    if call is None or any(torch.is_autocast_enabled(device) for device in autocast_kinds()):
         return False
     # Other inputs mean another call, even if all common ones agree.
     if {slot for slot, _, _ in inputs} != set(call.inputs):

@@ -27,6 +27,7 @@ from torch.nn.modules import module as _module_home
 from torch.overrides import TorchFunctionMode
 
 from driftline.captures.torch import module_calls
+from driftline.captures.torch.device import accelerator
 
 Give = Callable[[torch.Tensor], torch.Tensor]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -308,16 +309,14 @@ def _is_of_torch(hook: Any) -> bool:
 def random_state() -> tuple[Any, ...]:
     """The state of every random generator a module may draw from."""
     numpy = sys.modules.get("numpy")
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
     legacy = numpy.random.get_state() if numpy is not None else None
-    return torch.get_rng_state(), devices, random.getstate(), legacy
+    return torch.get_rng_state(), accelerator.random_states(), random.getstate(), legacy
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
     host, devices, python, legacy = state
     torch.set_rng_state(host)
-    if devices:
-        torch.cuda.set_rng_state_all(list(devices))
+    accelerator.set_random_states(devices)
     random.setstate(python)
     if legacy is not None:
         sys.modules["numpy"].random.set_state(legacy)
@@ -328,12 +327,9 @@ def has_drawn(before: tuple[Any, ...]) -> bool:
     host, devices, _, _ = before
     if not torch.equal(host, torch.get_rng_state()):
         return True
-    if not devices:
-        return False
-    return any(
-        not torch.equal(old, new)
-        for old, new in zip(devices, torch.cuda.get_rng_state_all(), strict=True)
-    )
+    # A device that was first used since has drawn, or will: its states are new.
+    now = accelerator.random_states()
+    return len(now) != len(devices) or not all(map(torch.equal, devices, now))
 
 
 # Other right executions of one module: rounded once, or moved by a last bit.
