@@ -43,7 +43,7 @@ $(VENV)/.installed: $(VENV)/.packages CMakeLists.txt README.md $(SOURCES)
 install: $(VENV)/.installed
 
 demo: install
-	$(BIN)/python examples/demo/run.py
+	$(BIN)/driftline demo --force -o demo-output
 
 lint: install
 	$(BIN)/ruff check .

@@ -6,9 +6,10 @@ judges them, `files.py` writes and reads them. docs/table-format.md is the speci
 
 from __future__ import annotations
 
+import fnmatch
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
@@ -18,7 +19,7 @@ from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.covered import Covered
 from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
-from driftline.errors import BadFile
+from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.scope import RunScope
 
 if TYPE_CHECKING:
@@ -227,6 +228,47 @@ class Table:
         # A heap: a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
         return heapq.nsmallest(count, rows, key=_badness)
+
+    def only(
+        self,
+        *,
+        sites: Sequence[str] = (),
+        ports: Sequence[str] = (),
+        steps: Collection[int] = (),
+    ) -> Table:
+        """The table with only some of its rows; verdict and finding stay those of all.
+
+        Args:
+            sites: Globs, such as `model.layers.*.mlp`; all sites if there is none.
+            ports: Globs, such as `grad_*`; all ports if there is none.
+            steps: All steps if there is none.
+
+        Raises:
+            BadInput: No row is left, or a glob matches nothing.
+        """
+        for what, globs in (("site", sites), ("port", ports)):
+            names = sorted({str(getattr(row, what)) for row in self.rows}) if globs else []
+            for glob in globs:
+                if not fnmatch.filter(names, glob):
+                    raise BadInput(
+                        f"no {what} of this comparison matches '{glob}'",
+                        hint=did_you_mean(glob, names),
+                    )
+        kept = [
+            row
+            for row in self.rows
+            if (not sites or any(fnmatch.fnmatchcase(row.site, glob) for glob in sites))
+            and (not ports or any(fnmatch.fnmatchcase(row.port, glob) for glob in ports))
+            and (not steps or row.step in steps)
+        ]
+        if not kept:
+            have = sorted({row.step for row in self.rows})
+            raise BadInput(
+                "no row of this comparison is at such a site, port and step",
+                hint=f"it has {'step' if len(have) == 1 else 'steps'} "
+                + ", ".join(map(str, have[:8])),
+            )
+        return self.with_rows(kept)
 
     def column(self, name: str) -> Column | None:
         return next((column for column in self.columns if column.name == name), None)
