@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
+from driftline.cli import python_script as script
 from driftline.cli.options import place
 from driftline.errors import EXIT_FINE
 
@@ -44,10 +45,16 @@ def completion(shell: Annotated[Shell, place("bash|zsh|fish")], /) -> int:
     Args:
         shell: Which shell.
     """
-    commands = _commands()
-    writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-    print("\n".join(writers[shell](commands)))
+    text = script.step("text", completion_script, shell)
+    script.end(text)
+    print(text)
     return EXIT_FINE
+
+
+def completion_script(shell: Shell) -> str:
+    """The script of one shell."""
+    writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+    return "\n".join(writers[shell](_commands()))
 
 
 def _commands() -> dict[str, _Command]:

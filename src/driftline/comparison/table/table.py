@@ -165,7 +165,7 @@ class Side(NamedTuple):
 _NOWHERE = Side()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Table:
     """Every pair of two runs, judged.
 
@@ -279,8 +279,16 @@ class Table:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __repr__(self) -> str:
+        """One line: the verdict, where it starts, how much was compared."""
+        place = f", starts at {self.first_site}" if self.first_site else ""
+        return f"<Table {self.verdict}{place}: {self.coverage}>"
+
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.finding} ({self.coverage})"
+        """What `driftline compare` prints, without colours."""
+        from driftline.reporting.views.comparison import table_text
+
+        return table_text(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
@@ -385,6 +393,26 @@ class Table:
         from driftline.comparison.table.files import write_table
 
         return write_table(self, folder, force=force)
+
+    def to_arrow(self) -> Any:
+        """Every row as a `pyarrow.Table`, with the columns of `rows.parquet`.
+
+        Raises:
+            NotInstalled: pyarrow is not here.
+        """
+        from driftline.comparison.table.files import arrow_table
+
+        return arrow_table(self)
+
+    def to_pandas(self) -> Any:
+        """Every row as a `pandas.DataFrame`, with the same columns.
+
+        Raises:
+            NotInstalled: pandas is not here.
+        """
+        from driftline.comparison.table.files import data_frame
+
+        return data_frame(self)
 
     def _position(self, wanted: Row) -> int | None:
         # Identity first: comparing two rows by value takes all their metrics.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable
 
 from driftline.comparison.metrics.catalogue import STANDARD
@@ -230,6 +231,17 @@ def view(table: Table, *, everything: bool = False) -> View:
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
     return View(tuple(blocks))
+
+
+def table_text(table: Table) -> str:
+    """A comparison as the terminal shows it, for `print(table)`."""
+    from driftline.reporting.terminal import paint, width_of
+
+    blocks = (
+        block._replace(how_to_see="table.rows has every one") if isinstance(block, Grid) else block
+        for block in view(table).blocks
+    )
+    return paint(View(tuple(blocks)), width=width_of(sys.stdout)).rstrip("\n")
 
 
 def rows_view(table: Table, *, everything: bool = False) -> View:
