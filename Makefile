@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-DEV_PACKAGES := pytest pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
+DEV_PACKAGES := pytest pandas pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
 # The engines and the services that tests run for real.
 ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
@@ -43,7 +43,7 @@ $(VENV)/.installed: $(VENV)/.packages CMakeLists.txt README.md $(SOURCES)
 install: $(VENV)/.installed
 
 demo: install
-	$(BIN)/python examples/demo/run.py
+	$(BIN)/driftline demo --force -o demo-output
 
 lint: install
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "examples" / "demo"
+DEMO = ROOT / "src" / "driftline" / "testing" / "demo"
 
 
 def shell_blocks(page: Path) -> list[str]:
@@ -75,9 +75,10 @@ def test_each_fault_the_demo_can_plant_is_named_at_its_module(
     )
 
 
-def test_make_demo_names_the_planted_fault(tmp_path: Path) -> None:
+def test_the_tour_names_the_planted_fault(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(DEMO / "run.py")],
+        [sys.executable, "-m", "driftline", "demo"],
+        timeout=110,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -85,6 +86,10 @@ def test_make_demo_names_the_planted_fault(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The planted fault was named: layers.5.mlp.act_fn" in done.stdout
+    assert "<html" in (tmp_path / "driftline-demo/driftline-diff/report.html").read_text()[:400]
+    # What was said once is not said twice, and nothing inside the tour suggests another command.
+    assert done.stdout.count("What differs") == 1
+    assert "next: " not in done.stderr
 
 
 def test_every_page_the_readme_links_to_exists() -> None:
@@ -104,7 +109,6 @@ def test_the_python_example_tells_the_ported_model_from_the_broken_one(warm_pyth
 
 
 def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path, warm_python: str) -> None:
-    shutil.copytree(DEMO, tmp_path / "demo")
     commands = shell_blocks(ROOT / "examples" / "README.md")[0].strip().splitlines()
     codes = [
         run_words(
@@ -113,4 +117,4 @@ def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path, warm_p
         ).returncode
         for command in commands
     ]
-    assert codes == [0, 0, 1]
+    assert codes == [0, 0, 0, 1]

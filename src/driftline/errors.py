@@ -28,7 +28,8 @@ class DriftlineError(Exception):
         super().__init__(message)
         self.hint = hint
         if hint:
-            self.add_note(f"hint: {hint}")  # a traceback, in a notebook say, shows it too
+            # A traceback, in a notebook say, shows it too: in the words of somebody who calls us.
+            self.add_note(f"hint: {in_python(hint)}")
 
     def __str__(self) -> str:
         return self.args[0]
@@ -56,6 +57,44 @@ class AlreadyThere(DriftlineError):
 
 class NotInstalled(DriftlineError):
     """An optional part that is needed and missing."""
+
+
+# Options whose keyword is called otherwise, and flags, which have no value to write.
+_KEYWORDS = {
+    "map": "maps",
+    "mask": "masks",
+    "metric": "metrics",
+    "placement": "placements",
+    "port": "ports",
+    "site": "sites",
+    "no-structure": "structural=False",
+    "force": "force=True",
+}
+
+
+def in_python(hint: str) -> str:
+    """A hint of the command line for somebody who calls a function.
+
+    >>> in_python("give another -o, or --force to replace"), in_python("try --threads 1")
+    ('give another path, or force=True to replace', 'try threads=1')
+    >>> in_python("try --map 'model.*=*'"), in_python("see driftline compare --help")
+    ("try maps=['model.*=*']", 'see driftline compare --help')
+    """
+    import re
+
+    if "driftline " in hint:  # a whole command: it is run in a shell
+        return hint
+    hint = re.sub(r"(?<![\w-])-o\b(?! \w)", "path", hint).replace("an path", "a path")
+
+    def keyword(option: re.Match[str]) -> str:
+        name = _KEYWORDS.get(option[1], option[1].replace("-", "_"))
+        if "=" in name:
+            return name + (f" {option[2]}" if option[2] else "")
+        if not option[2]:
+            return f"{name}="
+        return f"{name}=[{option[2]}]" if name in _KEYWORDS.values() else f"{name}={option[2]}"
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]+)(?: ('[^']*'|\d[\w.]*|[A-Z]+[\w.]*))?", keyword, hint)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

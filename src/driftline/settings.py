@@ -45,6 +45,9 @@ TRITON_INTERPRET = "TRITON_INTERPRET"
 NO_COLOR = "NO_COLOR"
 """Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
 
+FORCE_COLOR = "FORCE_COLOR"
+"""Anything but empty: colours, also into a pipe or a file (https://force-color.org)."""
+
 
 def environment() -> Mapping[str, str]:
     """The process environment; all packages ask here, so that a test can see who reads what."""
@@ -132,6 +135,11 @@ def columns() -> int:
 def colours_refused() -> bool:
     """By the user, or by a terminal that calls itself dumb."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
+
+
+def colours_forced() -> bool:
+    """By the user, for a pager or the log of a CI job; a refusal weighs more."""
+    return bool(environment().get(FORCE_COLOR)) and not environment().get(NO_COLOR)
 
 
 def step_summary() -> str:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def llama(dtype: torch.dtype = torch.float32, device: str = "cuda") -> nn.Module:
-    sys.path.insert(0, str(ROOT / "examples" / "demo"))
+    sys.path.insert(0, str(ROOT / "src" / "driftline" / "testing" / "demo"))
     try:
         import infer
     finally:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 expect = pytest.importorskip(
     "playwright.sync_api", reason="no Chromium here: playwright is not installed"
 ).expect
-DEMO = Path(__file__).parents[2] / "examples" / "demo" / "infer.py"
+DEMO = Path(__file__).parents[2] / "src" / "driftline" / "testing" / "demo" / "infer.py"
 CULPRIT = "layers.5.mlp.act_fn"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

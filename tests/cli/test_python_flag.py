@@ -125,6 +125,8 @@ WORDS: dict[str, list[list[str]]] = {
         ["topology", "ref", "--to", "model-explorer", "--level", "1"],
     ],
     "doctor": [["doctor"]],
+    "demo": [["demo", "-o", "tour"], ["demo", "--copy", "programs"]],
+    "completion": [["completion", "zsh"]],
     "compat": [["compat", "install", "scripts"]],
     "diff": [
         ["diff", "prog a", "prog b", "--site", AWKWARD, "--keep", "summary"],
@@ -133,7 +135,7 @@ WORDS: dict[str, list[list[str]]] = {
 }
 """What is printed and, but for those below, executed."""
 
-LAUNCHES = ("diff", "dump", "errcheck", "labels", "replay", "noise", "bisect", "repeat")
+LAUNCHES = ("demo", "diff", "dump", "errcheck", "labels", "replay", "noise", "bisect", "repeat")
 """Start a program with torch in it, for seconds each: executed by the long set."""
 LOADS = ("metrics", "layer-metrics", "validate")
 """Load a model, twice: executed by the long set."""

@@ -18,7 +18,7 @@ from support.atb import AtbDump, Operation, Value
 from support.ge import GeDump
 
 DATA = Path(__file__).parents[1] / "data"
-DEMO = Path(__file__).parents[2] / "examples" / "demo" / "infer.py"
+DEMO = Path(__file__).parents[2] / "src" / "driftline" / "testing" / "demo" / "infer.py"
 PROGRAM = """
 import argparse, torch
 options = argparse.ArgumentParser()

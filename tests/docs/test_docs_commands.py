@@ -27,9 +27,6 @@ Kitchen = Callable[[Path], None]
 
 def demo(place: Path) -> None:
     kitchens.programs(place, demo=True)
-    (place / "examples" / "demo").mkdir(parents=True)
-    shutil.copy(kitchens.DEMO, place / "examples" / "demo")
-    shutil.copytree(place / "examples" / "demo", place / "demo")
 
 
 def labelled(place: Path) -> None:
@@ -43,7 +40,7 @@ def all_of(*parts: Kitchen) -> Kitchen:
 
 
 COOKED: dict[str, Kitchen] = {
-    "docs/tutorial.md": demo,
+    "docs/tutorial.md": lambda place: None,
     "docs/how-to.md": demo,
     "docs/command-line.md": all_of(
         kitchens.programs,
@@ -102,6 +99,10 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         key, _, value = words.pop(0).partition("=")
         environment[key] = value
+    if ">" in words:  # a shell's own work, done here
+        code, said = run(words[: words.index(">")], place)
+        (place / words[-1]).write_text(said, encoding="utf-8")
+        return code, ""
     if words[0] == "cp":
         shutil.copy(place / words[1], place / words[2])
         return 0, ""

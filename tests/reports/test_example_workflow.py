@@ -56,7 +56,7 @@ def test_the_example_workflow_finds_a_fault_and_lets_a_clean_model_pass(
     fault: str, tmp_path: Path
 ) -> None:
     (job,) = yaml.safe_load(WORKFLOW.read_text("utf-8"))["jobs"].values()
-    shutil.copy(ROOT / "examples" / "demo" / "infer.py", tmp_path)
+    shutil.copy(ROOT / "src" / "driftline" / "testing" / "demo" / "infer.py", tmp_path)
     candidate = f"{job['env']['CANDIDATE']} --tokens 1 {fault}".strip()
     found = steps_of(job, tmp_path, CANDIDATE=candidate)
     assert list(found) == ["run both programs", "compare every layer", "keep the results"]

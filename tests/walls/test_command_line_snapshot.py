@@ -60,5 +60,6 @@ def test_no_documented_option_is_made_up(command: str) -> None:
     named = {
         word for row in rows for word in re.findall(r"`(--?[a-zA-Z][\w-]*)", row.split("|")[1])
     }
-    assert named, "the section has a table of options"
+    # `completion` has no option at all.
+    assert named or not option_names(command), "the section has a table of options"
     assert named <= set(option_names(command))

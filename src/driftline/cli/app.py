@@ -33,7 +33,7 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from driftline.cli.options import OPTIONS
+from driftline.cli.options import OPTIONS, OTHER_TOOLS
 from driftline.cli.python_script import FLAG, write_script
 from driftline.errors import BadInput, did_you_mean
 
@@ -44,12 +44,16 @@ if TYPE_CHECKING:  # rich is loaded for help pages only
 CommandFunction = Callable[..., int | None]
 
 # Panels of the overview, in the order in which people need them.
-CAPTURE = Group("Capture", sort_key=1)
-COMPARE = Group("Compare", sort_key=2)
-OPERATORS = Group("Operators", sort_key=3)
-DECODERS = Group("Decoders", sort_key=4)
-DIAGNOSE = Group("Diagnose", sort_key=5)
-LOOK = Group("Look", sort_key=6)
+EVERYDAY = Group("Everyday", sort_key=1)
+CAPTURE = Group("More: capture", sort_key=2)
+COMPARE = Group("More: compare", sort_key=3)
+DIAGNOSE = Group("More: diagnose", sort_key=4)
+LOOK = Group("More: look, convert, set up", sort_key=5)
+OPERATORS = Group("More: single operators", sort_key=6)
+DECODERS = Group("More: text models", sort_key=7)
+
+# The first panel of a command's own page.
+EVERYDAY_OPTIONS = Group("Everyday options", sort_key=0.5)
 
 
 @dataclass(frozen=True)
@@ -62,37 +66,66 @@ class Command:
         summary: One line of the overview, no full stop.
         takes_program: The words after `--` are the command line of another program. A bare word
             before `--` is then a misspelt option and never the first word of that program.
+        everyday: The options that its own page shows first, in this order.
     """
 
     address: str
     group: Group
     summary: str
     takes_program: bool = False
+    everyday: tuple[str, ...] = ()
 
 
 # The order is that of the overview. Only addresses stand here, so that `--help` imports no command.
 COMMANDS: dict[str, Command] = {
     "diff": Command(
         "diff:diff",
-        CAPTURE,
+        EVERYDAY,
         "two programs: run both, say where they begin to disagree and why, write a report",
+        everyday=("--rev", "--env", "--output", "--step", "--force"),
     ),
     "dump": Command(
         "dump:dump",
-        CAPTURE,
+        EVERYDAY,
         "run an unchanged program and keep what its model computed",
         takes_program=True,
+        everyday=("--output", "--exec", "--step", "--site", "--level", "--keep", "--force"),
+    ),
+    "compare": Command(
+        "compare:compare",
+        EVERYDAY,
+        "two runs or tensor files: which layers differ, which one first",
+        everyday=(
+            *("--output", "--site", "--step", "--map", "--max", "--min"),
+            *("--thresholds", "--format", "--all", "--dry-run"),
+        ),
+    ),
+    "diagnose": Command(
+        "diagnose:diagnose",
+        EVERYDAY,
+        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
+        everyday=("--replay", "--noise", "--format", "--repro", "--all"),
+    ),
+    "report": Command(
+        "look:report",
+        EVERYDAY,
+        "a comparison as one HTML file: to look at, to attach to a bug, to keep",
+        everyday=("--output", "--title", "--replay", "--force"),
+    ),
+    "view": Command(
+        "look:view",
+        EVERYDAY,
+        "two runs in a browser: the report's page, and every tensor behind it",
+        everyday=("--open", "--port", "--title"),
     ),
     "errcheck": Command(
         "errcheck:errcheck",
         CAPTURE,
         "run an unchanged program: who made the first NaN or infinity",
         takes_program=True,
+        everyday=("--exec", "--exit", "--output"),
     ),
     "push": Command("push:push", CAPTURE, "send a run or a comparison to s3:// or another address"),
-    "compare": Command(
-        "compare:compare", COMPARE, "two runs or tensor files: which layers differ, which one first"
-    ),
     "merge": Command(
         "merge:merge",
         COMPARE,
@@ -112,30 +145,6 @@ COMMANDS: dict[str, Command] = {
     ),
     "check-hooks": Command(
         "dialects:check_hooks", COMPARE, "two trees of the saving hook: one csv of figures per rank"
-    ),
-    "opcheck": Command(
-        "opcheck:opcheck", OPERATORS, "single operators of a dump against what they should compute"
-    ),
-    "metrics": Command(
-        "decoders:metrics", DECODERS, "a decoder on two targets: scores of every generated token"
-    ),
-    "layer-metrics": Command(
-        "decoders:layer_metrics", DECODERS, "a decoder on two targets: differences of every layer"
-    ),
-    "thresholds": Command(
-        "thresholds:thresholds",
-        DECODERS,
-        "metric files of clean runs: how much is normal, per model or layer",
-    ),
-    "validate": Command(
-        "validate:validate",
-        DECODERS,
-        "a decoder against such limits: equal tokens, or rates of failing ones",
-    ),
-    "diagnose": Command(
-        "diagnose:diagnose",
-        DIAGNOSE,
-        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
     ),
     "replay": Command(
         "experiments:replay",
@@ -165,20 +174,42 @@ COMMANDS: dict[str, Command] = {
         DIAGNOSE,
         "a figure of every layer over steps or releases: when did it start to grow",
     ),
-    "report": Command(
-        "look:report",
-        LOOK,
-        "a comparison as one HTML file: to look at, to attach to a bug, to keep",
-    ),
-    "view": Command(
-        "look:view", LOOK, "two runs in a browser: the report's page, and every tensor behind it"
-    ),
     "show": Command("look:show", LOOK, "what is in a run, a comparison table or a tensor file"),
+    "demo": Command("demo:demo", LOOK, "a tour: two small programs, a planted fault, a report"),
     "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
     "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
+    "completion": Command(
+        "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
+    ),
     "compat": Command(
         "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"
+    ),
+    "opcheck": Command(
+        "opcheck:opcheck", OPERATORS, "single operators of a dump against what they should compute"
+    ),
+    "metrics": Command(
+        "decoders:metrics",
+        DECODERS,
+        "a decoder on two targets: scores of every generated token",
+        everyday=("--model-path", "--sharegpt-path", "--reference", "--candidate", "--output-dir"),
+    ),
+    "layer-metrics": Command(
+        "decoders:layer_metrics",
+        DECODERS,
+        "a decoder on two targets: differences of every layer",
+        everyday=("--model-paths", "--reference", "--candidate", "--output-path"),
+    ),
+    "thresholds": Command(
+        "thresholds:thresholds",
+        DECODERS,
+        "metric files of clean runs: how much is normal, per model or layer",
+    ),
+    "validate": Command(
+        "validate:validate",
+        DECODERS,
+        "a decoder against such limits: equal tokens, or rates of failing ones",
+        everyday=("--model-paths", "--metrics-threshold", "--reference", "--candidate", "--output"),
     ),
 }
 
@@ -225,8 +256,6 @@ def command_app(name: str, function: CommandFunction) -> App:
         help_format="plaintext",  # `model.*=*` is a pattern, not emphasis
         help_flags=(),  # main() answers --help, wherever it stands on the line
         version_flags=(),
-        help_epilogue=f"{PYTHON_FLAG_HELP}\n{EXIT_CODES}",
-        help_formatter=_print_panel,
         group_parameters=OPTIONS,
         default_parameter=Parameter(
             converter=_convert,
@@ -243,10 +272,64 @@ def command_app(name: str, function: CommandFunction) -> App:
 def print_help(name: str) -> None:
     """Print the help page of a command."""
     app = command_app(name, load(name))
-    arguments = app.assemble_argument_collection()
+    arguments = arguments_of(name)
     places = [_usage_word(name, argument) for argument in arguments if _is_place(argument)]
-    app.usage = " ".join(["Usage: driftline", name, "[OPTIONS]", *places])
-    app.help_print([], console=_console())
+    console = _console()
+    for text in (" ".join(["Usage: driftline", name, "[OPTIONS]", *places]), app.help):
+        # No markup: a glob such as `[ab]*` is text.
+        console.print(text, markup=False, highlight=False)
+        console.print()
+    for panel in _panels(name, arguments):
+        _print_panel(console, console.options, panel)
+    console.print()
+    console.print(f"{PYTHON_FLAG_HELP}\n{EXIT_CODES}", markup=False, highlight=False)
+
+
+def arguments_of(name: str) -> Sequence[Argument]:
+    """Places and options of a command, with their descriptions."""
+    return command_app(name, load(name)).assemble_argument_collection(parse_docstring=True)
+
+
+def _panels(name: str, arguments: Sequence[Argument]) -> list[HelpPanel]:
+    """Places, the everyday options, all others by subject, and last what other tools call them."""
+    from cyclopts.argument import ArgumentCollection
+    from cyclopts.help import HelpEntry, HelpPanel, create_parameter_help_panel
+    from rich.text import Text
+
+    everyday = COMMANDS[name].everyday
+    by_group: dict[str, tuple[Group, list[Argument]]] = {}
+    for argument in arguments:
+        group = cast("tuple[Group, ...]", argument.parameter.group)[0]
+        if not set(everyday).isdisjoint(argument.names):
+            group = EVERYDAY_OPTIONS
+        by_group.setdefault(group.name, (group, []))[1].append(argument)
+    if EVERYDAY_OPTIONS.name in by_group:
+        by_group[EVERYDAY_OPTIONS.name][1].sort(
+            key=lambda argument: min(everyday.index(n) for n in argument.names if n in everyday)
+        )
+    # Groups of options are numbered; places have no number and stand first.
+    groups = sorted(by_group.values(), key=lambda group: cast("int", group[0].sort_key or -1))
+    panels = [
+        create_parameter_help_panel(group, ArgumentCollection(members), "plaintext")
+        for group, members in groups
+    ]
+    underscored: list[str] = []
+    for panel in panels:
+        for index, entry in enumerate(panel.entries):
+            dashed = tuple(word for word in entry.positive_names if "_" not in word)
+            if dashed and dashed != entry.positive_names:
+                # IBM's scripts write underscores: either is read, and one is shown here.
+                panel.entries[index] = entry.copy(positive_names=dashed)
+                underscored += [word for word in entry.positive_names if "_" in word]
+    if underscored:
+        words = Text(", ".join(underscored))
+        if not panels or panels[-1].title != OTHER_TOOLS.name:
+            panels.append(HelpPanel(title=OTHER_TOOLS.name, format="parameter"))
+        # An entry of its own, because a panel without entries is not shown.
+        panels[-1].entries.append(
+            HelpEntry(positive_names=("with underscores",), description=words)
+        )
+    return panels
 
 
 def print_overview(version: str) -> None:
@@ -262,6 +345,7 @@ def print_overview(version: str) -> None:
         version_flags=(),
         help_epilogue="\n".join(
             [
+                "driftline demo              a tour of one minute, with nothing to prepare",
                 "driftline COMMAND --help    the options of one command",
                 "driftline COMMAND --python  the same as a Python program, printed and not run",
                 "driftline --version         which version this is",
@@ -283,8 +367,7 @@ def print_overview(version: str) -> None:
 
 def option_names(name: str) -> list[str]:
     """Every option spelling of a command."""
-    arguments = command_app(name, load(name)).assemble_argument_collection()
-    return list(_options(arguments))
+    return list(_options(arguments_of(name)))
 
 
 def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.BoundArguments:
@@ -518,4 +601,5 @@ def _console() -> Console:
     from rich.console import Console
 
     # Where there is no terminal, pages go into files and bug reports: 100 columns.
-    return Console(width=max(60, min(100, shutil.get_terminal_size((100, 24)).columns)))
+    # Narrower than 40 columns, options and their descriptions no longer fit side by side.
+    return Console(width=max(40, min(100, shutil.get_terminal_size((100, 24)).columns)))

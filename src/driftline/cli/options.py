@@ -40,6 +40,8 @@ EVIDENCE = Group("Evidence", sort_key=9)
 ALIGNMENT = Group("Alignment", sort_key=10)
 OUTPUT = Group("Output", sort_key=11)
 SPEED = Group("Speed", sort_key=12)
+# Options that exist because the tools we replace have them; our own come first on every page.
+OTHER_TOOLS = Group("Spellings of other tools", sort_key=13)
 
 # How results may be printed. The names come from the table of writers, so a type checker sees text.
 if TYPE_CHECKING:
@@ -86,6 +88,11 @@ def spelt(name: str, metavar: str | None = None, *more: str) -> Parameter:
     return Parameter(name=tuple(spellings), metavar=metavar)
 
 
+def as_in_ait(name: str, short: str, metavar: str | None = None) -> Parameter:
+    """An option as `ait llm` spells it, for those who come from there."""
+    return Parameter(name=(name, short), metavar=metavar, group=OTHER_TOOLS)
+
+
 def split_names(words: Sequence[str] | None) -> tuple[str, ...]:
     """A comma list that may have come as several words; full-width commas are commas, too.
 
@@ -95,6 +102,8 @@ def split_names(words: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(word for word in _SEPARATORS.split(",".join(words or ())) if word)
 
 
+# A longer range of steps is a slip of the keyboard, and would only fill memory.
+MOST_STEPS = 1_000_000
 # Full-width commas, too: lines are copied from pages in Chinese.
 _SEPARATORS = re.compile(r"[,，、\s]+")
 # What a shell would act on, and a program without one would get as words.
@@ -172,6 +181,22 @@ def shell_operator(text: str) -> str:
                 return operator[0]
         index += 1
     return ""
+
+
+def numbers_from(option: str, texts: Sequence[str] | None) -> frozenset[int]:
+    """`3`, `3-5` and `1,3-5`; several are added up."""
+    numbers: set[int] = set()
+    for word in (part.strip() for text in texts or () for part in text.split(",")):
+        first, dash, last = word.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise BadInput(f"{option} takes numbers such as 0 or 3-5, not '{word}'")
+        # Refused rather than turned round: 5-3 may also be a mistyped 5-13.
+        if dash and int(last) < int(first):
+            raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
+        if dash and int(last) - int(first) > MOST_STEPS:
+            raise BadInput(f"{option} {word} is more than anybody has dumped")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def engine_or_default(engine: "Engine | None") -> "tuple[Engine, bool]":

@@ -9,7 +9,7 @@ two runs of a disk would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import measure_moments
@@ -18,7 +18,7 @@ from driftline.comparison.measure.scheduler import FAR_OFF
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.comparison.options import CompareOptions, Limits
-from driftline.comparison.pipeline import MeasureRequest, prepare, run_comparison
+from driftline.comparison.pipeline import MeasureRequest, Progress, prepare, run_comparison
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.verdict.judge import judge
@@ -185,6 +185,7 @@ def compare_models(
     keep: str = "full",
     threads: int | None = None,
     isolate: bool = False,
+    progress: Progress | None = None,
 ) -> Table:
     """Run two models on the same inputs and compare what every module took and gave.
 
@@ -203,6 +204,8 @@ def compare_models(
             candidate's own inputs*, in float32. A row that fails then is a module that makes an
             error, not one that inherits it; an input row is what the module around it handed over.
             Modules that cannot be applied again are `extra` rows.
+        progress: Called with (pairs done, pairs in all). In a notebook a line shows it, if nothing
+            else is given.
 
     Raises:
         NotInstalled: There is no torch here.
@@ -223,12 +226,35 @@ def compare_models(
         ports=ports,
         threads=threads,
     )
+    if isolate and keep != "full":
+        raise BadInput(
+            f"isolate needs the candidate's whole tensors, not keep='{keep}'",
+            hint="leave keep out",
+        )
+    models = _Models(reference, candidate, inputs)
+    if progress is not None:
+        return _compared(models, options, keep, isolate, progress)
+    from driftline.reporting.notebook import notebook_line  # on use, with all that it paints by
+
+    with notebook_line() as line:
+        line.say("running both models")
+        return _compared(models, options, keep, isolate, line)
+
+
+class _Models(NamedTuple):
+    """Two models, and what they are given."""
+
+    reference: nn.Module
+    candidate: nn.Module
+    inputs: Any
+
+
+def _compared(
+    models: _Models, options: CompareOptions, keep: str, isolate: bool, progress: Progress
+) -> Table:
+    """The judged table of two models; see `compare_models`."""
+    reference, candidate, inputs = models
     if isolate:
-        if keep != "full":
-            raise BadInput(
-                f"isolate needs the candidate's whole tensors, not keep='{keep}'",
-                hint="leave keep out",
-            )
         candidate_run = _run(candidate, inputs, keep, "candidate")
         reference_run = _replayed(reference, inputs, candidate_run)
         # What the code of a module hands to a part is an input row of that part.
@@ -236,7 +262,7 @@ def compare_models(
         candidate_run = only(
             candidate_run, lambda record: record.key.port == "output" or record.key in replayed
         )
-        return run_comparison(reference_run, candidate_run, options)
+        return run_comparison(reference_run, candidate_run, options, progress=progress)
     if keep == "full":
         # Side by side, each tensor compared as it comes: nothing is kept of either.
         table = compared_in_step(
@@ -247,7 +273,8 @@ def compare_models(
         if table is not None:
             return table
     reference_run = _run(reference, inputs, keep, "reference")
-    return run_comparison(reference_run, _run(candidate, inputs, keep, "candidate"), options)
+    candidate_run = _run(candidate, inputs, keep, "candidate")
+    return run_comparison(reference_run, candidate_run, options, progress=progress)
 
 
 def _caller(model: nn.Module, inputs: Any) -> Callable[[], Any]:

@@ -136,6 +136,8 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
     ('▁▂ █', '▁▁')
     >>> spark([0.0, 1e-6, 1e-3, 1.0], errors=True)
     '▁▁▅█'
+    >>> spark([0.0, 0.0, 1.0, 0.98], errors=True)
+    '▁▁██'
     """
     if len(values) > width:
         values = [_largest(group) for group in grouped(values, width)]
@@ -150,7 +152,8 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
     def scale(value: float) -> float:
         return math.log(max(value, least)) if wide else value
 
-    low = scale(least)
+    # Errors of one size beside exact sites: the exact ones are the bottom of the scale.
+    low = 0.0 if errors and not wide and len(positive) < len(finite) else scale(least)
     # Values that hardly move look so.
     high = max(scale(max(finite)), low if wide else low + 0.2 * abs(max(finite, key=abs)))
     bars: list[str] = []

@@ -7,9 +7,12 @@ that comes from a run is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from driftline.reporting.formatting import heat, number, shape, shorten
 from driftline.reporting.terminal import curve, printable
@@ -40,6 +43,8 @@ _LONGEST = 120
 # Notebooks are saved with their output, so long tables are cut here too.
 _ROWS = 40
 _PAIRS = 10
+# More often, the line would cost more than what it tells about.
+_SECONDS_BETWEEN = 0.25
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.4"
 _STYLES: dict[Tone, str] = {
     "plain": "",
@@ -192,3 +197,52 @@ def _grid(grid: Grid) -> Iterator[str]:
 def _text(text: str) -> str:
     """A name of a run is text, whatever it looks like."""
     return escape(shorten(printable(text), _LONGEST * 4))
+
+
+# One line that says how far a long call is.
+
+
+class NotebookLine:
+    """Counts finished items; call it with (done, in all). Does nothing outside of a notebook."""
+
+    def __init__(self, display: Any = None) -> None:
+        self._display = display
+        self._handle: Any = None
+        self._shown = 0.0
+
+    def say(self, text: str) -> None:
+        """Show a sentence in place of the last one."""
+        if self._display is None:
+            return
+        content = {"text/html": f'<div style="opacity:0.65">driftline: {escape(text)}</div>'}
+        content["text/plain"] = f"driftline: {text}"
+        if self._handle is None:
+            self._handle = self._display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+        self._shown = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._display is None:
+            return
+        if done == total or time.monotonic() - self._shown >= _SECONDS_BETWEEN:
+            self.say(f"{done} of {total} pairs compared")
+
+    def clear(self) -> None:
+        """Take the line away: the result shows itself."""
+        if self._handle is not None:
+            self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
+
+
+@contextmanager
+def notebook_line() -> Generator[NotebookLine, None, None]:
+    """A line to report to while the block runs; only a notebook shows it."""
+    display: Any = None
+    # A notebook has its kernel loaded; nothing is imported to find out.
+    if "ipykernel" in sys.modules:
+        from IPython.display import display  # type: ignore[import-not-found]
+    line = NotebookLine(display)
+    try:
+        yield line
+    finally:
+        line.clear()

@@ -51,6 +51,8 @@ def width_of(stream: TextIO) -> int:
 
 
 def wants_colour(stream: TextIO) -> bool:
+    if settings.colours_forced():
+        return True
     return stream.isatty() and not settings.colours_refused()
 
 

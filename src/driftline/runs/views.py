@@ -7,6 +7,7 @@ name here, and a test checks that none is forgotten.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,21 @@ def _require(run: Run, what: str, wanted: Collection[int], existing: Collection[
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
     """The run with only the wanted tensors."""
     return NarrowedRun(run, [record for record in run.records if wanted(record)])
+
+
+def of_ports(run: Run, globs: Sequence[str]) -> Run:
+    """The run with only the ports that match, such as `output` or `grad_*`.
+
+    Raises:
+        BadInput: A glob matches no port of the run.
+    """
+    ports = {record.key.port for record in run.records}
+    for glob in globs:
+        if not fnmatch.filter(ports, glob):
+            raise BadInput(
+                f"run '{run.name}' has no port '{glob}'", hint=f"it has {', '.join(sorted(ports))}"
+            )
+    return only(run, lambda record: any(fnmatch.fnmatchcase(record.key.port, g) for g in globs))
 
 
 class RunView(Run):

@@ -23,6 +23,8 @@ from driftline.cli.options import (
     OutputOptions,
     ThreadOptions,
     WorkerOptions,
+    as_in_ait,
+    numbers_from,
     place,
 )
 from driftline.cli.output import print_table, refuse_overwriting, write_table
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
     from driftline.comparison.table.table import Table
     from driftline.runs.run import Run
 
-# A longer range of steps is a slip of the keyboard, and would only fill memory.
-MOST_STEPS = 1_000_000
-
 
 @Parameter(name="*")
 @dataclass(frozen=True)
@@ -55,12 +54,8 @@ class AitPathOptions:
         my_path: Another way to give CAND.
     """
 
-    golden_path: Annotated[
-        Path | None, URLS, Parameter(name=("--golden-path", "-gp"), metavar="REF")
-    ] = None
-    my_path: Annotated[Path | None, URLS, Parameter(name=("--my-path", "-mp"), metavar="CAND")] = (
-        None
-    )
+    golden_path: Annotated[Path | None, URLS, as_in_ait("--golden-path", "-gp", "REF")] = None
+    my_path: Annotated[Path | None, URLS, as_in_ait("--my-path", "-mp", "CAND")] = None
 
     @property
     def writes_ait_report(self) -> bool:
@@ -154,9 +149,9 @@ class CompareAlignment:
     """
 
     map: Annotated[list[str] | None, Parameter(metavar="REF=CAND")] = None
-    op_mapping_file: Annotated[
-        Path | None, Parameter(name=("--op-mapping-file", "-mf"), metavar="FILE|DIR")
-    ] = None
+    op_mapping_file: Annotated[Path | None, as_in_ait("--op-mapping-file", "-mf", "FILE|DIR")] = (
+        None
+    )
     no_structure: bool = False
     plan: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
     save_plan: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
@@ -400,7 +395,7 @@ def _open_pair(
     from driftline.formats.registry import open_run
 
     ref, cand = paths
-    steps, ranks = _numbers("--step", select.step), _numbers("--rank", select.rank)
+    steps, ranks = numbers_from("--step", select.step), numbers_from("--rank", select.rank)
     candidate_steps, step_map = alignment.steps(steps)
     # A rank of eight is no rank of one: where they differ, the plan knows which shards belong.
     plan_ranks = ranks if ranks and not _same_ranks(ref, cand) else frozenset[int]()
@@ -553,19 +548,3 @@ def _two_paths(
             hint="REF is -gp and CAND is -mp: give each of them once",
         )
     return paths[0], paths[1]
-
-
-def _numbers(option: str, texts: Sequence[str] | None) -> frozenset[int]:
-    """`3`, `3-5` and `1,3-5`; several are added up."""
-    numbers: set[int] = set()
-    for word in (part.strip() for text in texts or () for part in text.split(",")):
-        first, dash, last = word.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise BadInput(f"{option} takes numbers such as 0 or 3-5, not '{word}'")
-        # Refused rather than turned round: 5-3 may also be a mistyped 5-13.
-        if dash and int(last) < int(first):
-            raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
-        if dash and int(last) - int(first) > MOST_STEPS:
-            raise BadInput(f"{option} {word} is more than anybody has dumped")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)

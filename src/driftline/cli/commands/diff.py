@@ -18,6 +18,7 @@ from driftline.cli.options import (
     SelectionOptions,
     place,
 )
+from driftline.cli.output import short_path
 from driftline.errors import BadInput
 
 if TYPE_CHECKING:
@@ -109,14 +110,18 @@ def diff(
     )
     script.end(difference)
     from driftline.comparison.verdict.judge import exit_code
-    from driftline.reporting import writers
+    from driftline.reporting.view import View
+    from driftline.reporting.views import comparison, diagnosis
+    from driftline.reporting.writers import write_view
 
-    writers.table(difference.table, "table", sys.stdout)
-    print()
-    writers.diagnosis(difference.diagnosis, "table", sys.stdout)
+    blocks = comparison.view(difference.table).blocks
+    # What the comparison has said already is not said twice.
+    more = [b for b in diagnosis.view(difference.diagnosis).blocks if b not in blocks]
+    write_view(View((*blocks, *more)), "table", sys.stdout)
     for note in difference.notes:
         print(f"driftline: {note}", file=sys.stderr)
-    print(f"driftline: the report is in {difference.report}; open it in a browser", file=sys.stderr)
+    page = short_path(str(difference.report))
+    print(f"driftline: the report is in {page}; open it in a browser", file=sys.stderr)
     return exit_code(difference.table)
 
 

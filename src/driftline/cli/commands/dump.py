@@ -33,6 +33,7 @@ from driftline.cli.options import (
     SEVERAL,
     ProgramOptions,
     SelectionOptions,
+    as_in_ait,
     engine_or_default,
     place,
     split_names,
@@ -75,23 +76,17 @@ class FilterOptions:
         rank: Only these ranks.
     """
 
-    ids: Annotated[
-        list[str] | None, SEVERAL, Parameter(name=("--save-operation-ids", "-ids"), metavar="IDS")
-    ] = None
-    execute_range: Annotated[
-        str, Parameter(name=("--execute-range", "-er"), metavar="A,B[,C,D]")
-    ] = ""
-    child: Annotated[
-        str, Parameter(name=("--save-operation-child", "-child"), metavar="true|false")
-    ] = "true"
-    time: Annotated[
-        Literal["0", "1", "2", "3"] | None, Parameter(name=("--save-time", "-time"))
-    ] = None
+    ids: Annotated[list[str] | None, SEVERAL, as_in_ait("--save-operation-ids", "-ids", "IDS")] = (
+        None
+    )
+    execute_range: Annotated[str, as_in_ait("--execute-range", "-er", "A,B[,C,D]")] = ""
+    child: Annotated[str, as_in_ait("--save-operation-child", "-child", "true|false")] = "true"
+    time: Annotated[Literal["0", "1", "2", "3"] | None, as_in_ait("--save-time", "-time")] = None
     opname: Annotated[
-        list[str] | None, SEVERAL, Parameter(name=("--operation-name", "-opname"), metavar="NAMES")
+        list[str] | None, SEVERAL, as_in_ait("--operation-name", "-opname", "NAMES")
     ] = None
-    part: Annotated[Literal["0", "1", "2"], Parameter(name=("--save-tensor-part", "-stp"))] = "2"
-    device: Annotated[int | None, Parameter(name=("--device-id", "-device"), metavar="N")] = None
+    part: Annotated[Literal["0", "1", "2"], as_in_ait("--save-tensor-part", "-stp")] = "2"
+    device: Annotated[int | None, as_in_ait("--device-id", "-device", "N")] = None
     port: Annotated[list[str] | None, SEVERAL, Parameter(metavar="GLOB")] = None
     rank: Annotated[list[str] | None, SEVERAL, Parameter(metavar="GLOB")] = None
 
@@ -156,14 +151,14 @@ class AmountOptions:
         list[Literal["model", "layer", "op", "kernel", "tensor", "cpu_profiling", "onnx"]] | None,
         SEVERAL,
     ] = None
-    only_save_desc: Annotated[bool, Parameter(name=("--only-save-desc", "-sd"))] = False
+    only_save_desc: Annotated[bool, as_in_ait("--only-save-desc", "-sd")] = False
     keep: Annotated[str | None, Parameter(metavar="full|summary|digest|sample")] = None
     level: Annotated[list[Literal["modules", "ops", "gradients", "params"]] | None, SEVERAL] = None
     max_bytes: Annotated[str, Parameter(metavar="SIZE")] = ""
     device_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     host_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     when_full: WhenFull = "wait"
-    save_tiling: Annotated[bool, Parameter(name=("--save-tiling", "-tiling"))] = False
+    save_tiling: Annotated[bool, as_in_ait("--save-tiling", "-tiling")] = False
     no_model_facts: bool = False
     no_weights: bool = False
 

@@ -70,6 +70,22 @@ class ReplayMethod:
     max_held: Annotated[str, Parameter(metavar="SIZE")] = ""
 
 
+@Parameter(name="*", group=OUTPUT)
+@dataclass(frozen=True)
+class ReplayOutput:
+    """Where the replay goes, and what is said of it.
+
+    Attributes:
+        output: Folder of the replay.
+        force: Replace a replay that is there already.
+        quiet: Print nothing at the end; the exit code says it.
+    """
+
+    output: Annotated[Path, Parameter(name=("--output", "-o"), metavar="DIR")] = Path("replay")
+    force: bool = False
+    quiet: Annotated[bool, Parameter(name=("--quiet", "-q"))] = False
+
+
 def replay(
     candidate: Annotated[Path, place("CANDIDATE")],
     /,
@@ -78,10 +94,7 @@ def replay(
     modules: SelectionOptions = SelectionOptions(),
     mapping: ReplayMapping = ReplayMapping(),
     method: ReplayMethod = ReplayMethod(),
-    output: Annotated[Path, Parameter(name=("--output", "-o"), metavar="DIR", group=OUTPUT)] = Path(
-        "replay"
-    ),
-    force: Annotated[bool, Parameter(group=OUTPUT)] = False,
+    output: ReplayOutput = ReplayOutput(),
 ) -> int:
     """Run the reference program, its modules also applied to what the candidate's were given.
 
@@ -96,8 +109,6 @@ def replay(
     Args:
         candidate: A run with inputs and outputs in full, as `driftline dump` makes it.
         program: The reference program and its arguments, after two dashes.
-        output: Folder of the replay.
-        force: Replace a replay that is there already.
     """
     from driftline.diagnosis.experiments.replay import MOST_HELD
     from driftline.diagnosis.experiments.replay import replay as run_replay
@@ -108,7 +119,7 @@ def replay(
         run_replay,
         candidate,
         start.command(program, "replay"),
-        output,
+        output.output,
         selection=modules.selection(all_steps=True),
         reference_run=mapping.reference_run,
         maps=tuple(mapping.map_ or ()),
@@ -116,10 +127,10 @@ def replay(
         partial=mapping.partial,
         check_each=method.check_each,
         keep_all=method.keep_all,
-        force=force,
+        force=output.force,
     )
     script.end(outcome)
-    for line in _replay_summary(outcome, candidate):
+    for line in [] if output.quiet else _replay_summary(outcome, candidate):
         print(line, file=sys.stderr)
     return outcome.status or EXIT_FINE
 

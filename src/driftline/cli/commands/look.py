@@ -25,6 +25,7 @@ from driftline.cli.options import (
     RepeatEvidenceOptions,
     RunFormat,
     ThreadOptions,
+    numbers_from,
     place,
 )
 from driftline.cli.progress import progress_bar
@@ -52,15 +53,25 @@ class ShowOptions:
 
     Attributes:
         tensors: List the tensors with their statistics instead of the modules.
-        site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors.
+        site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors, or the rows
+            of a comparison; may be repeated.
+        port: Only these sides: input, output, grad_input, grad_output, param, ...; may be repeated.
+        step: Only these steps, such as 0 or 3-5; may be repeated.
         format: table for people; json and csv for programs, whole; markdown for a review.
         all: Leave nothing out for length.
     """
 
     tensors: bool = False
     site: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None
+    port: Annotated[list[str] | None, Parameter(metavar="GLOB")] = None
+    step: Annotated[list[str] | None, Parameter(metavar="N[-M]")] = None
     format: RunFormat = "table"
     all: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Whether only some tensors are wanted."""
+        return bool(self.site or self.port or self.step)
 
     @property
     def everything(self) -> bool:
@@ -80,6 +91,7 @@ def show(
     """Look at a run, a comparison table, a thresholds file or a tensor file.
 
         driftline show run
+        driftline show run --site 'layers.5.*' --port output --step 0
         driftline show ref cand --differences
 
     A run shows where it comes from, its module tree with the ids that `dump -ids` takes, and what
@@ -158,6 +170,23 @@ def _verify(run: Run) -> int:
 def _show_table(table: Table, options: ShowOptions) -> int:
     from driftline.reporting import writers
 
+    if options.narrow:
+        from driftline.comparison.table.table import Table
+        from driftline.reporting.views import comparison as report
+
+        table = script.step(
+            "table",
+            Table.only,
+            table,
+            sites=tuple(options.site or ()),
+            ports=tuple(options.port or ()),
+            steps=numbers_from("--step", options.step),
+        )
+        if options.format in ("table", "markdown"):
+            view = script.part(report.rows_view, table, everything=options.everything)
+            _print_view(view, options)
+            script.end()
+            return EXIT_FINE
     script.act(writers.table, table, options.format, sys.stdout, everything=options.all)
     script.end()
     return EXIT_FINE
@@ -187,7 +216,16 @@ def _show_thresholds(path: Path, options: ShowOptions) -> int:
 def _show_run(run: Run, options: ShowOptions) -> int:
     from driftline.reporting.views import run as report
 
-    sites = tuple(options.site or ())
+    if options.step:
+        from driftline.runs.views import narrowed
+
+        run = script.step("run", narrowed, run, steps=numbers_from("--step", options.step))
+    if options.port:
+        from driftline.runs.views import of_ports
+
+        run = script.step("run", of_ports, run, tuple(options.port))
+    # A selection is a question about tensors, not about modules.
+    sites = tuple(options.site or (["*"] if options.narrow else []))
     if options.format == "json":
         from driftline.reporting import writers as json_report
 

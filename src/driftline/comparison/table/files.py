@@ -338,10 +338,31 @@ def save_csv(table: Table, path: StrPath) -> None:
         write_csv(table, stream)
 
 
+def arrow_table(table: Table) -> Any:
+    """Every row as a `pyarrow.Table`."""
+    pa = require("pyarrow", install="driftline[parquet]")
+    names = metric_names(table)
+    pieces = [pa.table(_columns(piece, names, pa)) for piece in _pieces(table.rows)]
+    return pa.concat_tables(pieces).combine_chunks()
+
+
+def data_frame(table: Table) -> Any:
+    """Every row as a `pandas.DataFrame`; an absent number is NaN, an absent text None."""
+    pandas = require("pandas")
+    names = metric_names(table)
+    columns: dict[str, list[JSON]] = {name: [] for name in (*ROW_FIELDS, *names)}
+    for row in table.rows:
+        for name, cell in zip(ROW_FIELDS, _cells(row), strict=True):
+            columns[name].append(cell)
+        for name in names:
+            columns[name].append(_double(row.metrics.get(name)))
+    return pandas.DataFrame(columns)
+
+
 def write_parquet(table: Table, path: StrPath) -> None:
     """The same columns typed: numbers are doubles, null when absent; the rest is text."""
-    pa = require("pyarrow")
-    pq = require("pyarrow.parquet")
+    pa = require("pyarrow", install="driftline[parquet]")
+    pq = require("pyarrow.parquet", install="driftline[parquet]")
     names = metric_names(table)
     kinds = [pa.int64() if name in _INTEGER_FIELDS else pa.string() for name in ROW_FIELDS]
     for name in _NUMBER_FIELDS:

@@ -185,6 +185,37 @@ class Row(NamedTuple):
         return self.key.visit
 
     @property
+    def passed(self) -> bool:
+        return self.status == "pass"
+
+    @property
+    def failed(self) -> bool:
+        return self.status == "fail"
+
+    @property
+    def metric(self) -> str:
+        """The metric that the status hangs on; empty when it hangs on no number."""
+        return self.decided_by
+
+    @property
+    def value(self) -> Number | None:
+        """What that metric measured."""
+        return self.metrics.get(self.decided_by)
+
+    @property
+    def relative_l2(self) -> Number | None:
+        """Size of the error over size of the reference; None where it was not measured."""
+        return self.metrics.get("relative_l2")
+
+    @property
+    def cosine(self) -> Number | None:
+        return self.metrics.get("cosine")
+
+    @property
+    def max_abs_error(self) -> Number | None:
+        return self.metrics.get("max_abs_error")
+
+    @property
     def candidate_name(self) -> str:
         """Where the candidate's tensor is, as far as that is another place; empty where not.
 
@@ -236,6 +267,22 @@ class Row(NamedTuple):
         # By position: `_replace` takes three times as long, for each of 10^5 rows.
         judgement = (decided_by, limit, limit_from, severity)
         return self._make((self[0], status, reason, *self[3:26], *judgement))
+
+    def __repr__(self) -> str:
+        """One line; every field is there as an attribute.
+
+        >>> Row(TensorKey("mlp", "output", "0"), "fail", decided_by="cosine", limit=0.99,
+        ...     metrics={"cosine": 0.5})
+        <Row fail mlp output: cosine 0.5, limit 0.99>
+        """
+        place = f"{self.key.site or '(model)'} {self.key.port}"
+        place += f" {self.key.slot}" if self.key.slot != "0" else ""
+        place += f" step {self.key.step}" if self.key.step else ""
+        place += f" rank {self.key.rank}" if self.key.rank else ""
+        words = self.reason
+        if self.value is not None:
+            words = f"{self.metric} {self.value:.3g}, limit {self.limit:.3g}"
+        return f"<Row {self.status} {place}{': ' if words else ''}{words}>"
 
     def __str__(self) -> str:
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")

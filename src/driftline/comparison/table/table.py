@@ -6,9 +6,10 @@ judges them, `files.py` writes and reads them. docs/table-format.md is the speci
 
 from __future__ import annotations
 
+import fnmatch
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
@@ -18,7 +19,7 @@ from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.covered import Covered
 from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
-from driftline.errors import BadFile
+from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.scope import RunScope
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Side(NamedTuple):
 _NOWHERE = Side()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Table:
     """Every pair of two runs, judged.
 
@@ -230,6 +231,47 @@ class Table:
         rows = (row for row in self.rows if row.compared) if compared else self.rows
         return heapq.nsmallest(count, rows, key=_badness)
 
+    def only(
+        self,
+        *,
+        sites: Sequence[str] = (),
+        ports: Sequence[str] = (),
+        steps: Collection[int] = (),
+    ) -> Table:
+        """The table with only some of its rows; verdict and finding stay those of all.
+
+        Args:
+            sites: Globs, such as `model.layers.*.mlp`; all sites if there is none.
+            ports: Globs, such as `grad_*`; all ports if there is none.
+            steps: All steps if there is none.
+
+        Raises:
+            BadInput: No row is left, or a glob matches nothing.
+        """
+        for what, globs in (("site", sites), ("port", ports)):
+            names = sorted({str(getattr(row, what)) for row in self.rows}) if globs else []
+            for glob in globs:
+                if not fnmatch.filter(names, glob):
+                    raise BadInput(
+                        f"no {what} of this comparison matches '{glob}'",
+                        hint=did_you_mean(glob, names),
+                    )
+        kept = [
+            row
+            for row in self.rows
+            if (not sites or any(fnmatch.fnmatchcase(row.site, glob) for glob in sites))
+            and (not ports or any(fnmatch.fnmatchcase(row.port, glob) for glob in ports))
+            and (not steps or row.step in steps)
+        ]
+        if not kept:
+            have = sorted({row.step for row in self.rows})
+            raise BadInput(
+                "no row of this comparison is at such a site, port and step",
+                hint=f"it has {'step' if len(have) == 1 else 'steps'} "
+                + ", ".join(map(str, have[:8])),
+            )
+        return self.with_rows(kept)
+
     def column(self, name: str) -> Column | None:
         return next((column for column in self.columns if column.name == name), None)
 
@@ -239,8 +281,16 @@ class Table:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __repr__(self) -> str:
+        """One line: the verdict, where it starts, how much was compared."""
+        place = f", starts at {self.first_site}" if self.first_site else ""
+        return f"<Table {self.verdict}{place}: {self.coverage}>"
+
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.finding} ({self.coverage})"
+        """What `driftline compare` prints, without colours."""
+        from driftline.reporting.views.comparison import table_text
+
+        return table_text(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
@@ -346,6 +396,26 @@ class Table:
         from driftline.comparison.table.files import write_table
 
         return write_table(self, folder, force=force)
+
+    def to_arrow(self) -> Any:
+        """Every row as a `pyarrow.Table`, with the columns of `rows.parquet`.
+
+        Raises:
+            NotInstalled: pyarrow is not here.
+        """
+        from driftline.comparison.table.files import arrow_table
+
+        return arrow_table(self)
+
+    def to_pandas(self) -> Any:
+        """Every row as a `pandas.DataFrame`, with the same columns.
+
+        Raises:
+            NotInstalled: pandas is not here.
+        """
+        from driftline.comparison.table.files import data_frame
+
+        return data_frame(self)
 
     def _position(self, wanted: Row) -> int | None:
         # Identity first: comparing two rows by value takes all their metrics.

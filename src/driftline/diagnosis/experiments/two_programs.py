@@ -39,6 +39,8 @@ QUESTION = "diff.json"
 REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", "report.html"
 # A second dump of about the same size must fit, with some room for tables and the report.
 ROOM = 1.2
+# A dump so large that its size is worth a line before the second one begins.
+WORTH_A_LINE = 100_000_000
 # A dump that takes longer says how far it is, so often.
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -119,14 +121,15 @@ def diff_programs(
             require_command(program.argv, {**settings.environment(), **program.variables})
     _claim(reference, candidate, output, asked)
     _dump(reference, output / REFERENCE, asked, say)
-    _require_room(output / REFERENCE, output / CANDIDATE)
-    _dump(candidate, output / CANDIDATE, asked, say)
+    _require_room(output / REFERENCE, output / CANDIDATE, say)
+    _dump(candidate, output / CANDIDATE, asked, say, expected=_size(output / REFERENCE))
     say("comparing")
     table = compare(output / REFERENCE, output / CANDIDATE)
     table.write(output / TABLE, force=True)
     notes: list[str] = []
     replay = None
-    if table.verdict != "pass" and asked.replay:
+    # Where nothing was compared, there is no site that a replay could tell about.
+    if table.verdict in ("fail", "incomplete") and asked.replay:
         say("replaying the reference's modules on the candidate's inputs")
         replay = _replay(reference, output, asked, notes)
     diagnosis = diagnose(output / REFERENCE, output / CANDIDATE, replay=replay)
@@ -176,8 +179,22 @@ def _read(file: Path) -> Any:
         return None
 
 
-def _dump(program: Program, run: Path, asked: DiffOptions, say: Callable[[str], None]) -> None:
-    """Dump one program, unless a finished dump of it is there."""
+def _dump(
+    program: Program,
+    run: Path,
+    asked: DiffOptions,
+    say: Callable[[str], None],
+    expected: int = 0,
+) -> None:
+    """Dump one program, unless a finished dump of it is there.
+
+    Args:
+        program: What is run.
+        run: Where its run is written.
+        asked: How it is looked at.
+        say: Takes sentences for the user.
+        expected: About how many bytes it will write; 0 if nobody knows.
+    """
     side = "reference" if run.name == REFERENCE else "candidate"
     finished = run.with_suffix(".finished")
     if finished.exists() and run.is_dir() and not asked.force:
@@ -187,7 +204,7 @@ def _dump(program: Program, run: Path, asked: DiffOptions, say: Callable[[str], 
     say(f"dumping the {side}: {shlex.join(program.argv)}")
     # What it would suggest next is what follows here anyway: only warnings are wanted.
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
-    with _size_lines(run, side, say):
+    with _size_lines(run, side, say, expected):
         status = _run(program, words)
     if status:
         raise BadInput(
@@ -246,7 +263,9 @@ def _git(*words: str) -> str:
 
 
 @contextmanager
-def _size_lines(run: Path, side: str, say: Callable[[str], None]) -> Generator[None, None, None]:
+def _size_lines(
+    run: Path, side: str, say: Callable[[str], None], expected: int
+) -> Generator[None, None, None]:
     """While a dump takes long, a line from time to time: how long, and how much is written."""
     over = threading.Event()
     begun = time.monotonic()
@@ -254,7 +273,8 @@ def _size_lines(run: Path, side: str, say: Callable[[str], None]) -> Generator[N
     def watch() -> None:
         while not over.wait(SECONDS_BETWEEN_LINES):
             seconds = time.monotonic() - begun
-            say(f"the {side} runs for {seconds:.0f} s, {size_text(_size(run))} written")
+            about = f" of about {size_text(expected)}" if expected else ""
+            say(f"the {side} runs for {seconds:.0f} s, {size_text(_size(run))}{about} written")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -274,7 +294,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _require_room(first: Path, second: Path) -> None:
+def _require_room(first: Path, second: Path, say: Callable[[str], None]) -> None:
     """The second dump is about as large as the first: does it fit?"""
     if second.exists():
         return
@@ -285,6 +305,8 @@ def _require_room(first: Path, second: Path) -> None:
             f"{size_text(free)} are free",
             hint="give -o a place with more room, or keep less: --keep summary, --site, --step",
         )
+    if size >= WORTH_A_LINE:
+        say(f"the candidate will need about {size_text(size)}; {size_text(free)} are free")
 
 
 def _replay(reference: Program, output: Path, asked: DiffOptions, notes: list[str]) -> Path | None:
@@ -300,9 +322,11 @@ def _replay(reference: Program, output: Path, asked: DiffOptions, notes: list[st
     except DriftlineError as error:
         notes.append(f"no replay: {error}")
         return None
-    words = ["replay", str(output / CANDIDATE), "--force", "-o", str(replay)]
-    if _run(reference, words):
-        notes.append("the replay failed, see above; the finding rests on the two runs alone")
+    words = ["replay", str(output / CANDIDATE), "--force", "--quiet", "-o", str(replay)]
+    if status := _run(reference, words):
+        notes.append(
+            f"the replay failed with status {status}; the finding rests on the two runs alone"
+        )
         shutil.rmtree(replay, ignore_errors=True)
         return None
     finished.touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable
 
 from driftline.comparison.metrics.catalogue import STANDARD
@@ -183,6 +184,8 @@ SHOWN_FAILING = 12
 SHOWN_ROWS = 5
 """At least so many rows, failing or not: how close the others came is worth a line."""
 SHOWN_OTHERS = 5
+SHOWN_SELECTED = 40
+"""Rows that were asked for by site, port or step."""
 _TONES: dict[Status, Tone] = {
     "pass": "plain",
     "fail": "bad",
@@ -235,6 +238,39 @@ def view(table: Table, *, everything: bool = False) -> View:
         blocks.append(Sentence(words, "doubtful"))
     for name, side in (("reference", table.reference), ("candidate", table.candidate)):
         blocks += [Sentence(f"{name} run: {loss}", "doubtful") for loss in side.losses]
+    return View(tuple(blocks))
+
+
+def table_text(table: Table) -> str:
+    """A comparison as the terminal shows it, for `print(table)`."""
+    from driftline.reporting.terminal import paint, width_of
+
+    blocks = (
+        block._replace(how_to_see="table.rows has every one") if isinstance(block, Grid) else block
+        for block in view(table).blocks
+    )
+    return paint(View(tuple(blocks)), width=width_of(sys.stdout)).rstrip("\n")
+
+
+def rows_view(table: Table, *, everything: bool = False) -> View:
+    """Some rows of a comparison, as `driftline show TABLE --site GLOB` prints them.
+
+    Args:
+        table: A judged table with only those rows.
+        everything: All of them rather than the worst.
+    """
+    compared = table.coverage.compared
+    blocks: list[Block] = [headline(table)]
+    if compared:
+        blocks.append(grid(table, most=compared if everything else min(compared, SHOWN_SELECTED)))
+    rest = len(table.rows) - compared
+    if rest:
+        shown = [row for row in table.rows if not row.compared]
+        headings = (Heading("status"), Heading("tensor", stretch=True), Heading("reason"))
+        lines = tuple(
+            Line((row.status, _tensor(row), row.reason or "-"), _TONES[row.status]) for row in shown
+        )
+        blocks.append(Grid(f"Not compared ({rest})", headings, lines))
     return View(tuple(blocks))
 
 
