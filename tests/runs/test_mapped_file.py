@@ -133,6 +133,19 @@ with tempfile.NamedTemporaryFile() as file:
     assert done.returncode == -signal.SIGBUS
 
 
+def test_a_mapped_file_keeps_no_descriptor_that_the_program_could_lose(tmp_path: Path) -> None:
+    """Python's own `mmap` closes the number of its duplicate at the end, whoever has it then."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)) * 100)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    some = [mapped_file.map_range(path, start, 5000) for start in (0, 7, 15_000)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert [int(values[0]) for values in some] == [0, 7, 0] and not some[0].flags.writeable
+    for start, length in ((0, 20_001), (19_000, 1001), (20_000, 1)):
+        with pytest.raises(ValueError, match="are not in a file of 20000"):
+            mapped_file.map_range(path, start, length)
+
+
 def test_many_files_are_guarded_and_given_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * 8192)
