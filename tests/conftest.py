@@ -1,11 +1,18 @@
 """A Python for programs of tests; each test draws the same numbers and has an end of its own.
 
 What was left out of a run is said at its end.
+
+A test that never ends is ended twice. pytest-timeout raises an exception in it. That is not enough
+where the process waits in C, or for a thread or a child while the exception passes through, or
+between tests and at the end of all: then the process itself ends, with a traceback of every thread,
+and xdist reports the test and goes on with another worker.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import random
 import sys
 from collections.abc import Generator, Iterator
@@ -18,6 +25,8 @@ from warm_python import warm
 SLOW_SECONDS = 1800
 """How long a test may take that is marked as slow and does not say for itself."""
 SEED = 20240229
+GRACE_SECONDS = 180
+"""What a test may take beyond its own limit, and a process to end after its last test."""
 
 # How long an example takes says more of a busy machine than of us.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -80,6 +89,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # While a test runs, descriptor 2 is a file that nobody sees if the process ends.
+    config.stash[_TERMINAL] = os.dup(2)
+
+
+_TERMINAL = pytest.StashKey[int]()
+
+
+def _end_process_after(config: pytest.Config, seconds: float) -> None:
+    faulthandler.dump_traceback_later(
+        seconds + GRACE_SECONDS, exit=True, file=config.stash[_TERMINAL]
+    )
+
+
+def _limit_of(item: pytest.Item) -> float:
+    """Seconds that pytest-timeout allows a test."""
+    marker = item.get_closest_marker("timeout")
+    if marker is None:
+        return float(item.config.getini("timeout") or 0)
+    return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+
+
 def pytest_collection() -> None:
     gc.disable()  # all that is made stays: each search for what does not is in vain
 
@@ -94,20 +125,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """What is never collected would be reported as lost by the extensions that made it."""
     gc.unfreeze()
+    if session.config.stash.get(_TERMINAL, None) is not None:
+        _end_process_after(session.config, 0)  # threads and handlers of the interpreter's end
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
     """The same after each file for what it has imported and left."""
+    _end_process_after(item.config, _limit_of(item))
     result = yield
+    _end_process_after(item.config, 0)  # until the next test begins
     if nextitem is None or nextitem.path != item.path:
         pytest_collection_finish()
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Once more: pytest stops the clock of the process when a test fails."""
+    _end_process_after(item.config, _limit_of(item))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

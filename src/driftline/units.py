@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from driftline.errors import BadInput
@@ -78,6 +79,17 @@ def visible(text: str) -> str:
     a\\x1b[2J
     """
     return _CONTROL.sub(lambda match: _escape(match[0]), text)
+
+
+def printed_json(value: object, *, indent: int | None = None) -> str:
+    """Strict JSON for a terminal: what JSON itself leaves of control characters is escaped too.
+
+    >>> print(printed_json("é \\x1b \\x9b"))
+    "é \\u001b \\u009b"
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    # Line ends between values are ours; inside of texts JSON has escaped them.
+    return _CONTROL.sub(lambda match: "\n" if match[0] == "\n" else f"\\u{ord(match[0]):04x}", text)
 
 
 def _escape(character: str) -> str:

@@ -21,6 +21,7 @@ from documents import PAGES, REASONS, ROOT, Block, blocks_of, name_of
 from driftline.cli import app
 from driftline.cli.app import COMMANDS, option_names
 from driftline.cli.main import main
+from support.programs import running
 
 Kitchen = Callable[[Path], None]
 
@@ -32,7 +33,7 @@ def demo(place: Path) -> None:
 def labelled(place: Path) -> None:
     """A program that was run by itself has left its labels."""
     kitchens.programs(place)
-    subprocess.run([sys.executable, "label.py"], cwd=place, check=True)
+    subprocess.run([sys.executable, "label.py"], cwd=place, check=True, timeout=110)
 
 
 def all_of(*parts: Kitchen) -> Kitchen:
@@ -116,6 +117,7 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
             env=environment,
             capture_output=True,
             text=True,
+            timeout=110,
         )
         return done.returncode, done.stdout + done.stderr
     out = io.StringIO()
@@ -126,7 +128,7 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
 
 def look_and_stop(words: list[str], place: Path) -> tuple[int, str]:
     """A command that ends when its reader is done: the page is read, then Ctrl-C."""
-    with subprocess.Popen(
+    with running(
         [sys.executable, "-m", *words],
         cwd=place,
         stdout=subprocess.PIPE,

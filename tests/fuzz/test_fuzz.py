@@ -56,6 +56,8 @@ def test_every_reader_has_a_corpus_and_every_corpus_a_reader() -> None:
 def test_the_command_says_how_many_inputs_it_tried_and_keeps_what_broke(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "fuzz", "--random", "--inputs", "30", "mapping-json"]
     environment = {"PYTHONPATH": f"{CORPUS.parents[1]}:{':'.join(filter(None, sys.path))}"}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     assert "mapping-json                  30 inputs" in done.stdout

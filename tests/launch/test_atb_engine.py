@@ -40,6 +40,7 @@ def compile_(source: str, output: Path, *words: str) -> None:
     subprocess.run(
         [COMPILER, "-O1", "-Wall", "-Werror", "-o", str(output), str(SOURCES / source), *words],
         check=True,
+        timeout=110,
     )
 
 

@@ -105,7 +105,7 @@ def test_a_clean_llama_is_exit_0_computes_the_same_bits_and_leaves_only_what_was
     text = LLAMA + "import hashlib\nprint(hashlib.md5(out.logits.numpy().tobytes()).hexdigest())\n"
     (workshop / "prog.py").write_text(text)
     plain = subprocess.run(
-        [warm_llama, "prog.py"], capture_output=True, text=True, check=True
+        [warm_llama, "prog.py"], capture_output=True, text=True, check=True, timeout=110
     ).stdout
     done = errcheck("--type", "all", "--headroom", "room.csv", text=text)
     assert done.code == 0, done.out + done.err

@@ -35,7 +35,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Pat
     ):
         output.parent.mkdir(parents=True, exist_ok=True)
         assert COMPILER is not None
-        subprocess.run([COMPILER, "-Wall", "-Werror", "-o", str(output), *words], check=True)
+        subprocess.run(
+            [COMPILER, "-Wall", "-Werror", "-o", str(output), *words], check=True, timeout=110
+        )
     probe.chmod(0o755)
     return base / "atb", base / "toolkit", program
 
@@ -88,7 +90,9 @@ def test_a_new_output_folder_is_not_left_without_a_finding(
 def test_the_seeds_own_spelling_finds_it_in_a_new_folder(program: str, workshop: Path) -> None:
     ait = Path(sys.executable).parent / "ait"
     words = ["llm", "errcheck", "--exec", f"{program} {ADD}", "--type", "overflow", "-o", "found"]
-    done = subprocess.run([str(ait), *words], capture_output=True, text=True, cwd=workshop)
+    done = subprocess.run(
+        [str(ait), *words], capture_output=True, text=True, cwd=workshop, timeout=110
+    )
     assert done.returncode == 1 and f"overflow in {ADD}" in done.stdout, done.stderr
     assert list((workshop / "found").glob("ait_overflow_res_*.txt"))
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 
+from support.programs import running
+
 
 def write(path, text):
     path.write_text(textwrap.dedent(text))
@@ -15,11 +17,12 @@ def write(path, text):
 
 UNTIL_WRITTEN = """
 import os, pathlib, signal, time
+signal.alarm(100)  # whoever waits for this program has given up
 index = pathlib.Path("out/rank0/index.jsonl")
 while not index.exists() or index.read_text().count("\\n") < 16:
     time.sleep(0.05)
 """
-"""Waits for the writing thread, which works every two seconds."""
+"""Waits for the writing thread, which works ten times a second."""
 
 
 def test_the_programs_own_failure_wins_and_what_it_computed_is_kept(quick, workshop):
@@ -60,7 +63,7 @@ def test_a_request_to_end_reaches_the_program(workshop):
         """,
     )
     words = ["-m", "driftline", "dump", "-o", "out", "--", sys.executable, "waits.py"]
-    with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as launcher:
+    with running([sys.executable, *words], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "up\n"
         launcher.terminate()
@@ -84,7 +87,7 @@ def test_an_interrupt_is_the_programs_business(workshop):
         """,
     )
     words = ["-m", "driftline", "dump", "-o", "out", "--", sys.executable, "loops.py"]
-    with subprocess.Popen(
+    with running(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

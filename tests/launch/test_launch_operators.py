@@ -60,7 +60,12 @@ def test_a_training_program_prints_and_saves_the_same_and_shows_loss_and_optimiz
 ):
     (workshop / "train.py").write_text(TRAIN)
     plain = subprocess.run(
-        [warm_python, "train.py"], capture_output=True, text=True, check=True, cwd=workshop
+        [warm_python, "train.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=workshop,
+        timeout=110,
     )
     weights = (workshop / "net.pt").read_bytes()
     dumped = quick("--level", "ops", "--level", "modules", "--step", "*", run=["train.py"])

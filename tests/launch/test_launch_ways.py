@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from driftline import compare
+from support.programs import running
 
 PROJECT = Path(__file__).parents[2]
 
@@ -25,7 +26,9 @@ def write(path: Path, text: str) -> None:
 
 
 def test_a_script_is_captured_unchanged_and_its_output_is_its_own(dump, workshop, warm_python):
-    plain = subprocess.run([warm_python, "infer.py", "2"], capture_output=True, text=True)
+    plain = subprocess.run(
+        [warm_python, "infer.py", "2"], capture_output=True, text=True, timeout=110
+    )
     dumped = dump("--exec", f"'{sys.executable}' infer.py 2")
     assert dumped.code == 0, dumped.err
     assert dumped.out == plain.stdout
@@ -230,7 +233,9 @@ def test_input_is_passed_on_to_the_program(workshop):
         sys.executable,
         "chat.py",
     ]
-    result = subprocess.run(words, input="Ada\n", capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        words, input="Ada\n", capture_output=True, text=True, check=False, timeout=110
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "who? hello Ada\n"
 
@@ -252,7 +257,7 @@ def test_a_terminal_stays_a_terminal(workshop):
         "asks.py",
     ]
     master, slave = pty.openpty()
-    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=slave) as launcher:
+    with running(words, stdin=slave, stdout=slave, stderr=slave) as launcher:
         os.close(slave)
         answer = b""
         while b"\n" not in answer:
@@ -308,6 +313,7 @@ def test_isolated_python_is_reached_only_through_an_installation(dump, workshop,
         capture_output=True,
         text=True,
         check=True,
+        timeout=110,
     )
     assert (broken.stdout, broken.stderr) == ("up\n", "")  # installed, and driftline itself missing
 

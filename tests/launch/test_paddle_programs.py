@@ -46,7 +46,9 @@ def warm_both() -> Iterator[str]:
 def test_a_program_with_torch_and_paddle_is_captured_in_both(dump, workshop, warm_both):
     text = NET + "import torch\ntrain()\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)\n"
     (workshop / "both.py").write_text(text)
-    plain = subprocess.run([warm_both, "both.py"], capture_output=True, text=True, check=True)
+    plain = subprocess.run(
+        [warm_both, "both.py"], capture_output=True, text=True, check=True, timeout=110
+    )
     words = ("--level", "modules,gradients,params", "--step", "*")
     dumped = dump(*words, argv=[warm_both, "both.py"])
     assert dumped.code == 0 and dumped.out == plain.stdout

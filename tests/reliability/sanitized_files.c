@@ -56,7 +56,8 @@ static void *cut_and_read(void *given) {
     const int64_t size = page * (2 + (round + number) % 9), left = page * ((round * 7 + number) % 3);
     const int file = open(path, O_CREAT | O_RDWR | O_TRUNC, 0600);
     if (ftruncate(file, size)) return (void *)1;
-    volatile const char *bytes = mmap(NULL, (size_t)size, PROT_READ, MAP_SHARED, file, 0);
+    volatile const char *bytes = mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (driftline_map_over((uintptr_t)bytes, (uint64_t)size, file, 0)) return (void *)4;
     const int region = driftline_guard((uintptr_t)bytes, (uint64_t)size);
     if (region < 0 || ftruncate(file, left)) return (void *)2;
     int sum = 0;
@@ -81,7 +82,7 @@ int main(int count, char **words) {
     pthread_join(threads[i], &trouble);
     if (trouble) return 20 + (int)(long)trouble;
   }
-  if (driftline_faults < 4 * 200 || driftline_mapped_abi() != 1 || driftline_reading_abi() != 1) return 30;
+  if (driftline_faults < 4 * 200 || driftline_mapped_abi() != 2 || driftline_reading_abi() != 1) return 30;
   puts("clean");
   return 0;
 }

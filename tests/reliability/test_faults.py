@@ -43,12 +43,17 @@ def write_program(folder: Path, before: str = "") -> Path:
 def dump(program: Path, output: str, *prefix: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "driftline", "dump", "-o", output, "--step", "*"]
     words += ["--exec", f"{sys.executable} {program}"]
-    return subprocess.run([*prefix, *words], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*prefix, *words], capture_output=True, text=True, check=False, timeout=110
+    )
 
 
 SMALL_DISK = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift 2 && exec "$@"'
 NAMESPACES = shutil.which("unshare") is not None and (
-    subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+    subprocess.run(
+        ["unshare", "-rm", "true"], capture_output=True, check=False, timeout=110
+    ).returncode
+    == 0
 )
 
 
@@ -72,7 +77,9 @@ def test_a_full_disk_is_called_one(size: str, tmp_path: Path) -> None:
         f"{sys.executable} -m driftline dump -o {disk / 'run'} --step '*' --exec "
         f"'{sys.executable} {program}'; echo status $?; {shown} 2>&1"
     )
-    done = subprocess.run([*prefix, "sh", str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*prefix, "sh", str(script)], capture_output=True, text=True, check=False, timeout=110
+    )
     assert "the program went on" in done.stdout and "status 7" in done.stdout, done.stderr
     everything = done.stdout + done.stderr
     assert "Traceback" not in everything
@@ -98,7 +105,12 @@ def test_commands_with_few_descriptors_say_so_or_work(files: int, tmp_path: Path
         limited = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh"]
         command = [sys.executable, "-m", "driftline", *map(str, words)]
         done = subprocess.run(
-            [*limited, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+            [*limited, *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
         )
         assert "Traceback" not in done.stderr, done.stderr
         if done.returncode:
@@ -114,7 +126,12 @@ def test_commands_with_little_memory_say_so_or_work(megabytes: int, tmp_path: Pa
         limited = ["sh", "-c", f'ulimit -v {megabytes << 10} && exec "$@"', "sh"]
         command = [sys.executable, "-m", "driftline", *map(str, words)]
         done = subprocess.run(
-            [*limited, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+            [*limited, *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
         )
         assert done.returncode >= 0, (words, done.returncode)
         assert not done.returncode or "memory" in done.stderr.lower(), (words, done.stderr[-800:])

@@ -37,6 +37,7 @@ class Model(torch.nn.Module):
         return self.second(self.first(x))
 
 def program(folder, log, pause):
+    signal.alarm(60)  # its parent is gone
     torch.set_num_threads(1)
     model = Model()
     x = torch.ones(8, 64)
@@ -107,6 +108,7 @@ def kill(folder: Path, seed: int, count: int) -> list[dict[str, object]]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=100 + 2 * count,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -26,7 +26,9 @@ def test_the_sanitizers_find_nothing_in_what_reads_files(tmp_path: Path) -> None
     program, folder = tmp_path / "program", tmp_path / "files"
     folder.mkdir()
     places = ["-I", str(SOURCE / "formats"), "-I", str(SOURCE / "runs")]
-    subprocess.run(["gcc", *FLAGS, *places, driver, "-o", program, "-lpthread"], check=True)
+    subprocess.run(
+        ["gcc", *FLAGS, *places, driver, "-o", program, "-lpthread"], check=True, timeout=110
+    )
     # A SIGBUS that is handled on purpose is not the sanitizer's business.
     environment = {**os.environ, "ASAN_OPTIONS": "handle_sigbus=0"}
     done = subprocess.run(

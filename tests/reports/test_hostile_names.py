@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
@@ -18,7 +19,15 @@ from driftline.units import csv_cell
 
 ESC = "\x1b]0;owned\x07\x1b[2J"
 MARKED = tuple("=+-@'＝＋－＠\n")
-SITES = [f"evil{ESC}site", '=HYPERLINK("http://x","y")', "+1+1", "-2+3", "@SUM(A1)", "line\nend"]
+SITES = [
+    f"evil{ESC}site",
+    "c1\x9b2J\x7f\x85end",
+    '=HYPERLINK("http://x","y")',
+    "+1+1",
+    "-2+3",
+    "@SUM(A1)",
+    "line\nend",
+]
 
 
 def write_run(path: Path, shift: float) -> Path:
@@ -72,10 +81,14 @@ def test_no_escape_reaches_a_terminal_or_a_file(
     done = run(*(places.get(word, word) for word in words), cwd=tmp_path)
     assert b"Traceback" not in done.stderr
     for text in (done.stdout, done.stderr):
-        assert not re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", text), text[:2000]
+        assert not re.search(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]", text), text[:2000]
     for path in tmp_path.rglob("*"):
-        # Parquet is binary, and its readers show a text as a text.
-        if path.is_file() and path.suffix != ".parquet":
+        if path.suffix == ".parquet":
+            columns = parquet.read_table(path).to_pydict()
+            texts = [text for column in columns.values() for text in column if type(text) is str]
+            assert {plain(site) for site in columns["site"]} == set(SITES)
+            assert not [text for text in texts if re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)]
+        elif path.is_file():
             assert b"\x1b" not in path.read_bytes(), path.name
 
 

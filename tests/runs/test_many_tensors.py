@@ -137,6 +137,7 @@ def test_a_tensor_more_takes_no_more_memory(tmp_path):
             capture_output=True,
             text=True,
             check=True,
+            timeout=110,
         )
         rows, memory = map(int, done.stdout.split())
         held[rows] = memory
@@ -160,6 +161,7 @@ def limited(files: int, *words: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=110,
     )
 
 
@@ -203,6 +205,6 @@ sys.exit(console())
 
 def test_a_command_that_can_open_nothing_at_all_says_so_too():
     words = [sys.executable, "-c", NO_MORE]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 2
     assert "Too many open files" in done.stderr and "Traceback" not in done.stderr

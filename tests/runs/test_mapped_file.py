@@ -16,6 +16,7 @@ import pytest
 from driftline.runs import mapped_file
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
+from support.programs import running
 
 pytestmark = pytest.mark.skipif(
     not Path(mapped_file.__file__).with_name("_mapped_file.so").exists(),
@@ -126,7 +127,9 @@ with tempfile.NamedTemporaryFile() as file:
     os.truncate(file.name, 0)
     print(len(own[4096:8000]))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, timeout=110
+    )
     assert done.returncode == -signal.SIGBUS
 
 
@@ -148,6 +151,19 @@ print(int(second.sum()) < int(b"1"[0]) * 20_000, mapped_file.faults())
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "True 1\n"), done.stderr
+
+
+def test_a_mapped_file_keeps_no_descriptor_that_the_program_could_lose(tmp_path: Path) -> None:
+    """Python's own `mmap` closes the number of its duplicate at the end, whoever has it then."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)) * 100)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    some = [mapped_file.map_range(path, start, 5000) for start in (0, 7, 15_000)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert [int(values[0]) for values in some] == [0, 7, 0] and not some[0].flags.writeable
+    for start, length in ((0, 20_001), (19_000, 1001), (20_000, 1)):
+        with pytest.raises(ValueError, match="are not in a file of 20000"):
+            mapped_file.map_range(path, start, length)
 
 
 def test_many_files_are_guarded_and_given_back(tmp_path: Path) -> None:
@@ -175,7 +191,7 @@ print(float(run.get("a").float64().sum()) < 1e6, mapped_file.faults() > 0)
 print(run.cut_off()(run.records[0]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=110
     )
     assert done.stdout.startswith("True True"), done.stderr
     assert "became shorter while it was read" in done.stdout
@@ -195,7 +211,7 @@ except Exception as refused:
     print(type(refused).__name__, refused)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=110
     )
     assert done.stdout.startswith("BadFile"), done.stderr
     assert "became shorter while it was read" in done.stdout
@@ -214,15 +230,15 @@ def test_a_hundred_cuts_at_any_moment(tmp_path: Path) -> None:
     seconds = []
     for _ in range(3):
         begin = time.monotonic()
-        subprocess.run(words, capture_output=True, check=False)
+        subprocess.run(words, capture_output=True, check=False, timeout=110)
         seconds.append(time.monotonic() - begin)
     ends: list[int] = []
     for _ in range(100):
         shard.write_bytes(content)
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        with running(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             time.sleep(dice.uniform(0.3, 1.0) * min(seconds))
             os.truncate(shard, dice.randrange(len(content)))
-            _, said = child.communicate()
+            _, said = child.communicate(timeout=60)
         ends.append(child.returncode)
         assert child.returncode >= 0, said
         assert b"Traceback" not in said

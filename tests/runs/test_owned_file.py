@@ -337,6 +337,38 @@ def test_a_file_is_opened_again_only_if_it_is_the_same_and_whole(tmp_path):
         file.close()
 
 
+class Raced(OwnedFile):
+    """Another thread puts a file of the program over the descriptor, around the next write."""
+
+    __slots__ = ("mine", "moment")
+
+    def _write(self, file, data, offset):
+        moment, self.moment = self.moment, ""
+        if moment == "before":
+            os.dup2(self.mine, file)
+        count = super()._write(file, data, offset)
+        if moment == "after":
+            os.dup2(self.mine, file)
+        return count
+
+
+@pytest.mark.parametrize("mode", ["new", "shared"])
+def test_a_descriptor_replaced_between_check_and_write_is_noticed_and_said(tmp_path, mode):
+    """No check can rule that out, but it never stays without a word."""
+    mine = os.open(tmp_path / "mine", os.O_RDWR | os.O_CREAT)
+    with Raced(tmp_path / "file", mode) as file:
+        file.mine, file.moment = mine, ""
+        file.append_all(b"abc")
+        file.moment = "after"
+        file.append_all(b"def")
+        assert (tmp_path / "mine").read_bytes() == b""
+        file.moment = "before"
+        with pytest.raises(FileTaken, match="3 bytes may be in that file"):
+            file.append_all(b"ghi")
+        assert (tmp_path / "file").read_bytes() == b"abcdef"
+    os.close(mine)
+
+
 def test_bytes_go_on_at_our_own_end_whatever_others_appended(tmp_path):
     path = tmp_path / "file"
     with OwnedFile(path) as file:

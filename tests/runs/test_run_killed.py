@@ -15,7 +15,7 @@ from driftline.runs.reader import open_run
 from driftline.runs.verify import verify
 
 PREAMBLE = """
-import os, sys, time
+import os, signal, sys, time
 import numpy as np
 from driftline.runs.records import TensorKey
 from driftline.runs.reader import open_run
@@ -36,6 +36,7 @@ pool = rng.integers(0, 256, 12_000_000, np.uint8)
 writer = RunWriter(path, shard_bytes=40_000_000)
 writer.first_header = 8192
 log = sys.stdout.fileno()
+signal.alarm(100)
 for number in range(10**9):
     sizes = [8, 100, 5000, 300_000, 2_000_000, 11_000_000]
     size = int(rng.choice(sizes, p=[.3, .3, .2, .14, .04, .02]))

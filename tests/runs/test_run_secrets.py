@@ -259,18 +259,20 @@ def test_provenance_says_where_a_run_comes_from(
     repo.mkdir()
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(repo)]
     monkeypatch.chdir(repo)
-    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "init", "-q"], check=True, timeout=110)
     (repo / "file").write_text("one")
-    subprocess.run([*git, "add", "file"], check=True)
-    subprocess.run([*git, "commit", "-qm", "first"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    subprocess.run([*git, "add", "file"], check=True, timeout=110)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True, timeout=110)
+    head = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True, timeout=110
+    )
     commit = head.stdout.strip()
     assert provenance(["x"])["git"] == {"commit": commit, "dirty": False}
-    subprocess.run([*git, "pack-refs", "--all"], check=True)
+    subprocess.run([*git, "pack-refs", "--all"], check=True, timeout=110)
     hook = repo / "monitor"
     hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     hook.chmod(0o755)
-    subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True)
+    subprocess.run([*git, "config", "core.fsmonitor", str(hook)], check=True, timeout=110)
     (repo / "file").write_text("two")
     (repo / "sub").mkdir()
     monkeypatch.chdir(repo / "sub")

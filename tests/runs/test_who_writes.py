@@ -20,6 +20,7 @@ from driftline.cli.main import main
 from driftline.errors import AlreadyThere
 from driftline.runs.provenance import create_run, hold_path, is_held
 from driftline.runs.reader import open_run
+from support.programs import running
 
 WRITER = """
 import sys, time
@@ -45,7 +46,7 @@ writer.close()
 
 def write(path: Path, *, rank: int = 0, steps: int = 2) -> Path:
     words = [sys.executable, "-c", WRITER, str(path), str(rank), str(steps), "go"]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, timeout=110)
     return path
 
 
@@ -113,14 +114,16 @@ def test_of_two_dumps_into_one_folder_the_second_is_refused(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     dump = [sys.executable, "-m", "driftline", "dump", "-o", "run"]
     program = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.readline()"]
-    with subprocess.Popen(
+    with running(
         [*dump, "--", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
         assert first.stdin is not None and first.stdout is not None
         assert first.stdout.readline() == "up\n"
         assert is_held(tmp_path / "run" / "run.json")
         for words in (dump, [*dump, "--force"]):
-            second = subprocess.run([*words, "--", "true"], capture_output=True, text=True)
+            second = subprocess.run(
+                [*words, "--", "true"], capture_output=True, text=True, timeout=110
+            )
             assert second.returncode == 2, second.stderr
             assert "run' " in second.stderr or "'run'" in second.stderr
         assert "still running" in second.stderr

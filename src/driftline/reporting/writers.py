@@ -9,13 +9,12 @@ written, and an absent value is an empty cell.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeAlias, cast
 
 from driftline.errors import BadInput, did_you_mean
 from driftline.registry import Address
-from driftline.units import csv_cell
+from driftline.units import csv_cell, printed_json
 
 if TYPE_CHECKING:  # help pages read the table of formats: nothing heavy is loaded for it
     from driftline.comparison.table.table import Table
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # help pages read the table of formats: nothing heavy is load
 
 def write_json(document: Any, stream: TextIO, *, indent: int | None = 2) -> None:
     """The document, ended by a newline."""
-    stream.write(json.dumps(safe(document), indent=indent, ensure_ascii=False, allow_nan=False))
+    stream.write(printed_json(safe(document), indent=indent))
     stream.write("\n")
 
 
@@ -173,11 +172,11 @@ def table(
 
     def write_document(stream: TextIO) -> None:
         # Compact lines: one row each reads and diffs well, and 100 000 rows stay bearable.
-        head = json.dumps(compared.head_as_json(), ensure_ascii=False, allow_nan=False, indent=1)
+        head = printed_json(compared.head_as_json(), indent=1)
         stream.write(head.removesuffix("\n}") + ',\n "rows": [')
         for index, row in enumerate(compared.rows):
             stream.write(",\n  " if index else "\n  ")
-            stream.write(json.dumps(row.as_json(), ensure_ascii=False, allow_nan=False))
+            stream.write(printed_json(row.as_json()))
         stream.write("\n ]\n}\n" if len(compared.rows) else "]\n}\n")
 
     write(format, stream, view=view, checks=checks, csv=write_rows, json=write_document)
@@ -204,7 +203,6 @@ def diagnosis(
         return of_diagnosis(diagnosed, allow_incomplete=allow_incomplete)
 
     def write_document(stream: TextIO) -> None:
-        json.dump(diagnosed.as_json(), stream, ensure_ascii=False, allow_nan=False, indent=1)
-        stream.write("\n")
+        stream.write(printed_json(diagnosed.as_json(), indent=1) + "\n")
 
     write(format, stream, view=view, checks=checks, json=write_document)

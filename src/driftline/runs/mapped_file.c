@@ -7,6 +7,7 @@
  *
  * A plain shared library for ctypes. Its only state is the table of regions and the old handler. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -28,7 +29,13 @@ static _Thread_local int handing_on;
 EXPORT _Atomic int64_t driftline_faults;
 
 /* Bumped whenever a signature changes: the binding refuses a library it does not know. */
-EXPORT int driftline_mapped_abi(void) { return 1; }
+EXPORT int driftline_mapped_abi(void) { return 2; }
+
+/* Map a file over memory that the caller has mapped for it; 0, or the reason in numbers of errno.h. */
+EXPORT int driftline_map_over(uintptr_t address, uint64_t length, int file, int64_t offset) {
+  const int flags = MAP_SHARED | MAP_FIXED;
+  return mmap((void *)address, length, PROT_READ, flags, file, (off_t)offset) == MAP_FAILED ? errno : 0;
+}
 
 static void hand_on(int number, siginfo_t *info, void *context) {
   const int has_handler = (before.sa_flags & SA_SIGINFO) || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);

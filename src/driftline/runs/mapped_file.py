@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from driftline.numerics.kernel import address_of, opened
 
-_ABI = 1
+_ABI = 2
 _names: dict[int, str] = {}
 _cut: dict[str, None] = {}
 
@@ -35,6 +35,9 @@ def _library() -> Any:
         library.driftline_guard.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         library.driftline_was_cut.argtypes = library.driftline_unguard.argtypes = [ctypes.c_int]
         library.driftline_unguard.restype = None
+        library.driftline_map_over.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int64)
+        ]
     return library
 
 
@@ -103,6 +106,10 @@ class MappedFile(mmap.mmap):
 def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> MappedFile:
     """Maps an open file; the descriptor may be closed afterwards.
 
+    No descriptor stays open. Python's own `mmap` keeps a duplicate until the memory is given back,
+    and closes its number then, whoever has it by that time: a program that closes all descriptors
+    and opens a file under that number would lose its file.
+
     Args:
         file: Descriptor, open for reading.
         name: What messages call the file.
@@ -113,7 +120,20 @@ def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> Mappe
         OSError: It cannot be mapped.
         ValueError: It is shorter than that, or empty.
     """
-    mapped = MappedFile(file, length, access=mmap.ACCESS_READ, offset=offset)
+    library = _library()
+    if library is None:
+        mapped = MappedFile(file, length, access=mmap.ACCESS_READ, offset=offset)
+    else:
+        size = os.fstat(file).st_size
+        length = length or size - offset
+        if length <= 0 or offset + length > size:
+            raise ValueError(f"{length} bytes from {offset} on are not in a file of {size}")
+        # Memory of nothing, which holds the place and gives it back; then the file in that place.
+        nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapped = MappedFile(-1, length, flags=nothing, prot=mmap.PROT_READ)
+        place = address_of(memoryview(mapped))
+        if failed := library.driftline_map_over(place, length, file, offset):
+            raise OSError(failed, os.strerror(failed))
     mapped._guard = Guard(address_of(memoryview(mapped)), len(mapped), name)  # pyright: ignore[reportPrivateUsage]
     return mapped
 

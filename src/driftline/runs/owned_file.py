@@ -1,11 +1,13 @@
 """Files that Driftline writes while a user's program runs, and never a byte into any other file.
 
 A descriptor is only a number. A program that becomes a daemon closes every number it has not opened
-itself, and its next `open` returns a number that we still remember as our file. Four things keep
+itself, and its next `open` returns a number that we still remember as our file. Five things keep
 our bytes out of its files:
 
 * Our descriptors have high numbers, which `open` does not return, and end with `exec`.
 * Before every write, truncation or closing, `fstat` must name the file that we created.
+* After every write `fstat` is asked again. A descriptor that was replaced in between may have led
+  our bytes into a file of the program: where they are not in ours, that is said.
 * A descriptor that was closed or replaced is left alone. The file is opened again by its path, and
   only used if it is still the file that we created; we go on where our own bytes end.
 * After a fork, the files belong to the parent; the child closes its copies and writes to none.
@@ -121,14 +123,37 @@ class OwnedFile:
             OSError: The disk refuses.
         """
         try:
-            count = self._write(self._checked(), data, offset)
+            file = self._checked()
+            count = self._write(file, data, offset)
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
             # Closed after the check, or replaced by a descriptor that only reads.
-            count = self._write(self._reopened(), data, offset)
+            file = self._reopened()
+            count = self._write(file, data, offset)
+        if not _leads_to(file, self._identity):
+            self._look_for(data, offset, count)
         self.end = max(self.end, offset + count)
         return count
+
+    def _look_for(self, data: Data, offset: int, count: int) -> None:
+        """Another thread took the descriptor around a write: is what was written in our file?
+
+        Raises:
+            FileTaken: It is not, so it is in what that thread put there.
+        """
+        file = self._reopened()
+        written = bytes(memoryview(data).cast("B")[:count])
+        if self._access & os.O_APPEND:  # others append too, so it may be anywhere behind our end
+            stored = os.pread(file, max(0, os.fstat(file).st_size - self.end), self.end)
+            if written in stored:
+                return
+        elif os.pread(file, count, offset) == written:
+            return
+        raise FileTaken(
+            f"the program put a file of its own over a descriptor of Driftline while "
+            f"{os.path.basename(self.path)} was written: {count} bytes may be in that file"  # noqa: PTH119
+        )
 
     def truncate(self, length: int) -> None:
         """Cuts the file.
@@ -255,6 +280,7 @@ class UnnamedFile:
         start, rest = self.end, memoryview(data)
         while rest:
             count = os.pwrite(self._checked(), rest, self.end)
+            self._checked()  # or it may have gone elsewhere
             self.end, rest = self.end + count, rest[count:]
         return start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from driftline.errors import EXIT_FINE, BadInput
 from driftline.formats.registry import open_run
 from driftline.reporting.formatting import spark
 from driftline.reporting.terminal import written_for
-from driftline.units import csv_cell, visible
+from driftline.units import csv_cell, printed_json, visible
 
 # A screen of them; --all shows the rest.
 MOST_SHOWN = 20
@@ -64,7 +63,7 @@ def trend(
     )
     script.end(course)
     if format == "json":
-        print(json.dumps(course.to_json(), indent=1, ensure_ascii=False))
+        print(printed_json(course.to_json(), indent=1))
     elif format == "csv":
         _write_csv(course)
     else:

@@ -397,7 +397,9 @@ def _columns(rows: Sequence[Row], names: Sequence[str], pa: Any) -> dict[str, JS
         elif name in _NUMBER_FIELDS:
             arrays[name] = pa.array(values, pa.float64(), from_pandas=False)
         else:
-            arrays[name] = pa.array(values, pa.string())
+            # As in CSV, but that an absent value is null; most texts of a column are the same.
+            texts = {text: None if text is None else csv_cell(text) for text in set(values)}
+            arrays[name] = pa.array(map(texts.__getitem__, values), pa.string(), size=len(values))
     numbers = [row.metrics for row in rows]
     for name in names:
         column = [_double(metrics.get(name)) for metrics in numbers]

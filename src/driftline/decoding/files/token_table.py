@@ -21,6 +21,7 @@ import numpy as np
 from driftline.decoding.files.outputs import make_readable
 from driftline.errors import BadFile
 from driftline.registry import require
+from driftline.units import csv_cell
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -75,7 +76,7 @@ def rows_of(
     columns: dict[str, Sequence[Any] | Array] = {
         "seed": [seed] * kept,
         "prompt": [prompt] * kept,
-        "prompt_name": [prompt_name] * kept,
+        "prompt_name": [csv_cell(prompt_name)] * kept,  # anybody's text
         "position": np.arange(kept),
         "token": tokens[:kept],
     }
