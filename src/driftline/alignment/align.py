@@ -155,6 +155,8 @@ class _Context:
     Attributes:
         structural: Structure may pair: it follows the order of execution, which some dumps lack.
         notes: Sentences about the runs that are added to the plan.
+        operators_named: The names of operators have told which modules they belong to; structure
+            could only guess at what has none.
     """
 
     def __init__(self, reference: Run, candidate: Run, options: AlignOptions) -> None:
@@ -163,6 +165,7 @@ class _Context:
         self.options = options
         self.structural = options.structural and reference.ordered and candidate.ordered
         self.notes: list[str] = []
+        self.operators_named = False
 
     @cached_property
     def names_count(self) -> bool:
@@ -227,6 +230,10 @@ def _structure_applies(plan: Plan, context: _Context) -> bool:
     return context.structural and bool(plan.missing or plan.extra)
 
 
+def _guesses_apply(plan: Plan, context: _Context) -> bool:
+    return _structure_applies(plan, context) and not context.operators_named
+
+
 def _projections_apply(plan: Plan, context: _Context) -> bool:
     return context.options.structural and bool(plan.pairs) and _both_have_more(plan)
 
@@ -255,10 +262,14 @@ def _by_compiled_graphs(plan: Plan, context: _Context) -> Plan:
 
 def _by_operators(plan: Plan, context: _Context) -> Plan | None:
     """Pairs of modules with the operators that ran in them, by the names of these."""
-    del context
-    from driftline.alignment.rules.module_operators import pair_modules_with_operators
+    from driftline.alignment.rules.module_operators import (
+        names_modules,
+        pair_modules_with_operators,
+    )
 
-    pairs = pair_modules_with_operators(plan)
+    runs = context.reference, context.candidate
+    context.operators_named = names_modules(*runs) or names_modules(*reversed(runs))
+    pairs = pair_modules_with_operators(plan, *runs) if context.operators_named else []
     return _with_pairs(plan, pairs) if pairs else None
 
 
@@ -527,7 +538,7 @@ RULES: tuple[MatchingRule, ...] = (
     MatchingRule("normalised name", _more_names_apply, _by_plain_name),
     MatchingRule("exported names", _more_names_apply, _by_export, final=True),
     MatchingRule("exported order", _order_applies, _by_export_order, final=True),
-    MatchingRule("structure", _structure_applies, _by_structure),
+    MatchingRule("structure", _guesses_apply, _by_structure),
     MatchingRule("same value", _structure_applies, _passed_on),
     MatchingRule("fused parameters", _projections_apply, _by_projections),
     MatchingRule("map of classes", _has_map, _by_class_map),

@@ -19,23 +19,41 @@ from driftline.alignment.reconcile.layout import merges
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record
+from driftline.runs.run import Run
 
 _CONFIDENCE = 0.95
 _Frame: TypeAlias = tuple[int, int, int]
 """Rank, process, step."""
 
 
-def pair_modules_with_operators(plan: Plan) -> list[Pair]:
-    """Pairs for unpaired tensors of modules of which the other run has the operators only."""
-    pairs = [
-        Pair(module, operator, "structure", _CONFIDENCE)
-        for module, operator in _borders(plan.missing, plan.extra)
-    ]
-    pairs += [
-        Pair(operator, module, "structure", _CONFIDENCE)
-        for module, operator in _borders(plan.extra, plan.missing)
-    ]
+def names_modules(operators: Run, modules: Run) -> bool:
+    """Whether one run holds operators that say in which modules of the other they ran."""
+    around = {
+        site.rpartition("/")[0]
+        for site in {record.key.site for record in operators.records if _is_operator(record)}
+    }
+    # A model that is called otherwise, or built otherwise, is no matter of names.
+    return bool(around) and 2 * len(around & set(modules.sites())) > len(around)
+
+
+def pair_modules_with_operators(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
+    """Pairs for tensors of modules of which the other run has the operators only."""
+    pairs: list[Pair] = []
+    if not _has_operators(reference) and names_modules(candidate, reference):
+        pairs += (
+            Pair(module, operator, "structure", _CONFIDENCE)
+            for module, operator in _borders(plan.missing, candidate.records)
+        )
+    if not _has_operators(candidate) and names_modules(reference, candidate):
+        pairs += (
+            Pair(operator, module, "structure", _CONFIDENCE)
+            for module, operator in _borders(plan.extra, reference.records)
+        )
     return pairs
+
+
+def _has_operators(run: Run) -> bool:
+    return any(map(_is_operator, run.records))
 
 
 class _Operators(NamedTuple):
@@ -66,11 +84,9 @@ class _Operators(NamedTuple):
 
 
 def _borders(
-    modules: Sequence[Record], others: Sequence[Record]
+    modules: Iterable[Record], others: Iterable[Record]
 ) -> Iterator[tuple[Record, Record]]:
     """Tensors of modules, each with that of an operator."""
-    if not any(map(_is_operator, others)):
-        return
     sites = {record.key.site for record in others}
     frames: dict[_Frame, list[Record]] = defaultdict(list)
     for record in sorted(filter(_is_operator, others), key=execution):

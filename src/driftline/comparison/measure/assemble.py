@@ -192,4 +192,21 @@ def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool)
         tuple(part._replace(side="") for part in plan.left_out if part.side == name),
         () if seen is None else tuple(folder_name(*place) for place in sorted(held - seen)),
         plan.selected,
+        _sequence(run) if name == "candidate" and alone else (),
     )
+
+
+def _sequence(run: Run) -> tuple[str, ...]:
+    """The sites whose calls gave something, in the order of these calls, in the first step."""
+    records = iter(run.records)
+    first = next(records, None)
+    if first is None:
+        return ()
+    place = (first.key.rank, first.key.process, first.key.step)
+    step = itertools.takewhile(
+        lambda record: (record.key.rank, record.key.process, record.key.step) == place, records
+    )
+    outputs = (record for record in (first, *step) if record.key.port == "output")
+    ordered = sorted(outputs, key=lambda record: record.order)
+    calls = dict.fromkeys((record.key.site, record.key.visit) for record in ordered)
+    return tuple(site for site, _ in calls)

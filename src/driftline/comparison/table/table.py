@@ -116,6 +116,8 @@ class Side(NamedTuple):
         left_out: Rows and tokens of it that compared tensors have and the other side has not.
         unseen: Its processes of which nothing was set against anything, as `rank1`.
         selected: What only some of both runs was compared by, in words.
+        sequence: Of a candidate, the sites of its first step in the order of their calls, once for
+            each; only where tensors have no partner, to see what they lie between.
     """
 
     path: str = ""
@@ -126,6 +128,7 @@ class Side(NamedTuple):
     left_out: tuple[LeftOut, ...] = ()
     unseen: tuple[str, ...] = ()
     selected: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, JSON]:
         shown: dict[str, JSON] = {
@@ -143,6 +146,8 @@ class Side(NamedTuple):
             shown["unseen"] = list(self.unseen)
         if self.selected:
             shown["selected"] = list(self.selected)
+        if self.sequence:
+            shown["sequence"] = list(self.sequence)
         return shown
 
     @classmethod
@@ -159,6 +164,7 @@ class Side(NamedTuple):
             ),
             tuple(map(str, shown.get("unseen", ()))),
             tuple(map(str, shown.get("selected", ()))),
+            tuple(map(str, shown.get("sequence", ()))),
         )
 
 

@@ -8,6 +8,7 @@ of the model whose input and output were. What the verdict makes of that, `decis
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
 from driftline.alignment.plan import NO_NODE, NOT_KEPT, NOT_PLANNED
@@ -88,8 +89,11 @@ class SideCalls:
         # Lone tensors by step: they count when the other side has that step, too.
         self._waiting: dict[int, list[tuple[str, str, _Call]]] = {}
         self.sites: dict[str, _Site] = {}
-        # When the first output of each site came; of the reference only, whose order rows have.
-        self.first_output: dict[str, int] = {}
+        # Calls of the first step, by site and visit: when their outputs came, and which of them
+        # were compared. Rows have the order of the reference; that of the candidate its side
+        # brings along, where tensors have no partner.
+        self.order: dict[tuple[str, int], int] = {}
+        self.compared_calls: set[tuple[str, int]] = set()
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
         # Operators of the program around the model, which compiled graphs of the model cannot hold.
@@ -170,54 +174,91 @@ class SideCalls:
     def share(self, *, modules: bool = True) -> LeafShare:
         """How many of its leaf calls are covered, containers counted in.
 
+        Operators and nodes of graphs are fused and cut in ways of their own: those that only move
+        elements do not count, and any tensor of a call is enough where no output was kept.
+
         Args:
-            modules: Whether both sides called modules. Nodes of graphs are fused and cut in ways
-                of their own: a short stretch between two that were compared counts as covered
-                there, and of a dump that holds inputs only any tensor of a call is enough.
+            modules: Whether both sides called modules.
         """
         calls, covered = 0, 0.0
         missed: dict[str, float] = {}
         has_outputs = any(entry.calls[_OUTPUT] for entry in self.sites.values())
         for leaf in self.leaves():
-            count, compared = self.sites[leaf].leaf
-            if not modules:
+            entry = self.sites[leaf]
+            count, compared = entry.leaf
+            if not modules or "/" in leaf:
                 # What a node gives that is fused with the next, only the next one has.
-                if has_outputs and not self.sites[leaf].calls[_OUTPUT]:
+                if has_outputs and not entry.calls[_OUTPUT]:
                     continue
-                compared = self.sites[leaf].touched
+                if not has_outputs:
+                    compared = entry.touched
                 if not compared and _moves_only(self.classes.get(leaf, "")):
                     continue
             calls, covered = calls + count, covered + compared
             if compared < count:
                 missed[leaf] = count - compared
-        between = set[str]() if modules or not missed else self._between_compared(missed, calls)
+        between = self._between_compared(missed, calls, modules=modules) if missed else {}
         for leaf, uncovered in missed.items():
-            share = 1.0 if leaf in between else self._container_share(leaf, calls)
+            share = between.get(leaf, 0.0)
+            if share < 1.0:
+                share = max(share, self._container_share(leaf, calls))
             covered += uncovered * share
         return LeafShare(self.name, calls, covered)
 
-    def _between_compared(self, missed: Mapping[str, float], calls: int) -> set[str]:
-        """Leaves in short stretches of execution that begin and end with what was compared."""
-        most = max(SMALL_CONTAINER * calls, _FEW_CALLS)
-        covered: set[str] = set()
+    def _between_compared(
+        self, missed: Mapping[str, float], calls: int, *, modules: bool
+    ) -> dict[str, float]:
+        """The share of leaves' calls in short stretches of execution between what was compared.
+
+        What they made went into what was compared next, so that an error of theirs shows there.
+        """
+        most = SMALL_CONTAINER * calls
+        if not modules or self.has_operators:
+            most = max(most, _FEW_CALLS)
+        inside, all_missed = Counter[str](), Counter[str]()
         stretch: list[str] = []
         begun = self._border_compared(_INPUT)
-        leaves = set(self.leaves())
-        for site in sorted(self.first_output, key=self.first_output.__getitem__):
-            if site not in leaves:
-                continue
-            # Of a site that is called several times, some calls may be compared.
-            compared = self.sites[site].touched > 0
-            if compared:
-                if begun and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
-                    covered.update(stretch)
+        for call in sorted(self.order, key=self.order.__getitem__):
+            if call in self.compared_calls:
+                if begun and len(stretch) < most:
+                    inside.update(stretch)
                 stretch, begun = [], True
-            if site in missed:
-                stretch.append(site)
-        ended = begun and self._border_compared(_OUTPUT)
-        if ended and sum(missed.get(leaf, 0.0) for leaf in stretch) < most:
-            covered.update(stretch)
-        return covered
+            elif call[0] in missed:
+                all_missed[call[0]] += 1
+                stretch.append(call[0])
+        if begun and self._border_compared(_OUTPUT) and len(stretch) < most:
+            inside.update(stretch)
+        return {site: count / all_missed[site] for site, count in inside.items()}
+
+    def by_modules(self) -> SideCalls:
+        """The same with operators and nodes as parts of the modules that their names begin with.
+
+        So a run of operators is measured against one of modules: container code is no call there.
+        """
+        merged = SideCalls(self.name)
+        merged.classes, merged.partners = self.classes, self.partners
+        merged.compared_calls = set(self.compared_calls)
+        for site, entry in self.sites.items():
+            if "/" not in site:
+                merged.sites[site] = entry
+        for site, entry in self.sites.items():
+            module = site.rpartition("/")[0]
+            is_computed = entry.calls[_OUTPUT] and not _moves_only(self.classes.get(site, ""))
+            if "/" not in site or not (is_computed or entry.compared[_OUTPUT]):
+                continue
+            calls = merged.sites.get(module)
+            if calls is None:
+                calls = merged.sites[module] = _Site()
+                calls.calls[_OUTPUT] = 1
+            if entry.compared[_OUTPUT] and not calls.compared[_OUTPUT]:
+                calls.compared[_OUTPUT] = 1
+        for (site, visit), order in self.order.items():
+            module = site.rpartition("/")[0] if "/" in site else site
+            if (site, visit) in self.compared_calls:
+                merged.compared_calls.add((module, 0))
+            last = merged.order.get((module, 0), order)
+            merged.order[module, 0] = max(last, order)
+        return merged
 
     def _border_compared(self, kind: int) -> bool:
         return any(self.sites[site].compared[kind] for site in ROOTS if site in self.sites)
@@ -310,6 +351,7 @@ class CallCounts:
         self.lone_steps: tuple[set[int], set[int]] = (set(), set())
         self.elements = 0
         self._candidate_steps: set[int] = set()
+        self._first_step: int | None = None
 
     def finish(self) -> None:
         """All rows were taken."""
@@ -329,8 +371,12 @@ class CallCounts:
             status in ("pass", "fail", "unjudged") or row.inside_fusion or bool(row.decided_by)
         )
         call = (key.rank, key.process, key.step, key.visit)
-        if status != "extra" and key.port == "output":
-            self.reference.first_output.setdefault(key.site, row.order)
+        if self._first_step is None:
+            self._first_step = key.step
+        if status != "extra" and key.port == "output" and key.step == self._first_step:
+            self.reference.order.setdefault((key.site, key.visit), row.order)
+            if compared:
+                self.reference.compared_calls.add((key.site, key.visit))
         if "/" in key.site and row.class_name:
             own = self.candidate if status == "extra" else self.reference
             own.classes.setdefault(key.site, row.class_name)
@@ -340,6 +386,7 @@ class CallCounts:
                 side.beside_graphs.add(key.site)
             if compared:
                 side.take(key.site, key.port, call, True)
+                side.compared_calls.add((key.site, key.visit))
             else:
                 side.wait(key.site, key.port, call)
         else:
@@ -363,6 +410,8 @@ class CallCounts:
         self.candidate.take(site, port, call, compared)
         if compared:
             self._candidate_steps.add(call[2])
+            if port == "output" and key.step == self._first_step:
+                self.candidate.compared_calls.add((site, call[3]))
         if compared and port == "output" and key.port == "output":
             self.reference.partners.setdefault(key.site, site)
             self.candidate.partners.setdefault(site, key.site)
@@ -397,29 +446,47 @@ def covered_by(counts: CallCounts, reference: Side, candidate: Side) -> Covered:
 
 
 def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tuple[LeafShare, str]:
-    """The share of the coarser side, and what of it is a compiled region too large to stand alone.
+    """The share that decides, and what of it is a compiled region too large to stand alone.
 
-    Graphs are cut in ways of their own, and a dump of another tool may hold a part of a model:
-    either side's share is enough there.
+    What either side has and the other has not must be explained: as parts of something that was
+    compared, or as a short way between two such. So the side that is covered less decides; but a
+    side that was dumped with filters leaves out on purpose what only the other one has, and a dump
+    of another tool may hold a part of a model: either side's share is enough there.
     """
-    modules = reference.scope.has_modules and candidate.scope.has_modules
-    pairs = (
-        (counts.reference, counts.candidate, reference),
-        (counts.candidate, counts.reference, candidate),
+    sides = (reference, candidate)
+    modules = all(side.scope.has_modules for side in sides)
+    visits = Counter[str]()
+    for number, site in enumerate(candidate.sequence):
+        counts.candidate.order[site, visits[site]] = number
+        visits[site] += 1
+    own, other = counts.reference, counts.candidate
+    # Where one side has modules only, nothing finer than a module can be set against it.
+    if own.has_operators != other.has_operators and all(side.scope.captured for side in sides):
+        own, other = (
+            calls.by_modules() if calls.has_operators else calls for calls in (own, other)
+        )
+    shares = (
+        _share_of(own, other, reference, modules=modules),
+        _share_of(other, own, candidate, modules=modules),
     )
-    shares = [_share_of(own, other, side, modules=modules) for own, other, side in pairs]
-    if not modules:
-        return max(shares, key=lambda entry: entry[0].share)[:2]
-    # Fewer calls is coarser; of two alike, the one that is covered less.
-    return min(shares, key=lambda entry: (entry[2], entry[0].share))[:2]
+    if not all(side.scope.captured for side in sides):
+        return max(shares, key=lambda entry: entry[0].share)
+    deciding = [
+        share
+        for share, other in zip(shares, reversed(sides), strict=True)
+        if not other.scope.filters
+    ]
+    # Both were filtered: fewer calls is coarser, and only sees less of the same.
+    if not deciding:
+        return min(shares, key=lambda entry: (entry[0].calls, entry[0].share))
+    return min(deciding, key=lambda entry: entry[0].share)
 
 
 def _share_of(
     own: SideCalls, other: SideCalls, side: Side, *, modules: bool
-) -> tuple[LeafShare, str, int]:
+) -> tuple[LeafShare, str]:
     """The share of one side; a compiled region that hides many modules counts as those."""
     share = own.share(modules=modules)
-    plain = share.calls
     unseen = ""
     total = sum(other.sites[leaf].leaf[0] for leaf in other.leaves() if "/" not in leaf)
     for leaf in own.leaves() if modules else ():
@@ -434,7 +501,7 @@ def _share_of(
             share = share._replace(
                 calls=share.calls - counted + calls, covered=share.covered - covered + compared
             )
-    return share, unseen, plain
+    return share, unseen
 
 
 def _borders(counts: CallCounts) -> Iterator[str]:
