@@ -239,10 +239,6 @@ def test_where_nothing_was_compared_the_headline_is_short_and_why_stands_below()
     assert '<p class="lede">0 of 1 tensors compared' in head
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="tensors of a file have no sites, and a cause is named for a site that was judged",
-)
 def test_a_table_alone_is_enough_and_its_runs_are_found_again(tmp_path: Path) -> None:
     for name, scale in (("ref", 1.0), ("cand", 3.0)):
         np.savez(tmp_path / f"{name}.npz", layer=np.full((4, 8), scale, np.float32))

@@ -15,7 +15,7 @@ from driftline.comparison.table.table import Coverage, Table
 from driftline.comparison.verdict.dataflow import explained, final_error
 from driftline.comparison.verdict.noise import NoiseFloor, Variant
 from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
-from driftline.comparison.verdict.sites import Place, Site
+from driftline.comparison.verdict.sites import Place, Site, sites_of
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause
@@ -175,17 +175,37 @@ class Assembly:
         needs: tuple[str, ...] = ()
         if table.verdict == "incomparable":
             needs = ("dump tensors that both runs have, with --keep full or summary",)
-        sentences = (_sentence(table.finding), *map(_sentence, self.notes))
+        naming = self._cause_in_file()
+        sentences = [_sentence(table.finding), *map(_sentence, self.notes)]
+        if naming.sentence:
+            sentences.insert(1, texts.kind(naming.cause, naming.sentence))
         return Diagnosis(
             table.verdict if table.verdict != "unjudged" else "incomparable",
-            sentences,
+            tuple(sentences),
             findings,
             table.first_site,
             "" if table.first is None else str(table.first.key),
+            cause=naming.cause,
             evidence=gathered or {},
             coverage=coverage,
             needs=needs or self._needs(None),
         )
+
+    def _cause_in_file(self) -> NamedCause:
+        """What is wrong with the first tensor of a file that is over its limit.
+
+        Such a tensor has no site that made it, and no input that could explain it.
+        """
+        first = self.table.first
+        if self.judgement is not None or self.runs is None or first is None:
+            return NamedCause("unknown")
+        sites = sites_of(self.table.rows, self.table.structure)
+        for place, site in sites.items():
+            call = next((call for call in site.calls if first in call.outs), None)
+            if call is not None:
+                standing = SiteStatus("introduced", "limit", first.severity, math.nan, call)
+                return name_cause(self.runs, sites, place, standing, None)
+        return NamedCause("unknown")
 
     def _look_at(self, culprits: Sequence[Place], statuses: Mapping[Place, SiteStatus]) -> None:
         """Look at each half of the tokens of what made the culprits suspect."""
