@@ -51,6 +51,12 @@ class _Site:
         self.last: list[_Call | None] = [None, None, None, None]
         self.counted = [False, False, False, False]
 
+    def copied(self) -> _Site:
+        site = _Site()
+        site.calls, site.compared = list(self.calls), list(self.compared)
+        site.last, site.counted = list(self.last), list(self.counted)
+        return site
+
     def take(self, kind: int, call: _Call, compared: bool) -> None:
         # Tensors of one call are neighbours among those of its site.
         if self.last[kind] != call:
@@ -98,9 +104,17 @@ class SideCalls:
         self.partners: dict[str, str] = {}
         # Operators of the program around the model, which compiled graphs of the model cannot hold.
         self.beside_graphs: set[str] = set()
-        self._containers: set[str] = set()
+        self._containers: set[str] | None = None
         self._inside: dict[str, list[str]] | None = None
         self._by_module: dict[str, list[str]] | None = None
+
+    def copied(self, name: str) -> SideCalls:
+        """The same calls under another side's name; no tensor may be waiting."""
+        other = SideCalls(name)
+        other.sites = {site: entry.copied() for site, entry in self.sites.items()}
+        other.classes = dict(self.classes)
+        other.compared_calls = set(self.compared_calls)
+        return other
 
     def wait(self, site: str, port: str, call: _Call) -> None:
         """Take a tensor without a partner, if it turns out that its step was compared."""
@@ -118,19 +132,19 @@ class SideCalls:
             for site in self.beside_graphs:
                 if site in self.sites and not any(self.sites[site].compared):
                     del self.sites[site]
-            self._inside = self._by_module = None
+            self._inside = self._by_module = self._containers = None
         self.beside_graphs.clear()
 
     def take(self, site: str, port: str, call: _Call, compared: bool) -> None:
         entry = self.sites.get(site)
         if entry is None:
             entry = self.sites[site] = _Site()
-            self._inside = self._by_module = None
+            self._inside = self._by_module = self._containers = None
         entry.take(_KINDS.get(port, _OTHER_KIND), call, compared)
 
-    def _leaves_inside(self) -> dict[str, list[str]]:
-        """Every container, with the leaves that lie in it at any depth."""
-        if self._inside is None:
+    def _containing(self) -> set[str]:
+        """The sites that others lie in."""
+        if self._containers is None:
             holders: set[str] = set()
             for site in self.sites:
                 for around in _around(site):
@@ -140,18 +154,22 @@ class SideCalls:
             self._containers = {site for site in holders if site in self.sites}
             if len(self.sites) > 1:
                 self._containers.update(site for site in ROOTS if site in self.sites)
-            inside: dict[str, list[str]] = {site: [] for site in self._containers}
-            for leaf in self.sites:
-                if leaf not in self._containers:
-                    for around in _around(leaf):
-                        if around in inside:
-                            inside[around].append(leaf)
+        return self._containers
+
+    def _leaves_inside(self) -> dict[str, list[str]]:
+        """Every container, with the leaves that lie in it at any depth."""
+        if self._inside is None:
+            inside: dict[str, list[str]] = {site: [] for site in self._containing()}
+            for leaf in self.leaves():
+                for around in _around(leaf):
+                    if around in inside:
+                        inside[around].append(leaf)
             self._inside = inside
         return self._inside
 
     def leaves(self) -> Iterator[str]:
-        inside = self._leaves_inside()
-        return (site for site in self.sites if site not in inside)
+        containers = self._containing()
+        return (site for site in self.sites if site not in containers)
 
     def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
         """Calls of leaves in a container, and how many of them were compared.
@@ -268,7 +286,7 @@ class SideCalls:
         if "/" in leaf and self._beside_compared(leaf, calls):
             return 1.0
         for around in _around(leaf):
-            if around not in self._leaves_inside():
+            if around not in self._containing():
                 continue
             size, _ = self.calls_inside(around, operators=True)
             if size >= SMALL_CONTAINER * calls:
@@ -341,6 +359,18 @@ def _is_gradient_sum(row: Row) -> bool:
     )
 
 
+def _is_apart(row: Row) -> bool:
+    """Whether a row is about different calls of the two sides, or about one side only."""
+    return bool(
+        row.status in ("missing", "extra")
+        or row.candidate_site
+        or row.candidate_port
+        or row.candidate_rank is not None
+        or row.candidate_step is not None
+        or row.candidate_visit is not None
+    )
+
+
 class CallCounts:
     """What rows say of calls, steps and elements, gathered while they pass by."""
 
@@ -352,11 +382,25 @@ class CallCounts:
         self.elements = 0
         self._candidate_steps: set[int] = set()
         self._first_step: int | None = None
+        # Until a row says otherwise, the candidate's calls are those of the reference.
+        self._are_alike = True
 
     def finish(self) -> None:
         """All rows were taken."""
+        if self._are_alike:
+            self.candidate = self.reference
+        else:
+            self.candidate.finish(self._candidate_steps)
         self.reference.finish(self.steps)
-        self.candidate.finish(self._candidate_steps)
+
+    def _part_ways(self) -> None:
+        """Count the candidate's calls by themselves from here on."""
+        self._are_alike = False
+        self.candidate = self.reference.copied("candidate")
+        self._candidate_steps = set(self.steps)
+        for site, entry in self.reference.sites.items():
+            if entry.compared[_OUTPUT]:
+                self.reference.partners[site] = self.candidate.partners[site] = site
 
     def take(self, row: Row) -> None:
         key, status = row.key, row.status
@@ -370,6 +414,8 @@ class CallCounts:
         compared = (
             status in ("pass", "fail", "unjudged") or row.inside_fusion or bool(row.decided_by)
         )
+        if self._are_alike and _is_apart(row):
+            self._part_ways()
         call = (key.rank, key.process, key.step, key.visit)
         if self._first_step is None:
             self._first_step = key.step
@@ -391,7 +437,8 @@ class CallCounts:
                 side.wait(key.site, key.port, call)
         else:
             self.reference.take(key.site, key.port, call, compared)
-            self._take_candidate(row, compared)
+            if not self._are_alike:
+                self._take_candidate(row, compared)
         if status in ("missing", "extra"):
             self.lone_steps[status == "extra"].add(key.step)
         elif compared:
@@ -465,10 +512,10 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
-    shares = (
-        _share_of(own, other, reference, modules=modules),
-        _share_of(other, own, candidate, modules=modules),
-    )
+    first = _share_of(own, other, reference, modules=modules)
+    # Calls that are alike are covered alike.
+    second = first if own is other else _share_of(other, own, candidate, modules=modules)
+    shares = (first, second)
     if not all(side.scope.captured for side in sides):
         return max(shares, key=lambda entry: entry[0].share)
     deciding = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -44,18 +45,25 @@ _NARROW = ("int", "uint", "float8", "float4")
 
 def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
     """What two runs know of their model, as far as judging their sites needs it."""
-    facts = module_facts(reference)
     with_outputs, with_inputs = set[str](), set[str]()
+    places: set[tuple[int, int]] = set()
+    classes: dict[str, set[str]] = {}
+    # Once for all that is asked: a long plan reads its pairs from the runs.
     for pair in plan.pairs:
-        key = pair.reference.key
+        key, partner = pair.reference.key, pair.candidate
+        places.add((key.rank, key.process))
+        classes.setdefault(partner.class_name, set()).add(partner.key.site)
         if key.port == "output":
             with_outputs.add(key.site)
         elif key.port == "input":
             with_inputs.add(key.site)
+    for record in plan.extra:
+        classes.setdefault(record.class_name, set()).add(record.key.site)
+    facts = module_facts(reference, places)
     # Who feeds whom is asked only of sites that were captured without their inputs, and reading it
     # takes long.
     flow: Flow = flow_of(reference, candidate, plan) if with_outputs - with_inputs else {}
-    quantised = quantised_sites(reference, candidate)
+    quantised = quantised_sites(reference, candidate, classes)
     for site, error in with_containers(rounded_sites(candidate, plan)).items():
         quantised[site] = max(quantised.get(site, 0.0), error)
     misread = misread_sites(reference, candidate, plan)
@@ -91,15 +99,20 @@ def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
     return errors
 
 
-def quantised_sites(reference: Run, candidate: Run) -> dict[str, float]:
-    """Relative error allowed at each site that computes with integers; empty for most runs."""
+def quantised_sites(
+    reference: Run, candidate: Run, classes: Mapping[str, AbstractSet[str]]
+) -> dict[str, float]:
+    """Relative error allowed at each site that computes with integers; empty for most runs.
+
+    Args:
+        reference: What is right.
+        candidate: What is in question.
+        classes: Class → its sites in the candidate.
+    """
     reference_nodes, candidate_nodes = _nodes(reference), _nodes(candidate)
     reference_weights = _weighted(reference_nodes)
     candidate_weights = _weighted(candidate_nodes)
     quantised = _packed(candidate_nodes) - _packed(reference_nodes)
-    classes: dict[str, set[str]] = {}
-    for record in candidate.records:
-        classes.setdefault(record.class_name, set()).add(record.key.site)
     for name, sites in classes.items():
         if any(word in name.lower() for word in _WORDS):
             quantised |= sites

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from driftline.comparison.table.row import Row
@@ -117,10 +117,15 @@ class ModuleFacts(NamedTuple):
     inside: dict[str, int]
 
 
-def module_facts(run: Run) -> ModuleFacts:
-    """What the module trees of all processes of a run say."""
+def module_facts(run: Run, places: Iterable[tuple[int, int]]) -> ModuleFacts:
+    """What the module trees of processes of a run say.
+
+    Args:
+        run: The run.
+        places: Rank and process of each.
+    """
     facts = ModuleFacts({}, {})
-    for rank, process in sorted({(r.key.rank, r.key.process) for r in run.records}):
+    for rank, process in sorted(places):
         tree = run.topology(rank, process)
         if not tree:
             continue

@@ -432,7 +432,11 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
             f"the replay was made for another run than '{candidate.name}'",
             hint="driftline replay CAND makes one for this run",
         )
-    judged = judge(candidate, replay, allowed=quantised_sites(comparison.reference, candidate))
+    classes: dict[str, set[str]] = {}
+    for record in candidate.records:
+        classes.setdefault(record.class_name, set()).add(record.key.site)
+    allowed = quantised_sites(comparison.reference, candidate, classes)
+    judged = judge(candidate, replay, allowed=allowed)
     if not judged:
         raise BadInput(
             "the replay has no tensor in common with the candidate",
