@@ -256,17 +256,21 @@ class Comparison:
             reference=reference,
             candidate=candidate,
             notes=self.plan.notes,
-            structure=self.structure(),
+            structure=self.structure(measured.rows),
         )
 
-    def structure(self) -> Structure:
-        """What the runs know of their model; nothing where limits were asked for."""
+    def structure(self, rows: Iterable[Row] | None = None) -> Structure:
+        """What the runs know of their model; nothing where limits were asked for.
+
+        Args:
+            rows: Of all pairs, if they are at hand.
+        """
         # Sites are judged only by default.
         if self.options.tolerance.explicit:
             return NO_STRUCTURE
         from driftline.comparison.verdict.growth import structure_of
 
-        return structure_of(self.reference, self.candidate, self.plan)
+        return structure_of(self.reference, self.candidate, self.plan, rows)
 
     def masked(self, suspects: Iterable[Row]) -> list[Row]:
         """Rows measured again without pads: evidence for those that fail, or may fail."""

@@ -9,13 +9,14 @@ from the module tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
 from driftline.alignment.plan import Plan
+from driftline.comparison.table.row import Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Structure
 from driftline.comparison.tolerance.defaults import LIMITS, QUANTISED, ROUNDINGS, coarsest
 from driftline.comparison.tolerance.tolerance import is_on_another_scale
@@ -33,6 +34,7 @@ from driftline.comparison.verdict.sites import (
 )
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.graphs.sources.exported import exported_graph
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.scope import scope_of
 
@@ -43,16 +45,23 @@ _WEIGHTS = ("weight", "qweight", "weight_packed", "codes")
 _NARROW = ("int", "uint", "float8", "float4")
 
 
-def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
-    """What two runs know of their model, as far as judging their sites needs it."""
+def structure_of(
+    reference: Run, candidate: Run, plan: Plan, rows: Iterable[Row] | None = None
+) -> Structure:
+    """What two runs know of their model, as far as judging their sites needs it.
+
+    Args:
+        reference: What is right.
+        candidate: What is in question.
+        plan: What is compared with what.
+        rows: The rows of all of it, where they are at hand: a long plan reads its pairs from runs.
+    """
     with_outputs, with_inputs = set[str](), set[str]()
     places: set[tuple[int, int]] = set()
     classes: dict[str, set[str]] = {}
-    # Once for all that is asked: a long plan reads its pairs from the runs.
-    for pair in plan.pairs:
-        key, partner = pair.reference.key, pair.candidate
+    for key, class_name, site in _compared_sites(plan, rows):
         places.add((key.rank, key.process))
-        classes.setdefault(partner.class_name, set()).add(partner.key.site)
+        classes.setdefault(class_name, set()).add(site)
         if key.port == "output":
             with_outputs.add(key.site)
         elif key.port == "input":
@@ -68,6 +77,16 @@ def structure_of(reference: Run, candidate: Run, plan: Plan) -> Structure:
         quantised[site] = max(quantised.get(site, 0.0), error)
     misread = misread_sites(reference, candidate, plan)
     return Structure(flow, facts.weights, facts.inside, quantised, misread)
+
+
+def _compared_sites(plan: Plan, rows: Iterable[Row] | None) -> Iterator[tuple[TensorKey, str, str]]:
+    """Of each pair: the reference's key, the candidate's class and its site."""
+    if rows is None:
+        for pair in plan.pairs:
+            yield pair.reference.key, pair.candidate.class_name, pair.candidate.key.site
+        return
+    for row in rows:
+        yield row.key, row.candidate_class or row.class_name, row.candidate_site or row.key.site
 
 
 def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
