@@ -158,7 +158,7 @@ def test_a_pair_is_compared_at_exit_and_the_program_ends_as_it_would(
     assert "_cmp_result.csv" in err
     (row,) = rows_of(tmp_path / "_cmp_result.csv")
     assert row["cmp_flag"] == "True"
-    assert (row["pta_dtype"], row["acl_shape"]) == ("float32", "[2]")
+    assert (row["pta_dtype"], row["acl_shape"]) == ("float32", "(2,)")
     assert float(row["cosine_similarity"]) == pytest.approx(1.0)
     assert float(row["max_relative_error"]) == pytest.approx(1.0)
     assert float(row["mean_relative_error"]) == pytest.approx(1.0)
@@ -196,7 +196,7 @@ def test_the_low_level_order_of_the_seed_is_compared(start: Start, tmp_path: Pat
     (row,) = rows_of(csv_file)
     assert row["cmp_flag"] == "True"
     assert row["acl_data_path"].endswith("0_Model/3_Runner/after/outTensor0.bin")
-    assert (row["acl_dtype"], row["acl_shape"]) == ("float16", "[2, 3]")
+    assert (row["acl_dtype"], row["acl_shape"]) == ("float16", "(2, 3)")
     assert float(row["relative_euclidean_distance"]) == 0.0
 
 
@@ -265,7 +265,7 @@ def test_atb_files_are_read_with_their_own_type_and_damaged_ones_say_why(
     )
     rows = by_id(tmp_path)
     whole_row = rows.pop("outtensor0")
-    assert (whole_row["acl_dtype"], whole_row["acl_shape"]) == ("float16", "[2, 3]")
+    assert (whole_row["acl_dtype"], whole_row["acl_shape"]) == ("float16", "(2, 3)")
     assert float(whole_row["relative_euclidean_distance"]) == 0.0
     for name, row in rows.items():
         assert row["cmp_flag"] == "False", name
@@ -291,7 +291,7 @@ def test_unpaired_labels_are_rows_with_reasons(start: Start, tmp_path: Path) -> 
     )
     rows = by_id(tmp_path)
     assert rows["left"]["cmp_fail_reason"] == "no acl label belongs to it"
-    assert rows["left"]["pta_shape"] == "[2]"
+    assert rows["left"]["pta_shape"] == "(2,)"
     assert rows["right"]["cmp_fail_reason"] == "no pta label belongs to it"
     assert rows["file"]["acl_data_path"] == "a/b.bin"
     assert {row["cmp_flag"] for row in rows.values()} == {"False"}
@@ -310,9 +310,9 @@ def test_other_shapes_are_a_row_with_a_reason_and_axes_of_one_are_no_other_shape
     rows = by_id(tmp_path)
     assert rows["turned"]["cmp_flag"] == "False"
     assert "shapes differ" in rows["turned"]["cmp_fail_reason"]
-    assert rows["turned"]["acl_shape"] == "[3, 2]"
+    assert rows["turned"]["acl_shape"] == "(3, 2)"
     assert rows["wrapped"]["cmp_flag"] == "True"
-    assert rows["wrapped"]["acl_shape"] == "[1, 2, 3]"
+    assert rows["wrapped"]["acl_shape"] == "(1, 2, 3)"
 
 
 def test_every_dtype_of_torch_and_numpy_comes_back_as_it_was(start: Start, tmp_path: Path) -> None:

@@ -280,3 +280,10 @@ def test_the_program_that_the_reference_shows_is_the_one_that_is_printed(
     ((words, shown),) = re.findall(pattern, text, re.MULTILINE | re.DOTALL)
     assert main(words.split()) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    tests = Path(__file__).parents[1]
+    for page in (tests.parent / "docs").glob("*.md"):
+        for name in re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)`", page.read_text()):
+            assert (tests / name).exists(), f"{page.name} names {name}"

@@ -10,7 +10,7 @@ import pytest
 
 from driftline import open_run
 from driftline.cli.main import main
-from support.golden_dumps import FORMATS, archive
+from support.golden_dumps import FORMATS, GENERATIONS, archive
 
 DATA = Path(__file__).parents[1] / "data" / "seeds"
 
@@ -65,6 +65,27 @@ def test_descriptions_and_figures_of_one_module(unpacked: Path) -> None:
         "input": "describe",
         "output": "summary",
     }
+
+
+@pytest.mark.parametrize("unpacked", ["atb_generations"], indirect=True)
+def test_the_probe_of_every_generation(unpacked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for generation in GENERATIONS:
+        run = open_run(unpacked / generation)
+        (result,) = (tensor for tensor in run.tensors() if tensor.key.port == "output")
+        assert result.dtype == "float16"
+        assert result.numpy().tolist() == [[1, 2, 3], [4, 5, 6]], generation
+    words = ("compare", "-gp", unpacked / "G0", "-mp", unpacked / "G4", "-o", unpacked / "report")
+    assert verdict(capsys, *words).startswith("PASS: 3 tensors compared, none differs")
+
+
+@pytest.mark.parametrize("unpacked", ["ge_and_fx"], indirect=True)
+def test_a_graph_of_ge_against_its_fx_nodes(
+    unpacked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("compare", "-gp", unpacked / "fx", "-o", unpacked / "report", "-mp")
+    assert verdict(capsys, *words, unpacked / "ge").startswith("PASS")
+    faulty = verdict(capsys, *words, unpacked / "faulty")
+    assert faulty.startswith("FAIL: the drift starts at 'add_2'")
 
 
 @pytest.mark.parametrize("unpacked", ["ge_one_stamp"], indirect=True)

@@ -138,6 +138,12 @@ def test_debug_says_more_than_info(quick):
     assert "module calls" in more.err and "debug: command" in more.err
 
 
+@pytest.mark.parametrize("level", ["warning", "error", "fatal", "critical"])
+def test_the_other_levels_of_the_document_only_say_what_is_wrong(quick, level):
+    dumped = quick("-l", level, run=["infer.py"])
+    assert (dumped.code, dumped.err) == (0, "")
+
+
 def test_a_size_limit_is_kept_and_foretold(quick):
     dumped = quick("--step", "*", "--max-bytes", "1kB", run=["infer.py", "8"])
     assert dumped.code == 0, dumped.err

@@ -9,6 +9,7 @@ import math
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from numerics_tensors import assert_same_moments, encode, misaligned
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.numerics import definitions, kernel
-from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.fields import PairMoments, merge_moments
 
 PATHS = list(kernel.available())
@@ -188,6 +189,15 @@ def test_a_tolerance_that_nothing_can_meet_leaves_every_pair_outside(
         path=path,
     )
     assert (got.outside, got.different, got.finite) == (3, 0, 3)
+
+
+@pytest.mark.parametrize(("name", "word"), [("float32", "<u4"), ("bfloat16", "<u2")])
+def test_a_signalling_nan_is_a_nan_without_a_word_from_numpy(name: str, word: str) -> None:
+    bits = np.array([0x7F800001 >> (32 - DTYPES[name].bits) | 1], word).view(DTYPES[name].storage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(to_float64(bits, DTYPES[name])).all()
+        assert definitions.pair_moments(bits, DTYPES[name], bits, DTYPES[name], count=1).r_nan == 1
 
 
 @pytest.mark.slow

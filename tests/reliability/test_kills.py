@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 PARENT = """
-import json, os, random, select, shutil, signal, sys, time
+import json, os, random, select, shutil, signal, sys, threading, time
 import torch
 import driftline, driftline.errors
 from driftline.runs.reader import open_run
 from driftline.runs.verify import verify
 
 SAFE = 0.2
+BEAT = 0.01
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -36,16 +37,31 @@ class Model(torch.nn.Module):
         os.write(log, b"begun %d\\n" % time.monotonic_ns())
         return self.second(self.first(x))
 
+def beat(log):
+    # A thread like the one that writes: how long it gets no turn, that one may not get one either.
+    while True:
+        os.write(log, b"beat %d\\n" % time.monotonic_ns())
+        time.sleep(BEAT)
+
+def starved(beats, killed):
+    # Nanoseconds without a turn in the last moments.
+    moments = [at for at in beats if at > killed - 2 * SAFE * 1e9] + [killed]
+    gaps = (later - earlier for earlier, later in zip(moments, moments[1:]))
+    return sum(max(0, gap - 2 * BEAT * 1e9) for gap in gaps)
+
 def program(folder, log, pause):
     signal.alarm(60)  # its parent is gone
     torch.set_num_threads(1)
     model = Model()
     x = torch.ones(8, 64)
+    watch = threading.Thread(target=beat, args=(log,), daemon=True)
     with driftline.capture(model, folder):
         time.sleep(pause)
         while True:
             x = model(x, log)
             os.write(log, b"done %d\\n" % time.monotonic_ns())
+            if not watch.ident:
+                watch.start()
             time.sleep(0.01)
 
 def trial(folder, dice, number):
@@ -71,6 +87,7 @@ def trial(folder, dice, number):
         lines = [line.split() for line in stream.read().splitlines()]
     begun = sum(word == "begun" for word, _ in lines)
     steps = [int(time) for word, time in lines if word == "done"]
+    waited = starved([int(time) for word, time in lines if word == "beat"], killed)
     result = {"begun": begun, "done": len(steps), "exists": os.path.isdir(folder)}
     if not result["exists"]:
         return result
@@ -83,8 +100,9 @@ def trial(folder, dice, number):
     result["losses"] = [loss.reason for loss in run.losses]
     result["torn"] = [str(loss) for loss in verify(run) if loss.key is not None]
     last = max((record.key.step for record in run.records), default=-1)
-    late = sum(1 for at in steps if at < killed - SAFE * 1e9)
-    result["late"] = max(0, late - (last + 1))
+    for word, room in (("late", SAFE * 1e9), ("unexcused", SAFE * 1e9 + waited)):
+        result[word] = max(0, sum(1 for at in steps if at < killed - room) - (last + 1))
+    result["waited"] = waited / 1e9
     return result
 
 # Once in the parent: what a capture imports at its first use takes longer than a program lives.
@@ -126,10 +144,11 @@ def check(trials: list[dict[str, object]]) -> None:
             assert losses == ["the program was killed before its first tensor was written"], trial
         elif trial["begun"]:
             assert any("was not closed: it was killed" in loss for loss in losses), trial
-    # What was computed 0.2 s before the kill is there. The writing thread needs a core for that,
-    # and a machine that is busy with other tests may give it none in time.
+    # What was computed 0.2 s before the kill is there, in all of them. The writing thread needs a
+    # core for that, and a busy machine may give it none: what another thread of the same program
+    # had to wait for its turn comes on top.
     late = [trial for trial in trials if trial.get("late")]
-    assert len(late) <= 1 + len(trials) // 100, late
+    assert not [trial for trial in trials if trial.get("unexcused")], late
     early = sum(1 for trial in trials if trial["begun"] and not trial["tensors"])
     print(
         f"{len(trials)} kills: {sum(bool(t['begun']) for t in trials)} after the first call, "

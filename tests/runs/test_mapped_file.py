@@ -178,6 +178,33 @@ def test_many_files_are_guarded_and_given_back(tmp_path: Path) -> None:
     assert len(mapped_file._names) == before
 
 
+def test_a_child_forked_while_others_map_files_maps_its_own() -> None:
+    """It hung in C, where no exception and no handler ends it, in four of seven forks."""
+    program = """
+import os, signal, threading
+from driftline.runs import mapped_file
+
+library = mapped_file._library()
+
+def change():
+    while True:
+        library.driftline_unguard(library.driftline_guard(1 << 40, 4096))
+
+for _ in range(3):
+    threading.Thread(target=change, daemon=True).start()
+for _ in range(100):
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        library.driftline_guard(1 << 40, 4096)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_torch_file_is_guarded_too(tmp_path: Path) -> None:
     program = f"""
 import os, sys, torch

@@ -19,8 +19,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from driftline.formats.ascend.ge.graph_text import GraphNode
+from support.atb import AtbDump, Generation
+from support.atb_files import Operation, Value
 from support.atb_twins import Error, atb_twin, torch_twin
-from support.ge import GeDump
+from support.ge import GeDump, write_fx
 from support.toy_decoder import in_library_order, toy_decoder
 
 PROMPT = np.array([[3, 1, 4]])
@@ -59,6 +61,42 @@ def atb_devices(folder: Path) -> None:
         atb_twin(folder / name, model, PROMPT, device=1, pid=2, error=error)
 
 
+GENERATIONS: tuple[Generation, ...] = ("G0", "G1", "G2", "G2t", "G3", "G4")
+
+
+def atb_generations(folder: Path) -> None:
+    """One addition, as the probe of each generation lays it down, and its line of the csv."""
+    a, b = np.arange(6, dtype=np.float16).reshape(2, 3), np.ones((2, 3), np.float16)
+    add = Operation("AddOperation", [Value("a", a), Value("b", b)], [Value("y", a + b)], param={})
+    for generation in GENERATIONS:
+        dump = AtbDump(folder / generation, generation)
+        dump.execute([add])
+        dump.operation_csv([add])
+
+
+def ge_and_fx(folder: Path) -> None:
+    """Two nodes as GE and as FX record them; the second sum of the faulty GE dump is wrong."""
+    a = np.arange(6, dtype=np.float32).reshape(2, 3)
+    doubled, sums = a * 2, a * 2 + a
+    for name, wrong in (("ge", 0.0), ("faulty", 1.0)):
+        dump = GeDump(folder / name)
+        dump.operator("Mul", "Mul_1", [a, np.float32(2)], [doubled])
+        dump.operator("Add", "Add_2", [doubled, a], [sums + np.float32(wrong)])
+        dump.graph_text(
+            [
+                GraphNode("Mul_1", "Mul", (("Data", 0),), ("mul_1-aten.mul.Tensor.OUTPUT.0",)),
+                GraphNode(
+                    *("Add_2", "Add", (("Mul_1", 0), ("Data", 0))),
+                    ("add_2-aten.add.Tensor.OUTPUT.0",),
+                ),
+                GraphNode("Data", "Data"),
+            ]
+        )
+    place = folder / "fx" / "data_dump" / "1" / "gm_20240130064200000001_dump"
+    write_fx(place, "mul_1", "aten.mul.Tensor", [a, 2], [doubled])
+    write_fx(place, "add_2", "aten.add.Tensor", [doubled, a], [sums], stamp=20240130064201000002)
+
+
 def ge_one_stamp(folder: Path) -> None:
     """Operators of one time stamp whose task numbers are the other way round."""
     dump = GeDump(folder)
@@ -94,6 +132,8 @@ FORMATS: dict[str, Callable[[Path], None]] = {
     "ait_and_atb": ait_and_atb,
     "ait_statistics": ait_statistics,
     "atb_devices": atb_devices,
+    "atb_generations": atb_generations,
+    "ge_and_fx": ge_and_fx,
     "ge_one_stamp": ge_one_stamp,
     "paddle_hook": paddle_hook,
 }
@@ -105,7 +145,8 @@ def archive(write: Callable[[Path], None]) -> dict[str, bytes]:
         folder = Path(name)
         write(folder)
         return {
-            str(path.relative_to(folder)): path.read_bytes()
+            # A csv of the newest probe names its files by their full paths.
+            str(path.relative_to(folder)): path.read_bytes().replace(name.encode(), b"/elsewhere")
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }

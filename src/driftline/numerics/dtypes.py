@@ -327,6 +327,15 @@ def to_float64(
     """
     import numpy as np
 
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like others
+        return _decoded(raw, dtype, elements)
+
+
+def _decoded(
+    raw: npt.NDArray[np.generic], dtype: DType, elements: int | None
+) -> npt.NDArray[np.generic]:
+    import numpy as np
+
     if dtype.name == "bfloat16":
         return (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if dtype.name == "complex32":

@@ -83,9 +83,16 @@ static int install(void) {
   return sigaction(SIGBUS, &wanted, NULL) == 0;
 }
 
+/* A child that is forked while another thread changes the table would wait for that thread for ever. */
+static void lock_table(void) { pthread_mutex_lock(&change); }
+static void unlock_table(void) { pthread_mutex_unlock(&change); }
+static void prepare_for_forks(void) { pthread_atfork(lock_table, unlock_table, unlock_table); }
+
 /* Announce a region; its number, or -1 where no more fit. */
 EXPORT int driftline_guard(uintptr_t start, uint64_t length) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   int number = -1;
+  pthread_once(&once, prepare_for_forks);
   pthread_mutex_lock(&change);
   const int installed = install();
   for (int i = 0; installed && i < MOST_REGIONS && number < 0; i++)

@@ -313,8 +313,6 @@ def compare(
     script.end(table)
     if not output.is_silent and not (output.only_warns and table.verdict == "pass"):
         print_table(table, output)
-    if report_folder is not None and table.verdict == "incomplete":
-        return _ait_exit_code(table, limits.min_coverage)
     code = output.exit_code(table.verdict)
     return _differences_code(table, output) if code == EXIT_FINE else code
 
@@ -345,18 +343,6 @@ def _differences_code(table: Table, output: CompareOutput) -> int:
     if number and not output.is_silent:
         print(f"driftline: exit 1: the models differ in {number} points", file=sys.stderr)
     return EXIT_DIFFERENT if number else EXIT_FINE
-
-
-def _ait_exit_code(table: Table, min_coverage: float | None) -> int:
-    """The code of ait's own command line, whose scripts know no INCOMPLETE.
-
-    1 where less was compared than was asked for, or a tensor could not be read; else 0.
-    """
-    from driftline.comparison.table.row import LOST
-
-    too_little = min_coverage is not None and table.coverage.share < min_coverage
-    unread = any(LOST in row.reason for row in table.rows)
-    return EXIT_DIFFERENT if too_little or unread else EXIT_FINE
 
 
 def _refuse_old_plan(path: Path | None, *, force: bool) -> None:

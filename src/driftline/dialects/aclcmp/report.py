@@ -31,7 +31,7 @@ from driftline.dialects.aclcmp.store import (
     read_labels,
     read_value,
 )
-from driftline.dialects.ait.compare_report import Cell, figures_leave_out, listed, write_whole
+from driftline.dialects.ait.compare_report import Cell, figures_leave_out, write_whole
 from driftline.errors import BadInput, DriftlineError
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage, no_values
@@ -339,7 +339,7 @@ def _lines(table: Table, couples: Sequence[Sides]) -> Iterator[list[Cell]]:
                 line += [
                     side.path,
                     side.dtype if readable else "",
-                    listed(side.shape) if readable else "",
+                    str(tuple(side.shape)) if readable else "",  # as numpy prints it
                 ]
         line.append(str(row.compared))
         for name in _MEASURED:

@@ -88,11 +88,12 @@ def read_tokens(path: Path) -> Tokens:
     parquet = require("pyarrow.parquet")
     try:
         table: Any = parquet.read_table(path)
-        places = {
-            name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.int64)
-            for name in PLACES
-            if name != "prompt_name"
-        }
+        with np.errstate(invalid="raise"):  # a place that is absent is no number
+            places = {
+                name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.int64)
+                for name in PLACES
+                if name != "prompt_name"
+            }
         names = [str(name or "") for name in table["prompt_name"].to_pylist()]
         scores = {
             name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
