@@ -5,7 +5,10 @@ The cases at the top are those in which an earlier kernel, with float32 sums, wa
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,8 @@ from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.numerics import definitions, kernel
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.numerics.fields import PairMoments, merge_moments
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.writer import RunWriter
 
 PATHS = list(kernel.available())
 FLOATS = ("float32", "bfloat16", "float16")
@@ -189,6 +194,60 @@ def test_a_tolerance_that_nothing_can_meet_leaves_every_pair_outside(
         path=path,
     )
     assert (got.outside, got.different, got.finite) == (3, 0, 3)
+
+
+PRINTED = ("max_abs_error", "max_rel_error", "mean_abs_error", "relative_l2", "rmse")
+
+
+def test_every_path_and_number_of_threads_prints_the_figures_of_numpy_and_one_verdict(
+    tmp_path: Path,
+) -> None:
+    """Through the command line: kinds, sizes and masks that take every way through the kernel."""
+    rng = np.random.default_rng(6)
+    defined: dict[str, list[float]] = {}
+    writers = [RunWriter(tmp_path / side) for side in ("reference", "candidate")]
+    for name in ("float64", "float32", "bfloat16", "float16"):
+        for number, count in enumerate((1, 7, 513, 100_003)):
+            values = rng.standard_normal(count) * 10.0 ** (number - 2) + number
+            sides = [values, values * (1 + 1e-3 * rng.standard_normal(count))]
+            if count > 7:
+                sides = [np.where(rng.random(count) < 0.1, -math.inf, side) for side in sides]
+                sides[1] = np.where(np.isinf(sides[0]), -math.inf, sides[1])
+                sides[0] = np.where(np.isinf(sides[1]), -math.inf, sides[0])
+            site, dtype = f"{name}.{count}", DTYPES[name]
+            raws = [encode(side, dtype) for side in sides]
+            for writer, raw in zip(writers, raws, strict=True):
+                record = Record(TensorKey.of(site, "output"), len(defined), name, (count,))
+                writer.put(record, raw.view(np.uint8))
+            plain = [definitions.real_values(raw, dtype, count) for raw in raws]
+            finite = np.isfinite(plain[0]) & np.isfinite(plain[1])
+            defined[site] = [
+                metric.define()(*(side[finite] for side in plain))
+                for metric in DEFINED
+                if metric.name in PRINTED
+            ]
+    for writer in writers:
+        writer.close()
+    names = [metric.name for metric in DEFINED if metric.name in PRINTED]
+    judged: set[str] = set()
+    for path, threads in [*((path, "1") for path in PATHS), (PATHS[0], "3")]:
+        words = ["compare", "reference", "candidate", "--format", "csv", "--all"]
+        done = subprocess.run(
+            [sys.executable, "-m", "driftline", *words, "--threads", threads],
+            cwd=tmp_path,
+            env={**os.environ, "DRIFTLINE_KERNEL": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
+        )
+        rows = {row["site"]: row for row in csv.DictReader(io.StringIO(done.stdout))}
+        assert rows.keys() == defined.keys(), done.stderr
+        judged.add(repr((done.returncode, [(site, row["status"]) for site, row in rows.items()])))
+        for site, row in rows.items():
+            for name, want in zip(names, defined[site], strict=True):
+                assert math.isclose(float(row[name]), want, rel_tol=1e-9), (path, site, name)
+    assert len(judged) == 1
 
 
 @pytest.mark.parametrize(("name", "word"), [("float32", "<u4"), ("bfloat16", "<u2")])
