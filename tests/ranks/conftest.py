@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,10 @@ import pytest
 from warm_python import warm
 
 PROGRAM = Path(__file__).with_name("parallel_programs.py")
-ALONE = ("one", "hand", "four_layers", "eight_layers", "shared_heads")
+ALONE = (
+    *("one", "hand", "four_layers", "eight_layers", "shared_heads"),
+    *("plain_4", "experts_2", "two_steps"),
+)
 TOGETHER = (
     "tp",
     "sp",
@@ -32,6 +35,11 @@ TOGETHER = (
     "shared_heads_forgotten",
     "flattened",
     "flat_pieces",
+    "mesh_wrong",
+)
+IN_TWO = (
+    *("gpipe", "alternating", "two_stages_each", "alternating_wrong"),
+    *("experts", "experts_wrong", "zero", "zero_wrong"),
 )
 LIMIT = 500
 
@@ -52,13 +60,26 @@ def alone(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_ranks(python: str, folder: Path, ranks: int, programs: Sequence[str]) -> None:
+    """Programs one after the other, by the processes of one torchrun."""
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    program = ["--no-python", python, str(PROGRAM), str(folder), *programs]
+    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=LIMIT)
+    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # triton, forked
+    assert done.returncode == 0, "\n".join(said[-60:])
+
+
 @pytest.fixture(scope="session")
 def together(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every variant, by four processes of one torchrun."""
     folder = tmp_path_factory.mktemp("together")
-    torchrun = [warm_parallel, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    program = ["--no-python", warm_parallel, str(PROGRAM), str(folder), *TOGETHER]
-    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=LIMIT)
-    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # triton, forked
-    assert done.returncode == 0, "\n".join(said[-60:])
+    run_ranks(warm_parallel, folder, 4, TOGETHER)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def in_two(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Schedules, experts and sharded optimizers, by two processes."""
+    folder = tmp_path_factory.mktemp("in_two")
+    run_ranks(warm_parallel, folder, 2, IN_TWO)
     return folder

@@ -384,6 +384,7 @@ def mesh(name: str = "tp") -> Any:
 def main() -> None:
     sys.modules["parallel_programs"] = sys.modules["__main__"]
     import more_programs
+    import schedule_programs
 
     folder, *wanted = sys.argv[1:]
     torch.set_num_threads(1)
@@ -391,7 +392,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     for name in wanted:
         _MESHES.clear()
-        {**globals(), **vars(more_programs)}[name](Path(folder) / name)
+        {**globals(), **vars(more_programs), **vars(schedule_programs)}[name](Path(folder) / name)
     if WORLD > 1:
         dist.destroy_process_group()
 

@@ -89,7 +89,7 @@ def capture(
     host_budget: int | None = None,
     when_full: WhenFull = "wait",
     force: bool = False,
-    graph: Literal["fx", "inductor"] | None = None,
+    graph: Literal["auto", "fx", "inductor"] | None = None,
     fusion: bool = True,
     model_facts: bool = True,
     weight_facts: bool = True,
@@ -116,8 +116,9 @@ def capture(
         when_full: When the run is written more slowly than that: the program waits, or tensors are
             dropped and counted.
         force: Replace a run that is there already.
-        graph: Also what `torch.compile` makes of it: `fx` executes its graphs node by node with
-            torch's own operators, whatever the backend; `inductor` reads what its kernels compute.
+        graph: Also what `torch.compile` makes of it: `auto` what the program's backend runs; `fx`
+            executes its graphs node by node with torch's own operators, whatever the backend;
+            `inductor` reads what its kernels compute.
             What was compiled before the block and in it is compiled again.
         fusion: With `inductor`: False gives every node a kernel of its own.
         model_facts: Also describe the model: attributes, code, state, training; see

@@ -7,6 +7,7 @@ comparison reports it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -175,14 +176,30 @@ class Gathering:
     def _finished(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
         """A joined source with rows and fused parts in order and gradients scaled."""
         source = self._parted(group, self._evidence.in_order(group, source, placed), placed)
+        if not self._evidence.averaged:
+            return source
         # With averaged gradients, the gradient of an activation was divided by the number
         # of ranks too.
-        if not self._evidence.averaged or group.key.port not in ACTIVATION_GRADIENTS:
-            return source
-        if (many := self._evidence.rows_apart(group, placed)) < 2:
+        many = 1
+        if group.key.port in ACTIVATION_GRADIENTS:
+            many = self._evidence.rows_apart(group, placed)
+        if group.key.port in (*ACTIVATION_GRADIENTS, "param_grad"):
+            many *= self._losses_of_others(group)
+        if many < 2:
             return source
         recipe = source if isinstance(source, Recipe) else start(source)
         return recipe.then(Step("times", factor=1 / many), shape=recipe.shape)
+
+    def _losses_of_others(self, group: Group) -> int:
+        """How many ranks' losses add up in the gradients of a module that one rank has.
+
+        An expert is on one rank and takes tokens of all: each of these ranks has a mean of its own.
+        """
+        return math.prod(
+            size
+            for n, size in enumerate(self.mesh.sizes)
+            if n in self._layouts.data and len({coordinate[n] for coordinate in group.parts}) == 1
+        )
 
     def _parted(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
         """Shards of a fused projection in order: each rank has a piece of q, of k and of v."""

@@ -223,6 +223,9 @@ def _by_counting(sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chu
         # stage.
         if len(layers) < 2 or len(many) != 1 or not all(models_of_rank.values()):
             continue
+        # Experts of one layer are dealt out while every rank has all layers: no pipeline.
+        if any(_all_have(sites, outer, model_numbers) for outer, _, _ in _numbered(path)):
+            continue
         if sum(counts) == len(layers) and all(count < len(layers) for count in counts):
             return {
                 rank: [
@@ -232,6 +235,14 @@ def _by_counting(sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chu
                 for index, rank in enumerate(ranks)
             }
     return {}
+
+
+def _all_have(sites: Sites, path: str, model_numbers: Numbers) -> bool:
+    """Whether every rank has all layers of the complete model after a path."""
+    return all(
+        _under(names, path, model_numbers).get("", set()) == model_numbers.get(path)
+        for names in sites.values()
+    )
 
 
 def _shifts(

@@ -26,7 +26,7 @@ SCHEMA = 1
 Layout = Literal["run", "ait"]
 Level = Literal["modules", "ops", "gradients", "params"]
 DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", "onnx"]
-GraphEngine = Literal["", "fx", "inductor"]
+GraphEngine = Literal["", "auto", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
 FRAMEWORKS = tuple(framework.FRAMEWORKS)
 """What is captured where a program imports it."""
@@ -60,7 +60,8 @@ class CapturePlan:
         experiment: What is done to the program besides: its `kind` and what that kind needs.
         url: Where the output is sent while the program runs; empty: it stays where it is.
         shard_bytes: Begin a new file of values beyond this size; 0: the format's own.
-        graph: What is recorded of graphs that torch.compile makes: their nodes (`fx`), executed one
+        graph: What is recorded of graphs that torch.compile makes: what the program's backend runs
+            (`auto`); their nodes (`fx`), executed one
             by one, or the kernels that inductor makes of them; empty is nothing.
         fusion: For inductor: whether kernels may be fused.
         budgets: Memory for tensors of devices, and what happens when it is used up.

@@ -143,7 +143,9 @@ def continues_batch(module: Any) -> bool:
     that runs the module, a few frames up.
     """
     kind = _stage_class()
-    frame = sys._getframe(1) if kind is not None else None
+    if kind is None:
+        return False
+    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "forward_one_chunk":
             stage: Any = frame.f_locals.get("self")

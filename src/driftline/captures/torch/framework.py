@@ -214,7 +214,7 @@ def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> No
 
 
 def watch_graphs(
-    session: CaptureSession, sink: Sink, graph: Literal["fx", "inductor"], *, fusion: bool
+    session: CaptureSession, sink: Sink, graph: Literal["auto", "fx", "inductor"], *, fusion: bool
 ) -> None:
     """Let a session see the graphs that `torch.compile` makes."""
     from driftline.captures.torch.compile.tap import GraphTap

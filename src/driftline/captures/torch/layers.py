@@ -268,9 +268,8 @@ def explain(session: CaptureSession, place: Place) -> None:
         return
     session.event_once(
         "compiled",
-        "this module is compiled: its inputs and outputs are captured, the modules inside only "
-        "where the compiled graph breaks; to see all of them run the program with "
-        "TORCHDYNAMO_DISABLE=1",
+        "torch.compile: only inputs and outputs of compiled modules were seen, and modules where "
+        "their graphs break; --graph auto records what runs inside",
         site=place.site,
     )
 

@@ -191,7 +191,7 @@ class CaptureSession(Session):
         if graphs > 0 and not self.sees_graphs and not self.recorder.has_event("compiled"):
             self.event(
                 "compiled",
-                f"torch.compile made {graphs} graphs; modules inside them are not seen: run the "
-                "program with TORCHDYNAMO_DISABLE=1 to see them",
+                f"torch.compile made {graphs} graph{'' if graphs == 1 else 's'}, of which nothing "
+                "was seen; --graph auto records what runs inside",
                 graphs=graphs,
             )

@@ -218,13 +218,15 @@ class EngineOptions:
         engine: atb also switches on the probe of the ATB library in the program; that is the
             default where ATB_HOME_PATH is set. torch and paddle leave it off and look at nothing
             else; without any, both are captured. onnxruntime runs a model from its file.
-        graph: Record what torch.compile makes: fx executes every graph node by node with torch's
-            own operators, whatever the backend; inductor reads what its kernels compute.
+        graph: Record what torch.compile makes: auto reads the kernels of graphs that inductor
+            compiles, and executes those of other backends node by node; fx executes every graph
+            node by node with torch's own operators, whatever the backend; inductor reads what its
+            kernels compute.
         no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.
     """
 
     engine: Literal["torch", "atb", "paddle", "onnxruntime"] | None = None
-    graph: Literal["fx", "inductor"] | None = None
+    graph: Literal["auto", "fx", "inductor"] | None = None
     no_fusion: bool = False
 
 

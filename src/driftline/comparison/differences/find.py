@@ -19,14 +19,16 @@ from driftline.comparison.differences.models import (
     names_by_prefix,
 )
 from driftline.comparison.differences.training import of_config, of_process, of_training
-from driftline.runs.sidecars.model_facts import read_model_facts
+from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
 if TYPE_CHECKING:
     from driftline.alignment.plan import Plan
     from driftline.comparison.table.row import Row
     from driftline.comparison.table.table import Table
+    from driftline.runs.records import TensorKey
     from driftline.runs.run import Run
 
+ROOT = "(root)"
 MOST = 1000
 """Differences of two runs that are listed; models that differ in more have little in common."""
 _TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "order"})
@@ -46,6 +48,9 @@ def differences_of(
     first, second = read_model_facts(reference), read_model_facts(candidate)
     if not first or not second:
         return None
+    staged = bool(reference.facts.stages), bool(candidate.facts.stages)
+    if plan is not None and staged[0] != staged[1]:
+        return _of_pipeline(reference, candidate, plan, reference_staged=staged[0])
     names = names_by_prefix(first, second)
     if plan is not None:
         # What alignment concluded from structure is more than equal beginnings of names.
@@ -65,6 +70,54 @@ def differences_of(
     ]
     listed = folded(differences)[:MOST]
     return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def _of_pipeline(
+    reference: Run, candidate: Run, plan: Plan, *, reference_staged: bool
+) -> tuple[Difference, ...]:
+    """What differs between a model and one whose stages are on several ranks.
+
+    The facts of all ranks are put together under the names of the other side. What a process says
+    of its losses, optimizers and the order of its calls is true of a part of the model only.
+    """
+    if reference_staged:
+        pairs = [(pair.reference.key, pair.candidate.key.site) for pair in plan.pairs]
+        first, second = _all_stages(reference, pairs), read_model_facts(candidate)
+    else:
+        pairs = [(pair.candidate.key, pair.reference.key.site) for pair in plan.pairs]
+        first, second = read_model_facts(reference), _all_stages(candidate, pairs)
+    # A module without a tensor of its own in the plan (a root) is another one on every rank.
+    sites = first.modules.keys() & second.modules.keys()
+    for facts in (first, second):
+        facts.modules = {site: m for site, m in facts.modules.items() if site in sites}
+        facts.tensors = {path: t for path, t in facts.tensors.items() if t.site in sites}
+    pair = ModelPair(first, second, Names({}), same_ranks=False)
+    listed = folded([*pair.differences(), *of_config(pair), *of_process(first, second)])[:MOST]
+    return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def _all_stages(run: Run, pairs: Sequence[tuple[TensorKey, str]]) -> ModelFacts:
+    """The facts of all ranks of a pipeline, by the names that the other side has for the sites."""
+    names: dict[tuple[int, int], dict[str, str]] = {}
+    for key, site in pairs:
+        if key.port == "output" and site != ROOT:
+            names.setdefault((key.rank, key.process), {})[key.site] = site
+    merged = read_model_facts(run, weights=False)
+    merged.modules, merged.tensors, merged.weights, merged.training = {}, {}, {}, []
+    for place, renamed in sorted(names.items()):
+        facts = read_model_facts(run, *place)
+        merged.classes.update(facts.classes)
+        for site, module in facts.modules.items():
+            if site in renamed:
+                merged.modules[renamed[site]] = replace(module, site=renamed[site])
+        for tensor in facts.tensors.values():
+            if tensor.site in renamed:
+                moved = tensor._replace(site=renamed[tensor.site], tied="")
+                merged.tensors[moved.path] = moved
+                values = facts.weights.get(tensor.path)
+                if values is not None:
+                    merged.weights[moved.path] = values._replace(site=moved.site)
+    return merged
 
 
 def placed(

@@ -231,13 +231,58 @@ def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
         if made is None or len(made.steps) != 1 or made.steps[0].kind != "concat":
             continue
         parts = [source for source in made.sources if isinstance(source, Record)]
-        if len(parts) != len(made.sources) or len({part.key.rank for part in parts}) < 2:
+        if len(parts) != len(made.sources):
+            if words := _wrong_places(made, many, _values(single, undivided)):
+                return words
+            continue
+        if len({part.key.rank for part in parts}) < 2:
             continue
         right = _values(single, undivided)
         values = [_values(many, part) for part in parts]
         if right is not None and right.shape == made.shape and all(v is not None for v in values):
             return _about_parts(right, values, [p.key.rank for p in parts], made.steps[0].axis)
     return ""
+
+
+def _wrong_places(made: Recipe, run: Run, right: Any) -> str:
+    """The same for a tensor that is cut along several axes of a mesh."""
+    places = _places(made)
+    if right is None or right.shape != made.shape or len({part.key.rank for part, _ in places}) < 2:
+        return ""
+    off: list[tuple[int, float]] = []
+    for part, where in places:
+        values = _values(run, part)
+        if values is None or values.shape != right[where].shape:
+            return ""
+        off.append((part.key.rank, _distance(right[where], values)))
+    worst = max(error for _, error in off)
+    wrong = sorted({rank for rank, error in off if error > max(_FAR, worst / 10)})
+    if not wrong or len(wrong) == len({rank for rank, _ in off}):
+        return ""
+    verb = "is" if len(wrong) == 1 else "are"
+    return f"the part of {describe_ranks(wrong)} {verb} off, those of the other ranks agree"
+
+
+def _places(made: Recipe) -> list[tuple[Record, tuple[slice, ...]]]:
+    """Stored parts of a tensor that is joined from joined ones, each with its place in the whole.
+
+    Empty if anything else is done to a part than that it is joined.
+    """
+    if len(made.steps) != 1 or made.steps[0].kind != "concat":
+        return []
+    axis = made.steps[0].axis
+    offset = 0
+    places: list[tuple[Record, tuple[slice, ...]]] = []
+    for source in made.sources:
+        full = tuple(slice(0, size) for size in source.shape)
+        inner = _places(source) if isinstance(source, Recipe) else [(source, full)]
+        if not inner:
+            return []
+        for record, where in inner:
+            moved = slice(where[axis].start + offset, where[axis].stop + offset)
+            places.append((record, (*where[:axis], moved, *where[axis + 1 :])))
+        offset += source.shape[axis]
+    return places
 
 
 def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: int) -> str:

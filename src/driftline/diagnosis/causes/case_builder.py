@@ -7,12 +7,14 @@ tensor that it passes to a part and that is already wrong shows more than its ou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.recipe import Recipe
+from driftline.alignment.recipe_steps import Step
 from driftline.comparison.evidence.error_stats import index, read_whole
 from driftline.comparison.measure.recipes import open_recipes
 from driftline.comparison.verdict.dataflow import transfers_of
@@ -181,14 +183,16 @@ class _CaseBuilder:
         """A case from reference and candidate alone, for a tensor that a site's own code made."""
         pair = self.pairs.get(key)
         # Recipes rearrange elements; detectors of permutations would see what alignment did.
-        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        if pair is None or not _is_assembled(pair):
             return None
-        r = read_whole(self.runs.reference, pair.reference)
-        c = read_whole(self.runs.candidate, pair.candidate)
-        if r is None or c is None or r.shape != c.shape or r.ndim == 0:
+        values = self._values(pair)
+        if values is None or values[0].shape != values[1].shape or values[0].ndim == 0:
             return None
+        r, c = values
         dtype = DTYPES[pair.candidate.dtype]
         parent = site.name
+        if _is_changed(pair):
+            return Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, site.class_name)
         inputs = self._made_before(pair.candidate, parent)
         return Case(
             r,
@@ -226,10 +230,11 @@ class _CaseBuilder:
         if pair is None:
             return None
         record = pair.candidate
-        changed = pair.reference_recipe is not None or pair.candidate_recipe is not None
-        if changed and key.port != "param":
+        changed = _is_changed(pair)
+        if key.port != "param" and not _is_assembled(pair):
             return None
-        # A weight that another framework stores turned is compared as it is used.
+        # A weight that another framework stores turned is compared as it is used; what ranks and
+        # micro-batches have in parts, as the whole that it is.
         used = self._as_used(pair) if changed else None
         c = read_whole(self.runs.candidate, record) if used is None else used[1]
         exact = self.exact.get(record.key)
@@ -253,6 +258,21 @@ class _CaseBuilder:
         leaning = (
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
         ) or standing.leaning
+        if changed and key.port != "param":
+            # What lies beside it lies in parts as well; a part explains nothing of the whole.
+            return Case(
+                right,
+                c,
+                noise,
+                unit,
+                dtype.name,
+                site.name,
+                site.class_name,
+                self._whole_inputs(pair),
+                self._params(pair),
+                self._others(pair.reference),
+                leaning=leaning,
+            )
         return Case(
             right,
             c,
@@ -262,7 +282,7 @@ class _CaseBuilder:
             site.name,
             site.class_name,
             self._inputs(record),
-            self._params(record),
+            self._params(pair),
             self._others(pair.reference),
             self._before(record),
             self._ranks(record),
@@ -283,6 +303,26 @@ class _CaseBuilder:
         recipe = pair.reference_recipe or pair.candidate_recipe
         shape = values.shape or (recipe.shape if recipe is not None else ())
         return reference.reshape(shape), candidate.reshape(shape)
+
+    def _values(self, pair: Pair) -> tuple[F64, F64] | None:
+        """Both sides of a pair as they are compared; None where they cannot be had."""
+        if _is_changed(pair):
+            return self._as_used(pair)
+        r = read_whole(self.runs.reference, pair.reference)
+        c = read_whole(self.runs.candidate, pair.candidate)
+        return None if r is None or c is None else (r, c)
+
+    def _whole_inputs(self, output: Pair) -> dict[str, F64]:
+        """What the candidate's site was given in this call, put together from its parts."""
+        key = output.reference.key
+        wanted = "input" if key.port == "output" else "grad_output"
+        tensors: dict[str, F64] = {}
+        for of, pair in self.pairs.items():
+            if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
+                values = self._values(pair) if _is_assembled(pair) else None
+                if values is not None:
+                    tensors[of.slot] = values[1]
+        return tensors
 
     def _inputs(self, record: Record) -> dict[str, F64]:
         """Floating-point inputs of the candidate's site in this call."""
@@ -329,12 +369,15 @@ class _CaseBuilder:
         names = list(tensors)[-4:]
         return {name: tensors[name] for name in names}
 
-    def _params(self, record: Record) -> dict[str, F64]:
+    def _params(self, pair: Pair) -> dict[str, F64]:
         params: dict[str, F64] = {}
         # The reference's weights come first: the candidate's may be what is wrong.
-        for run in (self.runs.reference, self.runs.candidate):
+        for run, site in (
+            (self.runs.reference, pair.reference.key.site),
+            (self.runs.candidate, pair.candidate.key.site),
+        ):
             for other in run.records:
-                if other.key.port == "param" and other.key.site == record.key.site:
+                if other.key.port == "param" and other.key.site == site:
                     values = read_whole(run, other)
                     if values is not None:
                         params.setdefault(other.key.slot, values)
@@ -415,6 +458,33 @@ class _CaseBuilder:
                 if pads.shape[:2] == shape[:2]:
                     return pads
         return None
+
+
+def _is_changed(pair: Pair) -> bool:
+    return pair.reference_recipe is not None or pair.candidate_recipe is not None
+
+
+# Steps that put a tensor together from its parts and leave every element where it belongs.
+_ASSEMBLY = frozenset({"concat", "sum", "mean", "times"})
+
+
+def _is_assembled(pair: Pair) -> bool:
+    """Whether both sides are whole tensors, as stored or put together from ranks and calls."""
+    return all(
+        recipe is None
+        or (
+            all(step.kind in _ASSEMBLY for step in _steps(recipe))
+            and len({r.key._replace(rank=0, process=0, visit=0) for r in recipe.records}) == 1
+        )
+        for recipe in (pair.reference_recipe, pair.candidate_recipe)
+    )
+
+
+def _steps(recipe: Recipe) -> Iterator[Step]:
+    yield from recipe.steps
+    for source in recipe.sources:
+        if isinstance(source, Recipe):
+            yield from _steps(source)
 
 
 def _sub_noise(judged: ReplayResult) -> bool:

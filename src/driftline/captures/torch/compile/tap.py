@@ -178,7 +178,8 @@ hide_from_compiler(_call)
 
 # Three examples are enough for a message; the events list all sites.
 _TOLD = 3
-GraphEngine = Literal["fx", "inductor"]
+GraphEngine = Literal["auto", "fx", "inductor"]
+INDUCTOR = "inductor"
 WHAT_RAN = {
     "fx": "every compiled graph was executed node by node by torch's own operators; the backend of "
     "the program ({backends}) compiled none of them",
@@ -214,7 +215,7 @@ class GraphTap:
 
     Args:
         session: The capture.
-        engine: `fx` or `inductor`.
+        engine: `fx`, `inductor`, or `auto`: by the backend that the program names for a graph.
         write: Takes the lines of the list of graphs.
         fusion: For inductor: whether kernels may be fused, as they are without us.
         afresh: What was compiled before and what is compiled meanwhile is forgotten: for a capture
@@ -237,7 +238,7 @@ class GraphTap:
         self._afresh = afresh
         self._backends: dict[str, int] = {}
         self._failures = 0
-        self._begun = False
+        self._begun = self._kernels_watched = False
         self._call_off: Callable[[], None] = lambda: None
         session.sees_graphs = True
 
@@ -258,10 +259,15 @@ class GraphTap:
         self._begun = True
         if not call_origins.install():
             self._unseen()
-        if self.engine == "inductor":
-            # A graph from a cache would never be compiled, and so never be seen.
-            inductor.forget_graphs()
-            self._call_off = when_imported(inductor.MODULE, self._inductor_is_here)
+
+    def _watch_kernels(self) -> None:
+        """The first graph of inductor is about to be compiled."""
+        if self._kernels_watched:
+            return
+        self._kernels_watched = True
+        # A graph from a cache would never be compiled, and so never be seen.
+        inductor.forget_graphs()
+        self._call_off = when_imported(inductor.MODULE, self._inductor_is_here)
 
     def _inductor_is_here(self) -> None:
         if not inductor.install(self):
@@ -278,9 +284,9 @@ class GraphTap:
         # In case the compiler was never imported.
         self._call_off()
         remove(self)
+        if self._kernels_watched:
+            inductor.remove(self)
         if self._begun:
-            if self.engine == "inductor":
-                inductor.remove(self)
             call_origins.remove()
         if self._afresh:
             _forget_compiled()
@@ -297,13 +303,18 @@ class GraphTap:
                 else "the program compiled no graph"
             )
             # A compiler that failed has been reported already; so has a program that ran nothing.
-            if not self._failures and session.execution_order:
+            # Who asks for what the program uses gets its modules where it compiles nothing.
+            if not self._failures and session.execution_order and self.engine != "auto":
                 session.event("no-graph", f"{option}: {why}")
             return
-        names = ", ".join(sorted(self._backends)) or "unknown"
-        what = WHAT_RAN[option.removeprefix("--graph ")].format(backends=names)
+        ways = {self._way(name): None for name in sorted(self._backends)}
+        names = ", ".join(name for name in sorted(self._backends) if self._way(name) == "fx")
+        what = "; ".join(
+            WHAT_RAN[way if self.fusion else f"{way} --no-fusion"].format(backends=names)
+            for way in ways
+        )
         counts = recorder.totals()
-        if self.engine == "inductor":
+        if INDUCTOR in ways:
             counts += f", kernels: {recorder.kernels}"
             if recorder.inside:
                 counts += f"; {recorder.inside} values inside of fusions were computed separately"
@@ -338,14 +349,23 @@ class GraphTap:
     ) -> Callable[..., Any] | None:
         self._backends[name] = self._backends.get(name, 0) + 1
         self.session.guarded("graphs", self._begin)
+        way = self._way(name)
+        if way == INDUCTOR:
+            self.session.guarded("graphs", self._watch_kernels)
         self.session.guarded("graphs", self.recorder.meet, compile_id(), inputs, models)
-        if self.engine != "fx":
+        if way == INDUCTOR:
             return None
 
         def by_nodes(graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
             return compile_by_nodes(graph, inputs, name, lambda: (self.recorder,))
 
         return by_nodes
+
+    def _way(self, backend: str) -> Literal["fx", "inductor"]:
+        """How the graphs of a backend are recorded."""
+        if self.engine == "auto":
+            return "inductor" if backend == INDUCTOR else "fx"
+        return self.engine
 
     def not_recorded(self, error: Exception) -> None:
         self.session.event_once(
