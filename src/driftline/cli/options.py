@@ -424,7 +424,8 @@ class OutputOptions(ExitOptions):
     """Where a comparison's table goes.
 
     Attributes:
-        output: Also write the comparison there: table.json, rows.parquet and rows.csv.
+        output: Also write the comparison there: table.json and rows.csv; rows.parquet where pyarrow
+            is installed.
         format: table for people; json, csv and markdown for programs and reviews; github
             (annotations and a step summary) and junit for CI.
         all: Show every row rather than the worst.
@@ -484,7 +485,7 @@ class DecoderOptions:
 
     Attributes:
         tokenizer: Folder or id of the tokenizer; the model's own if not given.
-        library: Who loads the model; fms needs the extra driftline[fms]. transformers, unless the
+        library: Who loads the model; fms needs the package ibm-fms. transformers, unless the
             architecture is one that only ibm-fms knows.
         sharegpt_path: Prompts: ShareGPT JSON, or a text file with one prompt per line.
         reference: The trusted target; device=cpu,dtype=fp32 if not given.

@@ -299,7 +299,7 @@ def aiu_checks() -> dict[str, Check]:
 
     def models() -> str:
         if find_spec("fms") is None:
-            raise BadInput("ibm-fms cannot be imported", hint="pip install 'driftline[fms]'")
+            raise BadInput("ibm-fms cannot be imported", hint="pip install ibm-fms transformers")
         return "ibm-fms can be imported"
 
     def package() -> str:
