@@ -11,12 +11,13 @@ ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo dist test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
+.PHONY: help install demo dist first-hour test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make dist      an sdist and a wheel for any Linux, checked, in dist/"
+	@echo "make first-hour  play a new user's first hour from that wheel, write docs/first-hour.md"
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make bench-museum  run bugs that happened in public, print how many are found and explained"
@@ -65,6 +66,10 @@ dist: $(DIST)/.packages
 	  { echo "the wheel has no compiled kernel: see the output above"; exit 1; }
 	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist build/dist/*.whl
 	$(DIST)/bin/python -m twine check --strict dist/*
+
+# A new user's first hour from the built wheel; its transcript is a page of the documents.
+first-hour: dist
+	$(PYTHON) tools/first_hour.py dist/*.whl -o docs/first-hour.md
 
 lint: install
 	$(BIN)/ruff check .

@@ -243,17 +243,166 @@ def test_names_that_never_end_do_not_make_the_page_wide(page: Page, tmp_path: Pa
     for width in (1440, 375):
         page.set_viewport_size({"width": width, "height": 900})
         opened(page, path)
-        wide = """() => [...document.querySelectorAll("body *")].filter((element) =>
-            element.getBoundingClientRect().right > innerWidth + 1 &&
-            !element.closest(".flow-box, .scroll-x, .grid, .tree-box, .bar")
-        ).map((element) => `${element.tagName} ${element.className}`)"""
-        # Charts take their width a moment after the page.
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        box = page.locator(".bar .theme").bounding_box()  # always there, in one line
+        assert box and box["x"] + box["width"] < width and box["height"] < 44
+
+
+def test_both_passes_and_many_steps_are_shown(page: Page, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    sides: list[dict[Any, Any]] = [{}, {}]
+    for step in range(6):
+        for layer in range(3):
+            values = rng.standard_normal((4, 16)).astype(np.float32)
+            for side, kind in enumerate((np.float32, ml_dtypes.bfloat16)):
+                bad = 1.5 if side and step > 2 and layer == 1 else 1.0
+                for port in ("output", "grad_output"):
+                    key = TensorKey.of(f"layers.{layer}", port, step=step)  # type: ignore[arg-type]
+                    sides[side][key] = (values * bad).astype(kind)
+    path = tmp_path / "steps.html"
+    report(run_of(sides[0]), run_of(sides[1]), path)
+    opened(page, path)
+    assert "layers.1" in page.inner_text("h1")
+    assert page.locator(".depth button:disabled").count() == 0
+    assert page.evaluate("document.querySelector('.depth select').value") == "3"
+    page.click(".depth .segmented button:nth-child(2)")
+    assert "Dashed" in page.inner_text(".depth .remark")
+    page.mouse.move(*point(page, ".plot .u-over", across=0.5))
+    assert "grad_output" in page.inner_text(".tip")
+    page.mouse.move(*point(page, "#decoder canvas", across=0.9, down=0.5))
+    # Nothing says that these steps are tokens: they may as well be iterations of training.
+    assert page.inner_text("#decoder h2") == "Steps" and "Token" not in page.inner_text("#decoder")
+    assert "layers.1, step 5" in page.inner_text("#decoder .told")
+    names, drawn = (
+        page.locator(f"#decoder {part}").first.bounding_box() for part in (".map-y", "canvas")
+    )
+    assert names and drawn and names["height"] <= drawn["height"] + 1  # no empty rows
+    assert "outside" in page.inner_text("#decoder .told")
+    page.mouse.click(*point(page, "#decoder canvas", across=0.9, down=0.9))
+    assert chosen(page) == "layers.2"
+
+
+def test_nan_is_not_drawn_as_no_error(page: Page, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    ours = {TensorKey.of(f"l.{layer}", "output"): values for layer in range(5)}
+    theirs = dict(ours)
+    theirs[TensorKey.of("l.3", "output")] = np.full_like(values, np.nan)
+    theirs[TensorKey.of("l.4", "output")] = values[:4]
+    path = tmp_path / "nan.html"
+    report(run_of(ours), run_of(theirs), path)
+    opened(page, path)
+    assert "Triangles at the top: NaN" in page.inner_text(".depth .remark")
+    # The floor below a site: the line's colour where there is no error, paper where all is NaN.
+    floor = """(place) => {
+      const canvas = document.querySelector('.plot canvas');
+      const over = document.querySelector('.u-over').getBoundingClientRect();
+      const box = canvas.getBoundingClientRect();
+      const ratio = canvas.width / box.width;
+      const x = (over.left - box.left + over.width * place) * ratio;
+      const y = (over.bottom - box.top) * ratio - 2;
+      const copy = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+      copy.drawImage(canvas, x, y, 1, 1, 0, 0, 1, 1);
+      return [...copy.getImageData(0, 0, 1, 1).data].join();
+    }"""
+    exact, nan = (page.evaluate(floor, place) for place in (0.4, 0.97))  # l.1 and l.3
+    assert exact != nan
+    cut = "(cell) => cell.scrollWidth > cell.clientWidth"
+    assert not page.evaluate(f"({cut})(document.querySelector('.is-incomparable .c-status'))")
+
+
+def test_a_page_without_its_data_says_so(page: Page, demo: Path, tmp_path: Path) -> None:
+    text = demo.read_text(encoding="utf-8")
+    start, _, rest = text.partition('id="data">')
+    path = tmp_path / "cut.html"
+    path.write_text(start + 'id="data">AAAA' + rest[rest.index("</script>") :], encoding="utf-8")
+    opened(page, path)
+    assert "cannot show its data" in page.inner_text("[role=alert]")
+    assert CULPRIT in page.inner_text("h1")
+
+
+@pytest.mark.slow
+def test_fifty_thousand_rows_open_in_two_seconds(
+    page: Page, traffic: Traffic, tmp_path: Path
+) -> None:
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from benchmarks.report_page import big_table
+
+    path = tmp_path / "big.html"
+    report(big_table(), output=path, diagnosis=False)
+    times: list[float] = []
+    for _ in range(3):
+        page.goto("about:blank")
+        opened(page, path)
+        times.append(page.evaluate("performance.getEntriesByName('ready')[0].startTime") / 1000)
+    assert min(times) < 2.0, times
+    page.click("#tensors input[type=search]")
+    page.keyboard.insert_text("layers.40 act_fn")
+    expect(page.locator("#tensors .told")).to_have_text(re.compile("of 50,000 rows$"))
+    assert page.locator(".grid .grid-row").count() < 60
+    assert only_itself(traffic, path)
+
+
+def test_the_dataflow_around_the_first_divergence(page: Page, demo: Path) -> None:
+    opened(page, demo)
+    flow = page.locator("#flow")
+    names = flow.locator(".flow-node:not(.between) .flow-name").all_text_contents()
+    assert names == ["gate_proj", "act_fn", "up_proj", "down_proj"]
+    assert "act_fn" in (page.text_content(".flow-node.first") or "")
+    assert "starts here" in (flow.text_content() or "")
+    # gate_proj feeds act_fn, and what act_fn gives goes on: in the colour of an error.
+    assert flow.locator(".flow-edge:not(.assumed)").count() >= 4
+    assert flow.locator(".flow-edge.bad").count() >= 1
+    nodes = flow.locator(".flow-node:not(.between)")
+    fill = "e => e.querySelector('rect').style.fill"
+    gate, activation, up, _ = (nodes.nth(index).evaluate(fill) for index in range(4))
+    assert gate == up != activation
+    # A click shows the part; the path leads out, and a click on a module into it.
+    flow.locator(".flow-node", has_text="gate_proj").click()
+    comes_up(page, "layers.5.mlp.gate_proj")
+    flow.locator(".flow-path button", has_text="SmallLlama").click()
+    layers = flow.locator(".flow-name").all_text_contents()
+    assert layers[:3] == ["embed_tokens", "layers.0", "layers.1"] and layers[-1] == "lm_head"
+    flow.locator(".flow-node.first").press("Enter")
+    assert "self_attn" in flow.locator(".flow-name").all_text_contents()
+
+
+def test_a_search_that_finds_nothing_is_answered(page: Page, demo: Path) -> None:
+    opened(page, demo)
+    search = page.locator("#tensors input[type=search]")
+    search.fill("no-such-layer")
+    expect(page.locator("#tensors .told")).to_have_text("0 of 264 rows")
+    grid = page.locator("#tensors .grid")
+    assert "No row matches “no-such-layer”" in (grid.get_attribute("data-empty") or "")
+    search.fill("relative_l3>0.1")
+    expect(page.locator("#tensors .told")).to_contain_text("there is no figure “relative_l3”")
+    search.fill("relative_l2>much")
+    expect(page.locator("#tensors .told")).to_contain_text("“much” is no number")
+    page.locator("#modules input[type=search]").fill("zebra")
+    expect(page.locator("#modules .controls")).to_contain_text("nothing is called “zebra”")
+
+
+BEYOND_THE_EDGE = """() => [...document.querySelectorAll("body *")].filter((element) =>
+    element.getBoundingClientRect().right > innerWidth + 1 &&
+    !element.closest(".flow-box, .scroll-x, .grid, .tree-box, .bar")
+).map((element) => `${element.tagName} ${element.className}`)"""
+CUT_WORDS = """() => [...document.querySelectorAll('.flow-box svg text')].filter((text) => {
+    const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
+    return box.x < 0 || box.x + box.width > view.width;
+}).map((text) => text.textContent)"""
+
+
+@pytest.mark.parametrize("width", [375, 1440, 2560])
+def test_pages_fit_every_window_in_both_themes(
+    page: Page, demo: Path, screenshots: Path, width: int
+) -> None:
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        page.set_viewport_size({"width": width, "height": 900})
+        opened(page, demo)
+        # Charts get their width a moment after the page.
         page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
-        assert page.evaluate(wide) == []
-        # No word of the picture of the dataflow is cut off by its edge.
-        cut = """() => [...document.querySelectorAll('.flow-box svg text')].filter((text) => {
-            const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
-            return box.x < 0 || box.x + box.width > view.width;
-        }).map((text) => text.textContent)"""
-        assert page.evaluate(cut) == []
+        assert page.evaluate(BEYOND_THE_EDGE) == []
+        assert page.evaluate(CUT_WORDS) == []
         page.screenshot(path=screenshots / f"report-{theme}-{width}.png", full_page=True)
