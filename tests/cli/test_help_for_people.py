@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -130,6 +131,28 @@ def test_show_takes_sites_ports_and_steps_of_a_comparison(
     assert len(rows) == 1 + 6
     wrong = driftline("show", table, "--site", "layer.1")
     assert wrong.code == 2 and "did you mean 'layers.1'" in wrong.err
+
+
+REFUSALS = {"BadInput", "BadRun", "BadFile", "AlreadyThere", "NotInstalled", "DriftlineError"}
+
+
+def test_every_refusal_of_the_command_line_says_what_to_do() -> None:
+    cli = Path(__file__).parents[2] / "src" / "driftline" / "cli"
+    without = [
+        f"{path.name}:{node.lineno}"
+        for path in cli.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and getattr(node.exc.func, "id", "") in REFUSALS
+        and not any(word.arg == "hint" for word in node.exc.keywords)
+    ]
+    assert without == []
+
+
+def test_hints_name_our_own_options_before_those_of_other_tools(driftline: Say) -> None:
+    said = driftline("dump", "-er", "0,1", "--step", "1", "--", "true")
+    assert "the steps are given twice, by --step and by -er" in said.err
 
 
 BASH_QUESTION = """

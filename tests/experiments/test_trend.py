@@ -71,6 +71,24 @@ def test_non_finite_values_are_counted_from_nothing(tmp_path: Path) -> None:
     assert trend([run]).moved() == []
 
 
+def test_a_faulty_run_says_what_is_faulty_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"a": STEADY, "b": [1.0] * 10 + [np.inf] * 2, "c": [1.0] * 11 + [np.inf]}
+    path = written(tmp_path / "run", sizes, keep="full")
+    assert main(["trend", str(path)]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("NaN or infinity from step 10 on: first in b output, 256 of 256")
+    assert "1 more tensors have some" in first and "errcheck" in first
+    # What is followed is said as ever: the finite part kept its size.
+    assert "tensors kept their usual rms" in second
+    (shard,) = path.rglob("*.safetensors")
+    with shard.open("r+b") as stream:
+        stream.truncate(shard.stat().st_size // 2)
+    assert main(["trend", str(path)]) == 2
+    assert "is damaged: rank0/step0/a/output/0" in capsys.readouterr().err
+
+
 def test_every_format_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path / "run", {"a": STEADY, "b": GROWS}))
     assert main(["trend", path]) == 0

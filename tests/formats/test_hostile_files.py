@@ -195,7 +195,7 @@ def test_torch_missing_is_a_sentence_with_the_install_command(
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     with pytest.raises(NotInstalled) as refused:
         open_run(path)
-    assert refused.value.hint == "pip install 'driftline[torch]'"
+    assert refused.value.hint == "pip install torch"
 
 
 def test_a_stranger_is_refused_with_what_can_be_read(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_new_writes_once_and_every_later_run_checks(desk: pytest.Pytester) -> No
     result.stdout.fnmatch_lines(["written: *test_toy.test_x.output", "written: *weight_keys"])
     before = {p.name: p.read_bytes() for p in (desk.path / FOLDER).iterdir()}
     assert set(before) == {
+        "test_toy.test_x.layers",
         "test_toy.test_x.output",
         "test_toy.test_x.output.json",
         "test_toy.test_x.weight_keys",
@@ -385,3 +386,45 @@ def test_workers_of_xdist_write_and_the_summary_lists_it(
     result = desk.runpytest_subprocess(*plugins, "-n", "1", "--driftline-update=new")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["written: *test_toy.test_x.output"])
+
+
+def test_a_failure_names_the_layer_and_shows_the_tree(desk: pytest.Pytester) -> None:
+    captured(desk)
+    layers = desk.path / FOLDER / "test_toy.test_x.layers"
+    assert layers.stat().st_size < 10_000
+    write_test(desk, "model[2] = torch.nn.ReLU()")
+    result = run(desk)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*the drift starts at '2' (GELU*in the candidate ReLU*", "*2*GELU → ReLU*◀ starts here"]
+    )
+
+
+TWO_MODELS = """
+import copy
+import driftline
+import pytest
+import torch
+from toy import network
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])
+def test_x(scale):
+    right = network()
+    ported = copy.deepcopy(right).to(torch.bfloat16)
+    ported[1].weight.data *= scale
+    driftline.assert_no_drift(right, ported, torch.arange(12).unsqueeze(0))
+"""
+
+
+def test_two_models_in_one_assertion(desk: pytest.Pytester) -> None:
+    desk.makepyfile(test_toy=TWO_MODELS)
+    result = run(desk)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E * AssertionError: FAIL: the drift starts at '1' (Linear)*",
+            "E * 1 * Linear * fail *◀ starts here",
+        ]
+    )
+    # The last line of the traceback is the test's own.
+    assert "layers.py:" not in result.stdout.str()

@@ -123,7 +123,7 @@ def test_a_paddle_that_is_not_there_is_named_with_its_install_line(dump, worksho
     dumped = dump(run=["hides.py"])
     assert dumped.code == 1 and "No module named 'paddle'" in dumped.err
     assert "looked for paddle, which is not installed in its environment" in dumped.err
-    assert "pip install 'driftline[paddle]'" in dumped.err
+    assert "pip install paddlepaddle" in dumped.err
 
 
 def test_commands_for_torch_programs_say_so(workshop, warm_paddle, capfd):

@@ -211,7 +211,8 @@ def test_the_page_forbids_itself_every_network(runs: tuple[Run, Run, Run]) -> No
 def test_the_code_keeps_its_budget(runs: tuple[Run, Run, Run]) -> None:
     text = text_of(*runs[:2])
     data = text.partition('id="data">')[2].partition("</script>")[0]
-    assert len(text.encode()) - len(data) <= 150_000
+    # 150 kB until the page also drew the dataflow.
+    assert len(text.encode()) - len(data) <= 160_000
 
 
 def test_a_clean_comparison_says_so() -> None:

@@ -291,7 +291,7 @@ def test_without_fsspec_the_install_line_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(NotInstalled) as told:
         api.open_run("s3://bucket/run")
-    assert told.value.hint == "pip install 'driftline[s3]'"
+    assert told.value.hint == "pip install s3fs"
 
 
 def test_dumps_of_other_programs_are_not_read_from_elsewhere_and_it_says_what_to_do(memory):

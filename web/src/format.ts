@@ -51,6 +51,8 @@ export function percent(value: number): string {
   return `${shown >= 10 ? Math.round(shown) : Number(shown.toPrecision(2))} %`;
 }
 
+/** 1 batch, 2 batches; 1 token, 2 tokens. */
 export function plural(value: number, word: string): string {
-  return `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+  const many = /(s|x|z|ch|sh)$/.test(word) ? `${word}es` : `${word}s`;
+  return `${count(value)} ${value === 1 ? word : many}`;
 }

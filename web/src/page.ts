@@ -5,6 +5,7 @@ import type { PageData, Source } from "./source";
 import { State } from "./state";
 import { h, put } from "./dom";
 import { Depth } from "./depth";
+import { Flow } from "./flow";
 import { Tree } from "./tree";
 import { SiteDetail } from "./site";
 import { RowTable } from "./table";
@@ -66,6 +67,12 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
     add({ retheme: paintScale });
     const depth = data.depth.forward || data.depth.backward ? add(new Depth(state)) : null;
     if (depth) blocks.push(["depth", "Depth", section("depth", "Error along the depth", "in the order of execution", depth.element)]);
+    const flow = new Flow(state);
+    if (flow.worthIt) {
+      add(flow);
+      const about = data.verdict.site === null ? "error as colour; a click goes into a module" : "around the first divergence; a click goes into a module";
+      blocks.push(["flow", "Dataflow", section("flow", "Dataflow", about, flow.element)]);
+    }
     places.append(
       section("modules", "Modules", "worst tensor below each, as a multiple of its limit", tree.element, h("p", { class: "remark scale-legend" }, "well inside ", scale, " far beyond its limit")),
       section("site", "Site", "", detail.element),

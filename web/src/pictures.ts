@@ -3,7 +3,7 @@
 import type { Pictures } from "./source";
 import { h, s, clear } from "./dom";
 import { cividis, cividisGradient, lineColour } from "./colour";
-import { count, fig, percent } from "./format";
+import { count, fig, percent, plural } from "./format";
 import { figure, type Numbers } from "./packing";
 
 const WIDE = 420;
@@ -166,7 +166,7 @@ export function scaleBar(low: string, high: string, odd: boolean): HTMLElement {
 function heatMap(data: NonNullable<Pictures["heat"]>): HTMLElement {
   const canvas = h("canvas", {
     role: "img",
-    "aria-label": `Map of the error: ${data.rows.extent} ${data.rows.called}s by ${data.columns.extent} ${data.columns.called}s`,
+    "aria-label": `Map of the error: ${plural(data.rows.extent, data.rows.called)} by ${plural(data.columns.extent, data.columns.called)}`,
   });
   const { low, high } = paintMap(canvas, data.height, data.width, data.values);
   const told = h("p", { class: "remark told" }, " ");

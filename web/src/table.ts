@@ -39,6 +39,8 @@ export class RowTable {
   private descending = false;
   private active = -1;
   private timer = 0;
+  /** What is wrong with the search itself. */
+  private complaint = "";
 
   constructor(private readonly state: State) {
     const { rows, data } = state;
@@ -272,7 +274,11 @@ export class RowTable {
     }
     this.indexes = Int32Array.from(kept);
     this.active = this.state.choice ? this.indexes.indexOf(this.state.choice.row) : -1;
-    this.told.textContent = kept.length === rows.count ? `${count(rows.count)} rows` : `${count(kept.length)} of ${count(rows.count)} rows`;
+    const shown = kept.length === rows.count ? `${count(rows.count)} rows` : `${count(kept.length)} of ${count(rows.count)} rows`;
+    this.told.textContent = [shown, this.complaint].filter(Boolean).join("; ");
+    const words = this.search.value.trim();
+    const filters = [words && `“${words}”`, this.status, this.port].filter(Boolean).join(", ");
+    this.grid.dataset["empty"] = this.complaint || `No row matches ${filters}: clear the search, or choose “all”.`;
     this.grid.setAttribute("aria-rowcount", String(kept.length + 1));
     this.grid.classList.toggle("empty", kept.length === 0);
     this.list.setCount(kept.length);
@@ -280,6 +286,7 @@ export class RowTable {
 
   private tests(): ((row: number) => boolean)[] {
     const { rows } = this.state;
+    this.complaint = "";
     const tests: ((row: number) => boolean)[] = [];
     if (this.status) tests.push((row) => rows.status(row) === this.status);
     if (this.port) tests.push((row) => rows.port(row) === this.port);
@@ -291,7 +298,8 @@ export class RowTable {
         const limit = asked[3] === "inf" ? Infinity : Number(asked[3]);
         const sign = asked[2];
         if (asked[3] === "nan") tests.push((row) => Number.isNaN(read(row) ?? 0));
-        else if (!Number.isNaN(limit))
+        else if (Number.isNaN(limit)) this.complaint = `“${asked[3]}” is no number`;
+        else
           tests.push((row) => {
             const value = read(row);
             if (value === null) return false;
@@ -303,6 +311,7 @@ export class RowTable {
           });
         continue;
       }
+      if (asked) this.complaint = `there is no figure “${asked[1]}”; there are ${rows.metrics.slice(0, 4).join(", ")} …, step, rank, severity`;
       const fields = ["site", "slot", "class", "candidate_class", "candidate_site", "reason", "reference_dtype", "candidate_dtype", "port"].map((name) => rows.text(name));
       tests.push((row) => fields.some((field) => field(row).toLowerCase().includes(word)));
     }

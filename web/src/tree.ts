@@ -161,7 +161,7 @@ export class Tree {
       hits++;
       for (let up = at; up >= 0 && !this.found.has(up); up = tree.parent[up]) this.found.add(up);
     }
-    this.told.textContent = hits ? `${count(hits)} found` : "nothing found";
+    this.told.textContent = hits ? `${count(hits)} found` : `nothing is called “${this.search.value.trim()}”`;
     this.relist();
     const first = this.visible.findIndex((at) => `${tree.site[at] ?? ""} ${tree.class[at]}`.toLowerCase().includes(words[0]));
     this.active = Math.max(0, first);

@@ -189,12 +189,17 @@ def numbers_from(option: str, texts: Sequence[str] | None) -> frozenset[int]:
     for word in (part.strip() for text in texts or () for part in text.split(",")):
         first, dash, last = word.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise BadInput(f"{option} takes numbers such as 0 or 3-5, not '{word}'")
+            raise BadInput(
+                f"{option} takes numbers such as 0 or 3-5, not '{word}'",
+                hint=f"several with commas: {option} 0,3-5",
+            )
         # Refused rather than turned round: 5-3 may also be a mistyped 5-13.
         if dash and int(last) < int(first):
             raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
         if dash and int(last) - int(first) > MOST_STEPS:
-            raise BadInput(f"{option} {word} is more than anybody has dumped")
+            raise BadInput(
+                f"{option} {word} is more than anybody has dumped", hint="write a shorter range"
+            )
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
 
@@ -239,7 +244,7 @@ class SelectionOptions:
 
 
 def step_patterns(execute_range: str, step: Sequence[str] | None) -> tuple[str, ...]:
-    """Step patterns from `-er` or `--step`; step 0 when neither is given.
+    """Step patterns from `--step` or `-er`; step 0 when neither is given.
 
     >>> step_patterns("3,5,7,7", None), step_patterns("", None), step_patterns("", ["*"])
     (('3-5', '7-7'), ('0',), ())
@@ -249,7 +254,7 @@ def step_patterns(execute_range: str, step: Sequence[str] | None) -> tuple[str, 
     if step is not None:
         if execute_range:
             raise BadInput(
-                "the steps are given twice, by -er and by --step", hint="give one of them"
+                "the steps are given twice, by --step and by -er", hint="give one of them"
             )
         # All steps is no filter at all, so that steps need not be counted.
         chosen = patterns(step)
@@ -419,7 +424,8 @@ class OutputOptions(ExitOptions):
     """Where a comparison's table goes.
 
     Attributes:
-        output: Also write the comparison there: table.json, rows.parquet and rows.csv.
+        output: Also write the comparison there: table.json and rows.csv; rows.parquet where pyarrow
+            is installed.
         format: table for people; json, csv and markdown for programs and reviews; github
             (annotations and a step summary) and junit for CI.
         all: Show every row rather than the worst.
@@ -479,7 +485,7 @@ class DecoderOptions:
 
     Attributes:
         tokenizer: Folder or id of the tokenizer; the model's own if not given.
-        library: Who loads the model; fms needs the extra driftline[fms]. transformers, unless the
+        library: Who loads the model; fms needs the package ibm-fms. transformers, unless the
             architecture is one that only ibm-fms knows.
         sharegpt_path: Prompts: ShareGPT JSON, or a text file with one prompt per line.
         reference: The trusted target; device=cpu,dtype=fp32 if not given.

@@ -29,10 +29,12 @@ def refuse_overwriting(
         refuse_overwriting(output, force=force)
         output = None
     if report is not None and "://" in str(report):
-        raise BadInput("the report of -gp and -mp goes into a folder of this machine")
+        raise BadInput(
+            "the report of -gp and -mp goes into a folder of this machine", hint="give one with -o"
+        )
     for folder in (output, report):
         if folder is not None and folder.exists() and not folder.is_dir():
-            raise BadInput(f"{folder} is a file; -o takes a folder")
+            raise BadInput(f"{folder} is a file; -o takes a folder", hint="give another -o")
     if report is not None:
         # The folder may have to be made: the nearest one that exists must let us.
         existing = next(path for path in (report, *report.absolute().parents) if path.exists())
@@ -62,12 +64,16 @@ def write_table(
             script.act(save_csv, table, csv)
         # A traceback or a bare errno would hide which of the files it was.
         except OSError as error:
-            raise BadInput(f"cannot write {csv}: {error.strerror}") from error
+            raise BadInput(
+                f"cannot write {csv}: {error.strerror}", hint="give another --csv"
+            ) from error
     if output is not None:
         try:
             script.act(Table.write, table, output, force=force)
         except OSError as error:
-            raise BadInput(f"cannot write {output}: {error.strerror}") from error
+            raise BadInput(
+                f"cannot write {output}: {error.strerror}", hint="give another -o"
+            ) from error
         if not quiet and not script.is_script():
             print(f"driftline: the comparison is in {output}", file=sys.stderr)
             from driftline.runs.stores.addresses import memory_warning

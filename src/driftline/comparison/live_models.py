@@ -69,7 +69,7 @@ def lockstep(
         DriftlineError: As `compare` does.
     """
 
-    require("torch", install="driftline[torch]")
+    require("torch", install="torch")
     return compare_models(
         reference,
         candidate,
@@ -211,7 +211,7 @@ def compare_models(
         NotInstalled: There is no torch here.
         DriftlineError: As `compare` does.
     """
-    require("torch", install="driftline[torch]")
+    require("torch", install="torch")
     for model in (reference, candidate):
         if not hasattr(model, "named_modules"):
             raise BadInput(f"{type(model).__name__} is not a torch module")

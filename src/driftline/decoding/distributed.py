@@ -87,7 +87,7 @@ def join_job(distributed: bool) -> Job:
         return Job()
     if place.world_size == 1:
         return Job()
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     dist = require("torch.distributed")
     # An earlier shape of this process has joined already.
     if not dist.is_initialized():

@@ -482,7 +482,7 @@ def run_on_workers(
         listeners: What is called meanwhile.
         folders: Paths that all machines must see, besides models and prompts.
     """
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     kind: ShapeWork = WORK[work].load()
     results: list[Any] = [None] * len(shapes)
     waiting = iter(range(len(shapes)))

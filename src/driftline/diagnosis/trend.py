@@ -7,7 +7,7 @@ Says since when a site has grown; does not say why.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
 from driftline.numerics.kernel import summarize
-from driftline.runs.records import Record
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, kept_elements
+from driftline.runs.scope import scope_of
 from driftline.runs.views import only
 
 SCHEMA = 1
@@ -56,6 +57,8 @@ class Trend(NamedTuple):
         points: Names of the points.
         series: One per tensor, in execution order.
         notes: What could not be taken into account.
+        faults: What is wrong with the runs themselves, the gravest first: a program that did not
+            end well, NaN and infinity, tensors that cannot be read.
     """
 
     figure: str
@@ -63,6 +66,7 @@ class Trend(NamedTuple):
     points: tuple[str, ...]
     series: tuple[Series, ...]
     notes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
     def moved(self) -> list[Series]:
         """Series that left their usual size: the earliest first, then in execution order."""
@@ -77,6 +81,7 @@ class Trend(NamedTuple):
             "over": self.over,
             "points": list(self.points),
             "notes": list(self.notes),
+            "faults": list(self.faults),
             "series": [
                 {
                     "site": series.site,
@@ -128,7 +133,12 @@ def trend(
             hint="dump all steps with --step '*' --keep summary, or give several runs",
         )
     notes: dict[str, int] = {}
-    gathered = _gathered(runs, points if over == "steps" else None, figure, ports, notes)
+    poisoned: list[_Poisoned] = []
+    gathered = _gathered(runs, points if over == "steps" else None, figure, ports, notes, poisoned)
+    names = tuple(map(str, points)) if over == "steps" else tuple(run.name for run in runs)
+    faults = (*_endings(runs), *_poison_sentences(poisoned, names, over), *_losses(runs))
+    if faults and not gathered:
+        raise BadInput(f"there is nothing to follow: {faults[0]}", hint="dump it again")
     if not gathered:
         # If every tensor was skipped, the first reason explains the failure best.
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
@@ -136,10 +146,56 @@ def trend(
     return Trend(
         figure,
         over,
-        tuple(str(p) for p in points) if over == "steps" else tuple(run.name for run in runs),
+        names,
         tuple(_series(key, values, figure) for key, values in gathered.items()),
         tuple(f"{count} tensors: {why}" for why, count in notes.items()),
+        faults,
     )
+
+
+class _Poisoned(NamedTuple):
+    """A tensor with NaN or infinity in it: at which point, where, how many of how many."""
+
+    point: int
+    order: int
+    key: TensorKey
+    nonfinite: int
+    elements: int
+
+
+def _endings(runs: Sequence[Run]) -> Iterator[str]:
+    """Programs that did not end well."""
+    for run in runs:
+        scope = scope_of(run)
+        for words in (scope.ending, *(f"left {step} unfinished" for step in scope.unfinished)):
+            if words:
+                yield f"the program of {run.name} {words}"
+
+
+def _poison_sentences(
+    poisoned: Sequence[_Poisoned], points: Sequence[str], over: str
+) -> Iterator[str]:
+    """Who has the first NaN or infinity, and how far it went."""
+    if not poisoned:
+        return
+    first = min(poisoned, key=lambda tensor: (tensor.point, tensor.order))
+    tensors = {(tensor.key.site, tensor.key.port, tensor.key.slot) for tensor in poisoned}
+    place = f"step {points[first.point]}" if over == "steps" else f"run {points[first.point]}"
+    more = f"; {len(tensors) - 1} more tensors have some" if len(tensors) > 1 else ""
+    yield (
+        f"NaN or infinity from {place} on: first in {first.key.site or '(model)'} "
+        f"{first.key.port}, {first.nonfinite} of {first.elements} elements{more}; "
+        "driftline errcheck names the operator"
+    )
+
+
+def _losses(runs: Sequence[Run]) -> Iterator[str]:
+    """Tensors that were captured and cannot be read."""
+    for run in runs:
+        losses = list(run.losses)
+        if losses:
+            more = f" and {len(losses) - 1} more" if len(losses) > 1 else ""
+            yield f"{run.name} is damaged: {losses[0]}{more}; driftline show {run.name} lists them"
 
 
 def _gathered(
@@ -148,6 +204,7 @@ def _gathered(
     figure: str,
     ports: Sequence[str],
     notes: dict[str, int],
+    poisoned: list[_Poisoned],
 ) -> dict[tuple[str, str, str], list[list[float]]]:
     """Site, port and slot -> the values at every point, which are steps or, without them, runs."""
     index = {step: position for position, step in enumerate(steps or ())}
@@ -157,18 +214,25 @@ def _gathered(
         for record in run.records:
             if record.key.port not in ports or not DTYPES[record.dtype].is_floating:
                 continue
-            value = _figure(run, record, figure, notes)
+            summary = _summary(run, record, notes)
+            if summary is None:
+                continue
+            position = number if steps is None else index[record.key.step]
+            # Figures leave these out, so a run that has blown up would look like any other.
+            bad = summary.nan + summary.pos_inf + summary.neg_inf
+            if bad:
+                poisoned.append(_Poisoned(position, record.order, record.key, bad, summary.count))
+            value = figure_of(summary, figure)
             if value is None:
                 continue
             key = (record.key.site, record.key.port, record.key.slot)
-            position = number if steps is None else index[record.key.step]
             gathered.setdefault(key, [[] for _ in range(count)])[position].append(value)
         # Tensors that were read are dropped run by run; many runs together may not fit into memory.
         run.release()
     return gathered
 
 
-def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> float | None:
+def _summary(run: Run, record: Record, notes: dict[str, int]) -> Summary | None:
     summary = record.summary
     if summary is None:
         if record.kept not in ("full", "sample"):
@@ -181,7 +245,7 @@ def _figure(run: Run, record: Record, figure: str, notes: dict[str, int]) -> flo
             notes[str(problem)] = notes.get(str(problem), 0) + 1
             return None
         summary = summarize(raw, DTYPES[record.dtype], count=kept_elements(record))
-    return figure_of(summary, figure)
+    return summary
 
 
 def figure_of(summary: Summary, figure: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Executor for a Ray cluster (extra `driftline[ray]`).
+"""Executor for a Ray cluster (package `ray[client]`).
 
 Every machine is asked first whether it has the same Driftline and sees the data. Workers are Ray
 actors. If a worker or its machine is lost, its tasks are done again elsewhere; every task counts

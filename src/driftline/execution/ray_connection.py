@@ -222,10 +222,10 @@ def connect(address: str, jobs: int | None) -> Session:
     if elsewhere and importlib.util.find_spec("ray") is not None:
         # Before Ray is imported: that is when it settles whether it uses tokens.
         if elsewhere.startswith("ray://"):
-            require("grpc", install="driftline[ray]")
+            require("grpc", install="ray[client]")
         check_reachable(elsewhere.removeprefix("ray://"), elsewhere)
         hint = use_token(elsewhere.removeprefix("ray://"), elsewhere)
-    ray = require("ray", install="driftline[ray]")
+    ray = require("ray", install="ray[client]")
     if elsewhere:
         _bounded(lambda: ray.init(elsewhere, **quiet), elsewhere, hint)
     elif wanted == "local" or not _joined(ray, quiet):

@@ -225,7 +225,7 @@ def _ranges(steps: Sequence[str]) -> list[tuple[int, int]]:
         if match is None:
             raise BadInput(
                 f"the ATB probe takes ranges of executions, not the pattern '{pattern}'",
-                hint="write -er 3,5, or --step 3-5",
+                hint="write --step 3-5, or -er 3,5",
             )
         first = int(match[1])
         last = first if match[2] is None else int(match[3] or _LAST_EXECUTION)

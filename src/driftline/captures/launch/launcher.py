@@ -230,8 +230,8 @@ def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
         outcome,
         atb=atb,
         reason=f"{outcome.reason}; and the ATB probe wrote nothing",
-        hint="does the program load libatb.so, and do -ids, -opname, -er and -device leave "
-        "something of it?",
+        hint="does the program load libatb.so, and do --step (-er), -ids, -opname and -device "
+        "leave something of it?",
     )
 
 

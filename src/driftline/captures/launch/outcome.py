@@ -140,6 +140,8 @@ def _events_of_tree(processes: Iterable[Path]) -> Iterable[str]:
 # Why a launched program left nothing, and what to try: the first stage that was not reached.
 
 
+_PACKAGES = {"paddle": "paddlepaddle"}
+"""What a framework is called on PyPI, where that is another name."""
 SHOWN_STEPS = 12
 
 
@@ -292,11 +294,11 @@ def explain_no_start(messages: Messages) -> tuple[str, str]:
             "this command works on torch programs; dump and compare work on Paddle's too",
         )
     if messages.absent:
-        extras = " ".join(f"'driftline[{name}]'" for name in messages.absent)
+        packages = " ".join(_PACKAGES.get(name, name) for name in messages.absent)
         return (
             f"nothing was captured: the program looked for {' and '.join(messages.absent)}, which "
             f"{'is' if len(messages.absent) == 1 else 'are'} not installed in its environment",
-            f"pip install {extras} there",
+            f"pip install {packages} there",
         )
     if messages.unasked:
         return (

@@ -23,7 +23,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.registry import require
 from driftline.runs.mapped_file import map_file, map_range
 
-INSTALL = "driftline[onnxruntime]"
+INSTALL = "onnxruntime onnx"
 SMALL = 1024
 """Values of tensors up to so many bytes stay in the graph: shapes, axes, scales."""
 

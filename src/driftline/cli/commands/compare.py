@@ -170,7 +170,10 @@ class CompareAlignment:
             return steps, step_map
         selected = {ref: cand for ref, cand in step_map.items() if ref in steps}
         if not selected:
-            raise BadInput("--step-map names none of the steps that --step asks for")
+            raise BadInput(
+                "--step-map names none of the steps that --step asks for",
+                hint="leave out one of them",
+            )
         return frozenset(selected.values()), selected
 
     def keywords(self, select: CompareSelection, step_map: dict[int, int] | None) -> dict[str, Any]:
@@ -496,7 +499,9 @@ def _check_shard(shard: str, output: CompareOutput, ait: AitPathOptions) -> None
                 else f"give {option} to driftline merge",
             )
     if output.output is None:
-        raise BadInput("--shard needs -o, a folder for the parts of all shards")
+        raise BadInput(
+            "--shard needs -o, a folder for the parts of all shards", hint="such as -o parts"
+        )
     if not script.is_script():
         refuse_part(output.output / part_name(which), force=output.force)
 

@@ -51,7 +51,7 @@ def labels(
             raise BadInput("--from compares old labels, --exec makes new ones", hint="give one")
         status, store = 0, from_
         if not store.is_dir():
-            raise BadInput(f"there is no folder {store}")
+            raise BadInput(f"there is no folder {store}", hint="run the program that labels first")
     else:
         argv = start.command(program, "labels")
         # A new folder for each run, so that labels of an earlier one are not compared again.

@@ -94,7 +94,8 @@ class FilterOptions:
         """What to capture."""
         if self.device is not None and self.device < 0:
             raise BadInput(
-                f"-device takes the index of a device, from 0 upwards, not {self.device}"
+                f"-device takes the index of a device, from 0 upwards, not {self.device}",
+                hint="leave it out for all devices",
             )
         return Selection(
             sites=patterns(modules.site),
@@ -121,7 +122,7 @@ def yes_or_no(option: str, word: str) -> bool:
         return True
     if word.lower() in _NO:
         return False
-    raise BadInput(f"{option} takes true or false, not '{word}'")
+    raise BadInput(f"{option} takes true or false, not '{word}'", hint=f"such as {option} true")
 
 
 @Parameter(name="*", group=AMOUNT)
@@ -206,7 +207,10 @@ def _budget(option: str, text: str) -> int | None:
         # `size_of` refuses 0, which is a mistake anywhere else.
         return 0 if text.strip() == "0" else size_of(text)
     except BadInput as error:
-        raise BadInput(f"{option} is a size such as 500MB or 2GiB, or 0, not '{text}'") from error
+        raise BadInput(
+            f"{option} is a size such as 500MB or 2GiB, or 0, not '{text}'",
+            hint="leave it out for the usual size",
+        ) from error
 
 
 @Parameter(name="*")

@@ -105,7 +105,9 @@ def errcheck(
     headroom = output.headroom
     # Before the program runs: it may take hours, and the csv comes last.
     if headroom is not None and not headroom.absolute().parent.is_dir():
-        raise BadInput(f"there is no folder {headroom.absolute().parent} for --headroom")
+        raise BadInput(
+            f"there is no folder {headroom.absolute().parent} for --headroom", hint="make it first"
+        )
     plan = WatchPlan(
         output=str(folder),
         folder=str(_new_folder(folder)),
@@ -253,4 +255,6 @@ def write_headroom(path: Path, outcome: WatchOutcome) -> None:
                 headroom = "" if bits is None else f"{bits:.3f}"
                 table.writerow((csv_cell(site), dtype, repr(largest), headroom))
     except OSError as error:
-        raise BadInput(f"cannot write {path}: {error.strerror or error}") from None
+        raise BadInput(
+            f"cannot write {path}: {error.strerror or error}", hint="give another --headroom"
+        ) from None

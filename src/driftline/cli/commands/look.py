@@ -548,9 +548,7 @@ def environment_facts() -> dict[str, str]:
     facts |= {package: _version(package) or "not installed" for package in PACKAGES}
     for engine, packages in ENGINES.items():
         versions = [version for package in packages if (version := _version(package))]
-        facts[engine] = (
-            versions[0] if versions else f"not installed: pip install 'driftline[{engine}]'"
-        )
+        facts[engine] = versions[0] if versions else f"not installed: pip install {packages[0]}"
     facts |= _kernel_facts()
     # Importing torch takes seconds, so it is asked for only if it can answer.
     if importlib.util.find_spec("torch") is not None:

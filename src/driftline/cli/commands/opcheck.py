@@ -158,7 +158,10 @@ class OperatorOutput:
         """Refuse files where folders are needed."""
         for folder, option in ((self.output, "-o"), (self.repro, "--repro")):
             if folder is not None and folder.exists() and not folder.is_dir():
-                raise BadInput(f"{option} takes a folder, and {folder} is a file")
+                raise BadInput(
+                    f"{option} takes a folder, and {folder} is a file",
+                    hint=f"give another {option}",
+                )
 
 
 def opcheck(

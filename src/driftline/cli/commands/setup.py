@@ -112,7 +112,9 @@ def install_scripts(folder: Path, *, force: bool = False) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as trouble:
-        raise BadInput(f"{folder} cannot be written: {trouble.strerror or trouble}") from None
+        raise BadInput(
+            f"{folder} cannot be written: {trouble.strerror or trouble}", hint="give another folder"
+        ) from None
     return list(files)
 
 
@@ -189,7 +191,9 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
     try:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except OSError as trouble:
-        raise BadInput(f"{output} cannot be written: {trouble.strerror or trouble}") from None
+        raise BadInput(
+            f"{output} cannot be written: {trouble.strerror or trouble}", hint="give another -o"
+        ) from None
     return steps
 
 
@@ -287,12 +291,15 @@ def aiu_checks() -> dict[str, Check]:
             )
         error = float((made - wanted).norm() / wanted.norm())
         if not error < 0.02:
-            raise BadInput(f"a linear layer on the AIU is off by {error:.3g} (relative l2)")
+            raise BadInput(
+                f"a linear layer on the AIU is off by {error:.3g} (relative l2)",
+                hint="send the report to us",
+            )
         return f"a linear layer was compiled and agrees (relative l2 {error:.3g})"
 
     def models() -> str:
         if find_spec("fms") is None:
-            raise BadInput("ibm-fms cannot be imported", hint="pip install 'driftline[fms]'")
+            raise BadInput("ibm-fms cannot be imported", hint="pip install ibm-fms transformers")
         return "ibm-fms can be imported"
 
     def package() -> str:

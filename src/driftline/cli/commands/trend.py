@@ -40,7 +40,9 @@ def trend(
         driftline trend release-1 release-2 release-3 --figure max_abs
 
     Shows first the layers that left their usual size (twice as large or half as large, for good),
-    the earliest first: when did this layer start to grow? Runs that hold summaries only are enough.
+    the earliest first: when did this layer start to grow? What is wrong with the runs themselves
+    comes before that: NaN and infinity, damaged tensors, a program that was killed. Runs that hold
+    summaries only are enough.
 
     Args:
         runs: One run of many steps, or several runs in their order.
@@ -74,6 +76,7 @@ def trend(
 
 def lines(course: Trend, *, everything: bool = False) -> Iterator[str]:
     """What a person reads."""
+    yield from course.faults
     moved = course.moved()
     points = f"{len(course.points)} {course.over}, {course.points[0]} to {course.points[-1]}"
     if moved:

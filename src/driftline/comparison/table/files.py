@@ -6,6 +6,7 @@ docs/table-format.md is the specification.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -135,7 +136,9 @@ _MOST_CELLS = 1 << 14
 
 
 def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
-    """Write the three files of a table; the folder appears complete or not at all.
+    """Write the files of a table; the folder appears complete or not at all.
+
+    `rows.parquet` is written where pyarrow is installed.
 
     Args:
         table: What to write.
@@ -163,7 +166,10 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
         _write_files(table, scratch)
         goal.mkdir(exist_ok=True)
         for name in reversed(_FILES):  # table.json last: a folder with one is a whole table
-            (scratch / name).replace(goal / name)
+            if (scratch / name).exists():
+                (scratch / name).replace(goal / name)
+            else:
+                (goal / name).unlink(missing_ok=True)  # of an older table, and not of this one
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return goal
@@ -172,7 +178,9 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
 def _write_files(table: Table, folder: Path) -> None:
     with (folder / CSV_FILE).open("w", encoding="utf-8", newline="") as stream:
         write_csv(table, stream)
-    write_parquet(table, folder / PARQUET_FILE)
+    # Parquet is for other programs, and costs 55 MB to install: whoever wants it has it.
+    if importlib.util.find_spec("pyarrow") is not None:
+        write_parquet(table, folder / PARQUET_FILE)
     # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
     # Row by row: all of them at once would take ten times the memory of the table.
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -340,7 +348,7 @@ def save_csv(table: Table, path: StrPath) -> None:
 
 def arrow_table(table: Table) -> Any:
     """Every row as a `pyarrow.Table`."""
-    pa = require("pyarrow", install="driftline[parquet]")
+    pa = require("pyarrow", install="pyarrow")
     names = metric_names(table)
     pieces = [pa.table(_columns(piece, names, pa)) for piece in _pieces(table.rows)]
     return pa.concat_tables(pieces).combine_chunks()
@@ -361,8 +369,8 @@ def data_frame(table: Table) -> Any:
 
 def write_parquet(table: Table, path: StrPath) -> None:
     """The same columns typed: numbers are doubles, null when absent; the rest is text."""
-    pa = require("pyarrow", install="driftline[parquet]")
-    pq = require("pyarrow.parquet", install="driftline[parquet]")
+    pa = require("pyarrow", install="pyarrow")
+    pq = require("pyarrow.parquet", install="pyarrow")
     names = metric_names(table)
     kinds = [pa.int64() if name in _INTEGER_FIELDS else pa.string() for name in ROW_FIELDS]
     for name in _NUMBER_FIELDS:

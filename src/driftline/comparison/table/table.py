@@ -398,7 +398,7 @@ class Table:
             ) from trouble
 
     def write(self, folder: StrPath, *, force: bool = False) -> Path:
-        """Write `table.json`, `rows.parquet` and `rows.csv`; see `storage.write_table`."""
+        """Write `table.json` and `rows.csv`, and `rows.parquet` where pyarrow is installed."""
         from driftline.comparison.table.files import write_table
 
         return write_table(self, folder, force=force)

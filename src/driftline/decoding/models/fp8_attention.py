@@ -47,7 +47,7 @@ def register() -> None:
     Raises:
         NotInstalled: It is not there.
     """
-    attention = require("fms.modules.attention", install="driftline[fms]")
+    attention = require("fms.modules.attention", install="ibm-fms transformers")
     plain = attention.get_attention_type(attn_name="sdpa_causal")["compute_prefill"]
 
     def in_blocks(query: torch.Tensor, keys: Any, values: Any, *rest: Any, **words: Any) -> Any:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 HF_ARCHITECTURE = "hf_pretrained"
 """The architecture is whatever the model's own config says."""
-TRANSFORMERS = "driftline[transformers]"
-FMS = "driftline[fms]"
+TRANSFORMERS = "transformers accelerate"
+FMS = "ibm-fms transformers"
 WEIGHTS_SEED = 42
 """Random weights of a micro model are drawn from it, so both sides draw the same."""
 HUB_TIMEOUT = 3.0
@@ -216,7 +216,7 @@ def find_library(architecture: str = "", library: str = "", *targets: Target) ->
         if attention in OF_FMS and kind != "fms":
             raise BadInput(
                 f"{attention} is an attention of ibm-fms",
-                hint="give --library fms (extra driftline[fms])",
+                hint="give --library fms (pip install ibm-fms)",
             )
         if kind == "fms" and attention not in _FMS_ATTENTION:
             raise BadInput(
@@ -275,7 +275,7 @@ def _from_transformers(
     source: ModelSource, target: Target, *, distributed: bool
 ) -> torch.nn.Module:
     transformers = require("transformers", install=TRANSFORMERS)
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     place = ready(target)
     location = source.location
     arguments: dict[str, Any] = dict(source.extra)
@@ -340,7 +340,7 @@ def _check_layers(wanted: int, available: int) -> None:
 
 def _from_fms(source: ModelSource, target: Target, *, distributed: bool) -> torch.nn.Module:
     models = require("fms.models", install=FMS)
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     place = ready(target)
     drawn = source.random_weights
     arguments: dict[str, Any] = dict(source.extra)

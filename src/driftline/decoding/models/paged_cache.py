@@ -79,7 +79,7 @@ def paged_arguments(
     if fp8:
         fp8_attention.register()
     else:
-        require(_OPERATORS, install="driftline[fms]")
+        require(_OPERATORS, install="ibm-fms transformers")
     first = cache is None
     total, new = int(mask.shape[1]), int(ids.shape[1])
     cache = _with_room(_empty(module, ids, fp8=fp8) if cache is None else cache, total)

@@ -155,7 +155,7 @@ def default_targets(default_dtype: str = "fp16") -> tuple[Target, Target]:
     Args:
         default_dtype: Number format of the candidate.
     """
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     # Without a GPU two number formats of the CPU are compared, so that the command still runs.
     device = "cuda" if torch_module.cuda.is_available() else "cpu"
     return Target("cpu", "fp32"), Target(device, dtype_name(default_dtype))
@@ -184,7 +184,7 @@ def ready(target: Target) -> Place:
         NotInstalled: The package a device comes with is missing; the message names it.
         BadInput: There is no such device or compiler here.
     """
-    torch_module = require("torch", install="driftline[torch]")
+    torch_module = require("torch", install="torch")
     dtype = cast("torch.dtype", getattr(torch_module, DTYPES[target.dtype]))
     kind = target.device.partition(":")[0]
     if kind == "aiu":

@@ -78,7 +78,7 @@ def get_fx_dump_config() -> Any:
         config.debug.data_dump.type = "npy"
         return config
     if importlib.util.find_spec("torch") is None:
-        raise BadInput("torch cannot be imported", hint="pip install 'driftline[torch]'")
+        raise BadInput("torch cannot be imported", hint="pip install torch")
     from driftline.captures.torch.compile.tap import RecordedGraphs
 
     path = Path(f"driftline_fx_{datetime.now():%Y%m%d_%H%M%S}").absolute()

@@ -200,7 +200,7 @@ class Conversion:
         if (own := OWN_TREES.get(self.run.facts.first_format)) is not None:
             self._into_own_tree(own.load())
             return
-        require("torch", install="driftline[torch]")
+        require("torch", install="torch")
         tree_of = AIT_TREE.load()
         for rank, process, records in self._parts():
             # The tree names a process after its device; a dump of another tool may not

@@ -304,7 +304,7 @@ class FilePerTensor:
         self.suffix = suffix
         self._listed = listed
         self._taken: set[str] = set()
-        self._torch: Any = require("torch", install="driftline[torch]") if suffix == ".pt" else None
+        self._torch: Any = require("torch", install="torch") if suffix == ".pt" else None
 
     def put(self, record: Record, raw: Storage) -> int:
         """Write one tensor; returns how many bytes of values it has in its file.

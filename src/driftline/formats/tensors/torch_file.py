@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "torch"
-INSTALL = "driftline[torch]"
+INSTALL = "torch"
 DEEPEST = 64
 MOST_CONTAINERS = 200_000
 LARGEST_EXPANSION = 1 << 30

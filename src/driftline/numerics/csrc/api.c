@@ -21,20 +21,30 @@
 #include "peaks.h"
 #include "token_scores.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 
 /* ---- instruction sets ---- */
 
 enum { PATH_GENERIC, PATH_AVX2, PATH_AVX512 };
 
-/* The best path this processor can take. */
+/* The best path this processor can take, and its system too: registers that are not saved at a switch of processes are
+ * of no use. Asked of the processor itself: __builtin_cpu_supports needs libgcc, which zig does not link. */
 EXPORT int driftline_best_path(void) {
 #if defined(__x86_64__) && !defined(DRIFTLINE_GENERIC_ONLY)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return PATH_AVX512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return PATH_AVX2;
+  enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17 };
+  const unsigned avx512bw = 1u << 30, avx512vl = 1u << 31;
+  const unsigned ymm_saved = 0x6, zmm_saved = 0xe6; /* bits of XCR0 */
+  unsigned a, b, c, d, saved, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE) || !(c & AVX) || !(c & FMA)) return PATH_GENERIC;
+  __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if ((saved & ymm_saved) != ymm_saved || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PATH_GENERIC;
+  const unsigned wide = AVX512F | AVX512DQ | avx512bw | avx512vl;
+  if ((saved & zmm_saved) == zmm_saved && (b & wide) == wide) return PATH_AVX512;
+  if (b & AVX2) return PATH_AVX2;
 #endif
   return PATH_GENERIC;
 }

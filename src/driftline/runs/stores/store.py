@@ -46,7 +46,7 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
 }
-_EXTRAS = {"s3fs": "driftline[s3]"}
+_EXTRAS = {"s3fs": "s3fs"}
 _SECRETS_OF = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of ~/.aws",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
@@ -352,7 +352,7 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
         package = _PACKAGES.get(scheme, "")
         raise NotInstalled(
             f"{name}: addresses need the package fsspec",
-            hint=f"pip install '{_EXTRAS.get(package, 'driftline[remote]')}'",
+            hint=f"pip install {_EXTRAS.get(package, 'fsspec')}",
         ) from None
     options: dict[str, Any] = {"use_listings_cache": False}  # what is there changes under us
     if scheme in ("s3", "s3a") and "config_kwargs" not in conf.get("s3", {}):

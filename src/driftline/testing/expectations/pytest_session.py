@@ -27,6 +27,7 @@ from driftline.testing.expectations.expectations import (
     device_name,
     plain_name,
 )
+from driftline.testing.expectations.layers import SUFFIX, keep_layers, layer_text
 from driftline.testing.expectations.pytest_plugin import CAPTURE, FOLDER, SAVED, WRITTEN
 from driftline.testing.expectations.signature import call
 
@@ -138,7 +139,18 @@ class Expecter:
             self._claim(expectations.folder / stem)
         except DriftlineError as trouble:
             fail(trouble)
-        wrong = [settle(self._request, lambda: expectations.output(about, [f"{stem}.output"]))]
+        layers = expectations.folder / f"{stem}{SUFFIX}"
+        output: list[Result] = []
+
+        def check_output() -> Result:
+            output.append(expectations.output(about, [f"{stem}.output"]))
+            return output[0]
+
+        wrong = [settle(self._request, check_output)]
+        if about.module is not None and output[0].state in ("written", "rewritten"):
+            keep_layers(about, layers)
+        elif output[0].state == "different":
+            wrong.append(layer_text(about, layers))
         what = "Signature"
         if about.module is not None:
             what = "Signature and Weights Key"

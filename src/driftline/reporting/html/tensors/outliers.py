@@ -171,8 +171,8 @@ def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Fla
         words = "; ".join(pair.row_name(int(index)) for index in places[:3])
         who = f"{many} of {axis.size} rows ({words}{'; …' if many > 3 else ''})"
     else:
-        plural = axis.name if many == 1 or axis.name.startswith("axis") else f"{axis.name}s"
-        who = f"{plural} {ranges(places.tolist())}"
+        word = axis.name if many == 1 else _plural(axis)
+        who = f"{word} {ranges(places.tolist())}"
         who += f" of {axis.size}" if many == 1 else f" ({many} of {axis.size})"
     verb = "holds" if many == 1 else "hold"
     if broken.any():
@@ -183,8 +183,15 @@ def _sentence(axis: _Axis, pair: OpenedPair, out: Flags, share: F64, broken: Fla
     return f"{who} {verb} {_percent(float(share[out].sum()))} of the squared error"
 
 
+def _plural(axis: _Axis) -> str:
+    """`tokens`, `batches`; `axis 2` has a number and stays."""
+    if axis.name.startswith("axis"):
+        return axis.name
+    return f"{axis.name}es" if axis.name.endswith(("ch", "s", "x")) else f"{axis.name}s"
+
+
 def _spread(axis: _Axis, share: F64, worst: Sequence[int]) -> str:
-    word = axis.name if axis.name.startswith("axis") else f"{axis.name}s"
+    word = _plural(axis)
     top = float(share[worst[0]]) if worst else 0.0
     return f"the error is spread over the {word}; the worst holds {_percent(top)}"
 
