@@ -176,8 +176,9 @@ def _position(row: Row) -> tuple[int, float]:
     port = row.key.port
     if port == "param":
         # Before a step: what the last update left. After it: what this one did.
-        after = row.key.moment == "after"
-        return row.step, float(STAGES.index("update") if after else STAGES.index("weights"))
+        if row.key.moment == "after":
+            return row.step, len(STAGES) - 0.5
+        return row.step, float(STAGES.index("weights"))
     if port in ("grad_input", "grad_output", "param_grad", "optimizer_grad"):
         return row.step, float(STAGES.index("gradients"))
     return row.step, _FORWARD

@@ -36,7 +36,8 @@ _COARSE = (0.1, 0.7)
 _LOSS_BY_WAY, _GRADIENTS_BY_WAY = 3.0, 10.0
 """Times so much as weights are apart, of their way, a loss and gradients may be."""
 _SAME_KERNELS = 20.0
-"""Gradients of a loss that is equal to the bit may be off by so many times less."""
+"""Gradients of a loss that is equal to the bit may be off by so many times less; so may a loss that
+other functions compute from equal weights."""
 _SAME_UPDATE = 1e-3
 """Relative error of an update that equal gradients and weights may have: other kernels, no more."""
 _SIGNS = 1.5
@@ -334,6 +335,9 @@ class _Finder:
             return None
         self._first_loss = self._first_loss or abs(first[0])
         most = max(self._allowed.loss, _LOSS_BY_WAY * errors.weights)
+        if errors.weights == 0.0 and errors.distance == 0.0 and self._other_loss(errors.step):
+            # Weights are equal to the bit, and the loss is made by other functions.
+            most /= _SAME_KERNELS
         if len(first) != len(second):
             words = (
                 f"there are {len(first)} backward passes in step {errors.step} of the reference "
@@ -353,6 +357,12 @@ class _Finder:
                 )
                 return self._break(errors, "loss", words, error, factor)
         return None
+
+    def _other_loss(self, step: int) -> bool:
+        return any(
+            difference.kind == "loss" and self._explains(difference, "loss", step)
+            for difference in self._differences
+        )
 
     @property
     def _floor(self) -> float:
