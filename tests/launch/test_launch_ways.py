@@ -39,7 +39,7 @@ def test_a_script_is_captured_unchanged_and_its_output_is_its_own(dump, workshop
     }  # fmt: skip
     x = run.get(site="first", port="input", slot="input").numpy()
     assert np.array_equal(x, np.ones((2, 4), np.float32))
-    assert "step 1 ran and was not selected" in dumped.err
+    assert "steps 0-1 (step 0 in full)" in dumped.err
     assert f"{len(run)} tensors" in dumped.err
     assert "driftline compare out" in dumped.err
 

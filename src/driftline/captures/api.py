@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -16,6 +17,7 @@ from typing import Any, Literal, Self, get_args
 from driftline import settings
 from driftline.captures.calls import StepsBy
 from driftline.captures.framework import FRAMEWORKS, adapter_of
+from driftline.captures.ladder import LADDER, takes_ladder
 from driftline.captures.model_facts import FactOptions
 from driftline.captures.module_calls import exception_words
 from driftline.captures.options import Reduction, WhenFull, budgets_from
@@ -85,6 +87,7 @@ def capture(
     steps_by: StepsBy = "auto",
     selection: Selection | None = None,
     max_bytes: int | None = None,
+    budget: int | None = None,
     device_budget: int | None = None,
     host_budget: int | None = None,
     when_full: WhenFull = "wait",
@@ -104,13 +107,16 @@ def capture(
         classes: Globs on class names.
         ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad,
         optimizer_grad.
-        steps: Numbers, `3-5`, or a `range`. Every step by default.
+        steps: Numbers, `3-5`, a `range`, or `*` for all of them. By default step 0 in full, and
+            later steps as summaries: 1 to 15, then powers of two and their successors.
         ranks: The same for ranks.
         keep: full, summary, digest, sample, sample(n) or describe.
         levels: Any of modules, ops, gradients, params.
         steps_by: auto, or what alone ends a step: call, optimizer, manual.
         selection: Instead of the filters above, for those it has and they have not.
         max_bytes: Store no more tensor bytes than this.
+        budget: Bytes of disk for the steps after the first where `steps` is not given; the latest
+            ones are left out. 1 GiB by default.
         device_budget: Bytes on each GPU for copies of tensors on their way; 1 GiB by default.
         host_budget: Bytes of pinned host memory where they land; 2 GiB by default.
         when_full: When the run is written more slowly than that: the program waits, or tensors are
@@ -162,6 +168,11 @@ def capture(
         engine.check_graph(graph, levels, fusion=fusion)
     budgets = budgets_from(device_budget, host_budget, when_full)
     reduction = Reduction.parse(keep)
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise BadInput(f"budget is a number of bytes, not {budget!r}")
+    if not selection.steps and steps is None and takes_ladder(levels, graph):
+        selection = replace(selection, steps=(LADDER,))
+        reduction = reduction.with_ladder()
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
         # The folder is claimed before anything is installed, so a refusal changes nothing
@@ -183,6 +194,7 @@ def capture(
         steps_by=steps_by,
         to_folder=folder is not None,
     )
+    session.set_budget(budget)
     # Only frameworks with a device backend have budgets to set.
     if hasattr(session, "device_backend"):
         session.device_backend.budgets = budgets

@@ -20,7 +20,9 @@ class Frame:
 
     __slots__ = (
         "around",
+        "begun",
         "class_name",
+        "digests",
         "inputs",
         "module",
         "phase",
@@ -44,6 +46,9 @@ class Frame:
         self.recompute = recompute
         self.inputs: list[tuple[str, str, Any]] = []
         self.around: ExitStack | None = None
+        # Of an outermost call: digests of what it took and gave, and when it began.
+        self.digests: dict[str, str] | None = None
+        self.begun = 0.0
 
 
 class Look(NamedTuple):
@@ -116,6 +121,7 @@ class StepClock:
         self._last_done = -1
         self.highest = 0
         self.ran_outside = False
+        self.updates = 0  # steps of optimizers
         self._graph_ran = False  # of a compiled function that calls a model; no module was called
         self._concluded = False  # by an optimizer, and no model has been called since
 
@@ -131,6 +137,11 @@ class StepClock:
         steps ends the step, and what the others do before the next call belongs to it.
         """
         return self.now - 1 if self._concluded else self.now
+
+    @property
+    def trains(self) -> bool:
+        """Whether the program has an optimizer, as far as is known."""
+        return self._optimizer_seen
 
     def step_of(self, root: Root) -> int:
         return self.now if root.helper else root.step
@@ -179,6 +190,7 @@ class StepClock:
 
     def optimizer_stepped(self) -> None:
         self._optimizer_seen = True
+        self.updates += 1
         if self._by in ("manual", "call"):
             return
         without_models = self.ran_outside and not self._roots

@@ -32,6 +32,7 @@ EVENTS = {
     "no-match": EventKind("a filter matched nothing", shown=False, sent=False),
     "step": EventKind("a step is over", shown=False, sent=False),
     "steps-skipped": EventKind("steps ran that were not selected", shown=False, sent=False),
+    "thinned": EventKind("later steps were left out to keep within the budget"),
     "tiling": EventKind("tiling data do not exist here", sent=False),
     # Something was asked for that this program cannot give.
     "graph": EventKind("compiled graphs exist in torch only"),

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import math
 import sys
+import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,8 @@ _LIBRARIES = _FRAMEWORKS | sys.stdlib_module_names
 """Packages whose functions are named, but whose code is not looked at."""
 
 
+_SELDOM = 0.2
+"""Seconds between two writings of lines that come with every step."""
 GOODBYE = "driftline-goodbye"
 """Name of the thread that ends a capture when its program leaves at once."""
 
@@ -446,15 +449,25 @@ class FactsFile:
         self._write = write
         self._ready = ready
         self._waiting: list[tuple[str, str]] = []
+        self._written = 0.0
 
     def add(self, name: str, text: str) -> None:
         """Take lines for a file; any thread may call this."""
         self._waiting.append((name, text))
 
-    def flush(self) -> None:
-        """Write what waits, if the run has its folder."""
+    def flush(self, *, at_once: bool = True) -> None:
+        """Write what waits, if the run has its folder.
+
+        Args:
+            at_once: Or only if the last writing was a while ago: a file is opened each time, which
+                a small step of a program would feel.
+        """
         if not self._waiting or not self._ready():
             return
+        now = time.monotonic()
+        if not at_once and now - self._written < _SELDOM:
+            return
+        self._written = now
         # Exchanged first: the thread of the weights may add lines meanwhile.
         waiting, self._waiting = self._waiting, []
         texts: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 from driftline.captures.selection import patterns
@@ -90,16 +90,20 @@ class Reduction:
     Attributes:
         kept: full, sample, summary, digest or describe.
         sample: For `sample`: about how many elements of a tensor are kept, evenly spaced.
+        later: What is kept in steps after step 0, if that is less.
     """
 
     kept: Kept = "full"
     sample: int = DEFAULT_SAMPLE
+    later: Kept | None = None
 
     def __post_init__(self) -> None:
         if self.kept not in KEPT:
             raise BadInput(
                 f"there is no reduction '{self.kept}'", hint=did_you_mean(self.kept, KEPT)
             )
+        if self.later is not None and self.later not in KEPT:
+            raise BadInput(f"there is no reduction '{self.later}'")
         if self.sample < 1:
             raise BadInput("a sample needs at least one element")
 
@@ -115,6 +119,18 @@ class Reduction:
             return cls("sample", int(match[1] or match[2]))
         return cls(cast(Kept, text))
 
+    def kept_in(self, step: int) -> Kept:
+        """What is kept in a step.
+
+        >>> [Reduction("full", later="summary").kept_in(step) for step in (0, 1)]
+        ['full', 'summary']
+        """
+        return self.kept if self.later is None or step == 0 else self.later
+
+    def with_ladder(self) -> Reduction:
+        """The same for steps of the ladder: of later ones summaries, or less if less is asked."""
+        return replace(self, later="summary") if self.kept in ("full", "sample") else self
+
     def stride(self, count: int) -> int:
         """Distance between the elements a sample keeps.
 
@@ -128,8 +144,10 @@ class Reduction:
         return f"sample({self.sample})" if self.kept == "sample" else self.kept
 
     def to_json(self) -> dict[str, Any]:
-        return {"keep": str(self)}
+        later = {} if self.later is None else {"later": self.later}
+        return {"keep": str(self), **later}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls.parse(str(data.get("keep", "full")))
+        reduction = cls.parse(str(data.get("keep", "full")))
+        return replace(reduction, later=cast("Kept | None", data.get("later")))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from driftline.captures.ladder import StepBudget
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
 from driftline.numerics import kernel
@@ -149,6 +150,8 @@ Look = Callable[..., Snapshot | Refusal | Pending]
 Tensors = Sequence[tuple[str, str, Any]]
 """Tensors of one port: (slot, alias, tensor)."""
 
+# Bytes of a line of the index with a summary, and without.
+_SUMMARY_BYTES, _RECORD_BYTES = 1200, 300
 # Bounded, because a long program sees millions of digests; only recent tensors come again.
 _REMEMBERED_SUMMARIES = 512
 
@@ -217,6 +220,7 @@ class Recorder:
         tensors: How many were handed to the sink.
         weight_bytes: What parameters took of the sink; a second step finds them there.
         broken: The sink could not even take an event; nothing more is tried.
+        budget: How much disk steps after the first may take; None where steps were named.
         device_backend: Takes tensors of devices; the framework's session sets it.
         prepare: Called by the program's thread before another one makes the sink: a fork must not
             find it in the middle of an import.
@@ -235,6 +239,7 @@ class Recorder:
         self.sink: Sink | None = None if callable(sink) else sink
         self.lock = threading.RLock()
         self.tensors = self.weight_bytes = 0
+        self.budget: StepBudget | None = None
         self.broken = False
         self.device_backend: DeviceBackend | None = None
         self.prepare: Callable[[], object] = lambda: None
@@ -309,7 +314,7 @@ class Recorder:
         """Reduce a wanted tensor and hand it to the sink. May raise: call it guarded."""
         if self.broken:
             return
-        kept = self._reduction.kept
+        kept = self._reduction.kept_in(address.step)
         device_backend = self.device_backend
         # A description needs no values, so it never goes through the device.
         if device_backend is not None and kept != "describe" and device_backend.takes(tensor):
@@ -390,6 +395,9 @@ class Recorder:
         else:
             sink.put(record, data)
         self.tensors += 1
+        if self.budget is not None and record.key.step:
+            size = _SUMMARY_BYTES if record.summary is not None else _RECORD_BYTES
+            self.budget.charge(size if data is None else size + len(data))
 
     def hand_over_group(self, group: Group) -> None:
         """The same for several records without bytes, none of them of a parameter."""
@@ -400,6 +408,8 @@ class Recorder:
             for record in group.records():
                 sink.put(record, None)
         self.tensors += len(group)
+        if self.budget is not None:
+            self.budget.charge(len(group) * _SUMMARY_BYTES)
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Do something when everything taken before now has been handed over."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Self, cast
 
+from driftline.captures.ladder import LADDER, is_rung
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.records import PORTS, Moment, usual_moment
 
@@ -40,7 +41,8 @@ class Selection:
         sites: Globs on the site (`model.layers.*.mlp`); any of them.
         classes: Globs on the class name of the module, or the name of the operator.
         ports: Globs on the port.
-        steps: Numbers (`3`), closed ranges (`3-5`), open ranges (`3-`) or globs (`1?`).
+        steps: Numbers (`3`), closed ranges (`3-5`), open ranges (`3-`), globs (`1?`), or `ladder`
+            for the steps that are looked at when nobody names any.
         ranks: The same for ranks.
         ids: Places in the module tree: child indices joined by `_`, matched on whole components.
         children: Whether an id also stands for everything below it.
@@ -138,8 +140,9 @@ class Selection:
         wanted: set[int] = set()
         for pattern in self.steps:
             match = _RANGE.fullmatch(pattern)
-            if pattern.isdigit():
-                wanted.add(int(pattern))
+            if pattern.isdigit() or pattern == LADDER:
+                # Of a ladder only step 0 is kept in full; the others take little.
+                wanted.add(int(pattern) if pattern != LADDER else 0)
             elif match and match[2]:
                 wanted.update(range(int(match[1]), int(match[2]) + 1))
             # An open range or a glob has no last step.
@@ -227,6 +230,8 @@ def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
 def _require_numbers(kind: str, pattern: str) -> None:
     """Raise for a pattern that no number can match: better now than after an hour's program."""
     match = _RANGE.fullmatch(pattern)
+    if kind == "step" and pattern == LADDER:
+        return
     if match and match[2] and int(match[2]) < int(match[1]):
         raise BadInput(
             f"the {kind}s {pattern} end before they begin",
@@ -240,6 +245,8 @@ def _require_numbers(kind: str, pattern: str) -> None:
 
 
 def _number_matches(number: int, pattern: str) -> bool:
+    if pattern == LADDER:
+        return is_rung(number)
     match = _RANGE.fullmatch(pattern)
     if match:
         return int(match[1]) <= number and (not match[2] or number <= int(match[2]))

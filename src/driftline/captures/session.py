@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from driftline.captures import recorder
 from driftline.captures.calls import Frame, Look, StepClock, Visits
+from driftline.captures.ladder import LADDER, StepBudget, is_rung
 from driftline.captures.naming import ModuleNames, ModuleStructure, Place, Root
 from driftline.captures.options import LEVELS, Reduction, checked_levels
 from driftline.captures.recorder import TensorAddress
@@ -59,6 +60,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
         self.unwatched_class = ""  # class of the outermost module under way that is not watched
+        self.quiet = False  # a model is under way whose parts nobody looks at
         self.failure = 0  # id of the exception that is passing through the stack
 
 
@@ -89,6 +91,14 @@ class ModelDescription(Protocol):
 
     def after_root(self, frame: Frame, result: Any) -> None:
         """It was called, and this is what it returned."""
+        ...
+
+    def digests_call(self, frame: Frame) -> bool:
+        """Whether digests of what an outermost call takes and gives are wanted."""
+        ...
+
+    def note_tensors(self, frame: Frame, port: str, tensors: Any) -> None:
+        """What an outermost call took or gave."""
         ...
 
     def flush(self) -> None:
@@ -140,6 +150,8 @@ class Session(ABC):
         self.take = self.recorder.take
         self.thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
+        # Its steps are those of a ladder only where nobody has named any.
+        self.recorder.budget = StepBudget() if LADDER in self.selection.steps else None
         self.names = ModuleNames(adapter.structure, model, self._decide)
         self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
@@ -245,6 +257,15 @@ class Session(ABC):
         self.say_at_end()
         self.recorder.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
+        budget = self.recorder.budget
+        if budget is not None and budget.dropped is not None:
+            self.event(
+                "thinned",
+                f"steps from {budget.dropped} on were left out: --budget allows "
+                f"{budget.budget} bytes for steps after the first",
+                step=budget.dropped,
+                budget=budget.budget,
+            )
         if skipped:
             selected = len(self.steps_seen) - len(skipped)
             self.event(
@@ -355,7 +376,36 @@ class Session(ABC):
         return wanted
 
     def wants_step(self, step: int) -> bool:
-        return self.selection.takes_step(step)
+        """Whether tensors of a step are captured."""
+        if not self.selection.takes_step(step):
+            return False
+        budget = self.recorder.budget
+        return budget is None or step == 0 or budget.allows(step)
+
+    def watches_state(self, step: int) -> bool:
+        """Whether weights and gradients are described around a step's update."""
+        budget = self.recorder.budget
+        if budget is not None:
+            return is_rung(step) and budget.allows(step)
+        return is_rung(step) or self.selection.takes_step(step)
+
+    def set_budget(self, budget: int | None) -> None:
+        """How many bytes of disk steps after the first may take, where no steps were named."""
+        if self.recorder.budget is not None and budget is not None:
+            self.recorder.budget = StepBudget(budget)
+
+    def charge(self, size: int) -> None:
+        """Lines about later steps have taken so many bytes."""
+        if self.recorder.budget is not None:
+            self.recorder.budget.charge(size)
+
+    def is_quiet(self, step: int) -> bool:
+        """Whether nobody looks at the parts of a model in this step: hooks are off then."""
+        return (
+            self.stand_in is None
+            and not self.wants_step(step)
+            and all(getattr(tap, "only_wanted_steps", False) for tap in self.taps)
+        )
 
     # --- what taps tell
 
@@ -373,7 +423,7 @@ class Session(ABC):
         if not self.wants(address.site, address.class_name, port):
             return
         # Gradients belong to the step of their forward call, so the address names the step.
-        if not self.selection.takes_step(address.step):
+        if not self.wants_step(address.step):
             return
         if not address.phase or not address.moment:
             phase, moment = usual_phase(port), usual_moment(port)
@@ -448,7 +498,9 @@ class Session(ABC):
                 once=once,
                 total=None if steps is None else once + (step_bytes - once) * steps,
             )
-        self.recorder.sink.step_done(step)
+        # Of a step between rungs there is nothing to be told.
+        if self.recorder.budget is None or self.wants_step(step):
+            self.recorder.sink.step_done(step)
 
     def root_done(self) -> None:
         """A model has run: its tree is kept now, since the model may be gone when capture ends.
@@ -491,6 +543,7 @@ class Session(ABC):
         }
         if ended:
             facts["steps_ran"] = len(self.steps_seen)
+            facts["updates"] = self.clock.updates
             if self.unfinished_step is not None:
                 facts["unfinished_step"] = self.unfinished_step
             if self.exception:

@@ -243,8 +243,10 @@ class SelectionOptions:
         )
 
 
-def step_patterns(execute_range: str, step: Sequence[str] | None) -> tuple[str, ...]:
-    """Step patterns from `--step` or `-er`; step 0 when neither is given.
+def step_patterns(
+    execute_range: str, step: Sequence[str] | None, default: str = "0"
+) -> tuple[str, ...]:
+    """Step patterns from `--step` or `-er`; the default when neither is given.
 
     >>> step_patterns("3,5,7,7", None), step_patterns("", None), step_patterns("", ["*"])
     (('3-5', '7-7'), ('0',), ())
@@ -260,7 +262,7 @@ def step_patterns(execute_range: str, step: Sequence[str] | None) -> tuple[str, 
         chosen = patterns(step)
         return () if "*" in chosen else chosen
     if not execute_range:
-        return ("0",)
+        return (default,)
     words = [word for word in _SEPARATORS.split(execute_range.strip()) if word]
     # A negative step gets here, because `-1,3` is a value to the guard in `app`.
     for word in words:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from driftline.comparison.differences.difference import Difference
     from driftline.comparison.evidence.second_look import SecondLook
     from driftline.comparison.tolerance.thresholds import Thresholds
+    from driftline.comparison.training.training_report import TrainingReport
     from driftline.execution.jobs import Executor
 
 Source: TypeAlias = "Run | StrPath"
@@ -250,14 +251,30 @@ class Comparison:
     def table(self, measured: MeasuredRows) -> Table:
         """The table of all pairs and lone tensors, not judged yet."""
         reference, candidate = sides_of(self.plan, self.reference, self.candidate)
+        differences = self.differences()
         return Table(
             rows=with_lone_rows(self.plan, measured.rows, measured.missing, measured.extra),
             columns=measured.columns,
             reference=reference,
             candidate=candidate,
             notes=self.plan.notes,
+            differences=differences,
             structure=self.structure(measured.rows),
+            training=self.training(differences),
         )
+
+    def differences(self) -> tuple[Difference, ...] | None:
+        """What differs between the two models; None where a run has no facts about its model."""
+        # Loaded late: most runs of other tools have no facts about a model.
+        from driftline.comparison.differences.find import differences_of
+
+        return differences_of(self.reference, self.candidate, self.plan)
+
+    def training(self, differences: Sequence[Difference] | None) -> TrainingReport | None:
+        """What two trainings say of each other; None where nothing was trained."""
+        from driftline.comparison.training.update_order import training_report
+
+        return training_report(self.reference, self.candidate, self.plan, differences)
 
     def structure(self, rows: Iterable[Row] | None = None) -> Structure:
         """What the runs know of their model; nothing where limits were asked for.
@@ -320,7 +337,7 @@ class Comparison:
             self.second_look(),
             self.masked,
         )
-        return self.with_differences(judged)
+        return with_placed_differences(judged)
 
     def second_look(self) -> SecondLook:
         """What looks again at tensors that make a site suspect."""
@@ -329,21 +346,14 @@ class Comparison:
 
         return SecondLook(self.reference, self.candidate, self.plan)
 
-    def with_differences(self, table: Table) -> Table:
-        """The table with what differs between the two models; it changes no verdict."""
-        differences = self.differences()
-        if differences is None:
-            return table
-        from driftline.comparison.differences.find import placed
 
-        return table.changed(differences=placed(differences, table))
+def with_placed_differences(table: Table) -> Table:
+    """The table with its differences as seen from where the drift starts; no verdict changes."""
+    if table.differences is None:
+        return table
+    from driftline.comparison.differences.find import placed
 
-    def differences(self) -> tuple[Difference, ...] | None:
-        """What differs between the two models; None if a run has no facts about its model."""
-        # Loaded late: most runs of other tools have no facts about a model.
-        from driftline.comparison.differences.find import differences_of
-
-        return differences_of(self.reference, self.candidate, self.plan)
+    return table.changed(differences=placed(table.differences, table))
 
 
 class EvidenceSources(NamedTuple):

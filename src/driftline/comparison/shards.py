@@ -15,7 +15,6 @@ import numpy as np
 
 from driftline import __version__
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.differences.find import placed
 from driftline.comparison.evidence.second_look import EarlierLooks, Figures, settle
 from driftline.comparison.measure.assemble import in_order, in_turn, is_in_order, sides_of
 from driftline.comparison.measure.distribute import weight_of
@@ -32,6 +31,7 @@ from driftline.comparison.pipeline import (
     PairPlaces,
     Source,
     prepare,
+    with_placed_differences,
     without_collector,
 )
 from driftline.comparison.table.part import Part, open_parts, plan_digest
@@ -137,6 +137,8 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
         (index, figures.half, figures.rest)
         for index, figures in look.of_rows(measured.rows if judges_sites else ())
     )
+    # Facts about the models belong to no pair either.
+    differences = comparison.differences() if shard.number == 1 else None
     # Versions go along: parts of different ones must not be merged in silence.
     return Part(
         shard,
@@ -155,7 +157,8 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
         comparison.structure() if shard.number == 1 else NO_STRUCTURE,
         looks,
         tuple(look.notes),
-        comparison.differences() if shard.number == 1 else None,
+        differences,
+        comparison.training(differences) if shard.number == 1 else None,
     )
 
 
@@ -215,7 +218,9 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         reference=first.reference,
         candidate=first.candidate,
         notes=first.notes,
+        differences=first.differences,
         structure=first.structure,
+        training=first.training,
     )
     tolerance = tolerance_from_json(first.tolerance, first.source)
     # Which rows fail, and which sites are suspect, is known only now, with all rows in one table.
@@ -225,9 +230,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         _looks(shards),
         lambda _: itertools.chain.from_iterable(part.masked for part in shards),
     )
-    if first.differences is None:
-        return judged
-    return judged.changed(differences=placed(first.differences, judged))
+    return with_placed_differences(judged)
 
 
 def _looks(parts: Sequence[Part]) -> EarlierLooks:

@@ -25,6 +25,8 @@ MODEL = "model.jsonl"
 """What the models of a process are: attributes, code, state, training."""
 WEIGHTS = "weights.jsonl"
 """Summaries, digests and samples of parameters and buffers; see `runs.sidecars.model_facts`."""
+STEPS = "steps.jsonl"
+"""Weights, gradients and digests from step to step; see `runs.sidecars.step_facts`."""
 RESERVE = ".reserve"
 """A file that only reserves space: deleted on a full disk, so that the index can be completed."""
 RESERVE_BYTES = 1 << 20

@@ -29,6 +29,7 @@ from driftline.runs.layout import (
     ORPHAN_EVENTS,
     PROCESS,
     SCHEMA,
+    STEPS,
     TOPOLOGY,
     WEIGHTS,
     folder_name,
@@ -67,9 +68,9 @@ def no_folder(place: Path) -> BadRun:
 
 
 # Files of a process that are not side tables.
-_USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS, MODEL, WEIGHTS})
+_USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS, MODEL, STEPS, WEIGHTS})
 # Facts about models can be asked for like side tables, and are not listed among them.
-_FACTS = frozenset({MODEL, WEIGHTS})
+_FACTS = frozenset({MODEL, STEPS, WEIGHTS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64

@@ -52,6 +52,7 @@ class RunScope(NamedTuple):
         compiled: Modules that were compiled, whose parts were therefore not seen.
         ranks: How many ranks the job had; 0 if it is not known.
         engine: What computed it, as far as known: torch, paddle, onnxruntime.
+        updates: How many steps optimizers made; -1 if it is not known.
     """
 
     captured: bool = False
@@ -66,6 +67,7 @@ class RunScope(NamedTuple):
     compiled: tuple[str, ...] = ()
     ranks: int = 0
     engine: str = ""
+    updates: int = -1
 
     @property
     def has_modules(self) -> bool:
@@ -114,6 +116,7 @@ class RunScope(NamedTuple):
             _words(facts.get("compiled")),
             _count(facts.get("ranks")),
             str(facts.get("engine") or ""),
+            _updates(facts),
         )
 
 
@@ -171,6 +174,7 @@ def scope_of(run: Run) -> RunScope:
         compiled,
         run.facts.world,
         run.facts.framework,
+        max(map(_updates, captures), default=-1),
     )
 
 
@@ -268,6 +272,11 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 def _count(value: Any) -> int:
     return value if type(value) is int and 0 <= value < _MOST_STEPS else 0
+
+
+def _updates(facts: Mapping[str, Any]) -> int:
+    count = facts.get("updates")
+    return count if type(count) is int and 0 <= count < _MOST_STEPS else -1
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -66,6 +66,8 @@ class CapturePlan:
         fusion: For inductor: whether kernels may be fused.
         budgets: Memory for tensors of devices, and what happens when it is used up.
         facts: What of the models is described besides their tensors.
+        step_budget: Bytes of disk for the steps after the first where no steps were named; -1 is
+            the default.
     """
 
     output: str
@@ -87,6 +89,7 @@ class CapturePlan:
     graph: GraphEngine = ""
     fusion: bool = True
     facts: FactOptions = field(default_factory=FactOptions)
+    step_budget: int = -1
 
     # Checked here, before the program starts, because it may run for an hour.
     def __post_init__(self) -> None:
@@ -191,6 +194,7 @@ class CapturePlan:
                 **({"graph": self.graph, "fusion": self.fusion} if self.graph else {}),
                 **({"budgets": self.budgets._asdict()} if self.budgets != Budgets() else {}),
                 **({"facts": self.facts._asdict()} if self.facts != FactOptions() else {}),
+                **({"step_budget": self.step_budget} if self.step_budget >= 0 else {}),
             },
             indent=2,
             ensure_ascii=False,
@@ -232,6 +236,7 @@ class CapturePlan:
             fusion=data.get("fusion", True),
             budgets=Budgets(**data.get("budgets", {})),
             facts=FactOptions(**data.get("facts", {})),
+            step_budget=data.get("step_budget", -1),
         )
 
 

@@ -132,6 +132,9 @@ class Launched:
             plan.levels if plan.wants_tensors else ("modules",),
             rank=self.place.rank,
         )
+        if plan.step_budget >= 0:
+            # The limit is for the whole dump; each rank gets an equal share.
+            self.session.set_budget(plan.step_budget // max(1, self.place.world_size))
         # Only sessions with a device backend have budgets.
         device_backend: Any = getattr(self.session, "device_backend", None)
         if device_backend is not None:
@@ -223,7 +226,7 @@ class Launched:
             rank=self._rank()[0],
             calls=len(session.execution_order) + session.outside,
             steps_seen=tuple(seen),
-            steps_taken=tuple(step for step in seen if session.selection.takes_step(step)),
+            steps_taken=tuple(step for step in seen if session.wants_step(step)),
             tensors=session.tensors,
             bytes=self.sink.bytes_written,
             places=tuple(places[:MOST_PLACES]),

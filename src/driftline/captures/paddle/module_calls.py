@@ -163,7 +163,7 @@ def _enter(
     # Flattening is skipped where nobody looks at the inputs.
     if look.inputs_before or look.inputs_after or session.taps:
         frame.inputs = layers.inputs(layers.binding_of(_forward(layer)), args, kwargs)
-        if look.inputs_before and frame.inputs and session.selection.takes_step(step):
+        if look.inputs_before and frame.inputs and session.wants_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
     if session.taps:
         tell_taps(session, frame, outermost=len(stack) == 1)
@@ -175,7 +175,7 @@ def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
     look, taps = frame.place.look, session.taps
     outermost = len(session.thread.stack) == 1
     if look.outputs or look.inputs_after or taps:
-        wanted = session.selection.takes_step(frame.step)
+        wanted = session.wants_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
         tensors = layers.outputs(result)

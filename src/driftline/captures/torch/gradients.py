@@ -21,7 +21,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from driftline.captures.gradients import (
     CallGradients,
@@ -85,21 +88,59 @@ class ParameterTap:
     """Every parameter and buffer at the first call of its root, or at the first call in each step.
 
     Values are taken before the root runs, under the port `param`; the slot is the name inside the
-    owning module. A tied tensor is written once, at its first owner.
+    owning module. A tied tensor is written once, at its first owner. What an optimizer has updated
+    is taken again after its step, with the moment `after`.
     """
+
+    only_wanted_steps = True
 
     def __init__(self, session: Any, *, every: Literal["run", "step"] = "run") -> None:
         self._session = session
         self._every = every
         self._done: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._written: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._owners: dict[int, Owner] = {}
         self._active = False
+        self._handles: list[Any] = []
+        self._updating = 0
 
     def install(self) -> None:
         self._active = True
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
 
     def remove(self) -> None:
         self._active = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        # Asked before the update, which may end the step.
+        self._updating = self._session.clock.concluding
+
+    def _after_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._active or not self._session.wants_step(self._updating):
+            return
+        try:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    entry = self._written.get(id(parameter))
+                    owner = self._owners.get(id(parameter))
+                    if owner is None or entry is None or entry[0]() is not parameter:
+                        continue
+                    site, name, class_name = owner
+                    step = self._updating
+                    self._session.emit(
+                        TensorAddress(
+                            site, "param", name, step, moment="after", class_name=class_name
+                        ),
+                        parameter,
+                    )
+        except Exception as error:  # the user's program goes on whatever happens here
+            self._session.event_once("parameters-lost", f"parameters not captured: {error}")
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
@@ -137,6 +178,7 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
+                self._owners[id(tensor)] = Owner(site, name, class_name)
                 session.emit(
                     TensorAddress(site, "param", name, step, class_name=class_name), tensor
                 )
@@ -149,6 +191,10 @@ class ParameterTap:
         if entry is None or entry[0]() is not tensor:
             return False
         return self._every == "run" or entry[1] == step
+
+
+break_graphs(ParameterTap._before_update)  # a step may be compiled, hooks and all
+break_graphs(ParameterTap._after_update)
 
 
 class ParameterGradients:
@@ -288,6 +334,8 @@ class GradientTap(CallGradients):
     `on_forward` after each module's. Between the last two only numbers are kept: an exception in
     between leaves nothing alive.
     """
+
+    only_wanted_steps = True
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)

@@ -36,6 +36,7 @@ from driftline.captures.naming import ROOT, Place, Root
 from driftline.captures.recorder import Pending, Refusal, Snapshot
 from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.layers import children, class_of, unwrapped
+from driftline.captures.torch.step_states import CallDigests
 from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
 from driftline.captures.torch.training_facts import TrainingFacts
 from driftline.captures.weight_facts import Weight, WeightReader
@@ -101,6 +102,7 @@ class TorchFacts:
         self.file = FactsFile(self._write, lambda: session.recorder.tensors > 0)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training = TrainingFacts(session, self.file, self.path_of, self._weights.wait)
+        self._calls = CallDigests(session, self.file)
         self._reset()
 
     def _reset(self) -> None:
@@ -125,6 +127,7 @@ class TorchFacts:
         self.file = FactsFile(self._write, lambda: self._session.recorder.tensors > 0)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training.after_fork(self.file, self._weights.wait)
+        self._calls = CallDigests(self._session, self.file)
         self._reset()
 
     def before_root(self, place: Place, module: nn.Module) -> None:
@@ -150,13 +153,23 @@ class TorchFacts:
             or self._is_due(root, described)
         ):
             self._describe(root, described)
+        if not root.helper and place.is_root:
+            self._training.states.model_called(module, place.site, root.step)
 
     def after_root(self, frame: Frame, result: Any) -> None:
         """A model was called: its result may be the loss."""
+        if frame.digests is not None:
+            self._calls.returned(frame)
         self._training.returned(result, frame.site, helper=frame.place.root.helper)
 
+    def digests_call(self, frame: Frame) -> bool:
+        return self._calls.begins(frame)
+
+    def note_tensors(self, frame: Frame, port: str, tensors: Any) -> None:
+        self._calls.note(frame, port, tensors)
+
     def flush(self) -> None:
-        self.file.flush()
+        self.file.flush(at_once=False)
 
     def finish(self) -> None:
         """The capture ends: wait for the weights, and write what is left."""

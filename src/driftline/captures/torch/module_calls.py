@@ -106,8 +106,11 @@ def _watched(
     """Call a module while one session watches. The program's exceptions pass through."""
     # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
     # itself.
+    thread = session.thread
+    if thread.quiet:
+        return call(self, *args, **kwargs)
     compiler = _set_eval_frame(None)
-    stack = session.thread.stack
+    stack = thread.stack
     depth = len(stack)
     # Only inner calls take the short way, because an outermost one may end a step.
     if compiler is None and depth:
@@ -131,11 +134,14 @@ def _watched(
         return call(self, *args, **kwargs)
     room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
+        # Between the steps that are captured the parts of a model are called as they are.
+        thread.quiet = not depth and not frame.recompute and session.is_quiet(frame.step)
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
         else:
             result = session.stand_in(frame, call, args, kwargs)
     except BaseException as error:
+        thread.quiet = False
         compiler = _set_eval_frame(None)
         try:
             if room:
@@ -144,6 +150,7 @@ def _watched(
         finally:
             _set_eval_frame(compiler)
         raise
+    thread.quiet = False
     if compiler is not None:
         compiler = _set_eval_frame(None)
     try:
@@ -205,7 +212,7 @@ def _watched_again(
             type(out) is not torch.Tensor
             or _function_modes()
             or _dispatch_modes()
-            or not session.selection.takes_step(step)
+            or not session.wants_step(step)
             or not session.device_backend.take_last(last, frame, out)
         ):
             leave(session, stack, frame, result)
@@ -284,12 +291,16 @@ def enter(
         explain(session, place)
     look = place.look
     taps = session.taps
+    facts = session.model_facts
+    digested = len(stack) == 1 and facts is not None and facts.digests_call(frame)
     # Flattening is skipped where nobody looks at the inputs.
-    if look.inputs_before or look.inputs_after or taps:
+    if digested or look.inputs_before or look.inputs_after or taps:
         forward = unwrapped(module).forward if place.wraps else module.forward
         binding = layers.binding_of(forward)
         frame.inputs = layers.inputs(binding, args, kwargs, layers.cache_part(module, stack))
-        if look.inputs_before and frame.inputs and session.selection.takes_step(step):
+        if digested and facts is not None:
+            session.guarded(frame.site, facts.note_tensors, frame, "input", frame.inputs)
+        if look.inputs_before and frame.inputs and session.wants_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
         if taps:
             tell_taps(session, frame, outermost=len(stack) == 1)
@@ -308,8 +319,10 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
     """A module has run: take its outputs, and its inputs again where asked."""
     place = frame.place
     look, taps = place.look, session.taps
-    if look.outputs or look.inputs_after or taps:
-        wanted = session.selection.takes_step(frame.step)
+    facts = session.model_facts
+    digested = frame.digests is not None and facts is not None
+    if digested or look.outputs or look.inputs_after or taps:
+        wanted = session.wants_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
         # Most modules return one tensor; no container has to be walked.
@@ -317,6 +330,8 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
             tensors = [("0", "", result)]
         else:
             tensors = layers.outputs(result, layers.cache_part(frame.module, stack))
+        if digested and facts is not None:
+            session.guarded(frame.site, facts.note_tensors, frame, "output", tensors)
         if look.outputs and wanted and tensors:
             _take_all(session, frame, "output", tensors, "after")
             # Only a plain call whose inputs nobody wants can take the short way next time.

@@ -2,6 +2,8 @@
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 """How a torch program trains, as data: optimizer, scheduler, scaler, clipping, loss, calls.
 
+What its updates do to the weights is in `step_states`.
+
 Groups and their values are written at an optimizer's first step and again when they change. The
 loss is the tensor that a backward pass begins at, with the functions that made it. The order of
 calls between two updates is written when it changes: a gradient that is clipped before it is
@@ -28,6 +30,7 @@ from torch.optim.optimizer import (
 from driftline.captures.model_facts import FactsFile, attributes_of
 from driftline.captures.patching import PatchSet
 from driftline.captures.torch.operators.dispatch import break_graphs
+from driftline.captures.torch.step_states import StepStates
 from driftline.captures.torch.tensors import undisturbed
 from driftline.runs.sidecars.model_facts import MODEL, line_of
 
@@ -79,11 +82,13 @@ class TrainingFacts:
         self._patches = PatchSet()
         self._handles: list[Any] = []
         self._lock = threading.Lock()
+        self.states = StepStates(session, file, path_of)
         self.after_fork(file, wait)
 
     def after_fork(self, file: FactsFile, wait: Callable[[], None]) -> None:
         self._file = file
         self._wait = wait
+        self.states.after_fork(file)
         self._optimizers: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
         self._order: list[str] = []
         self._written_order: list[str] = []
@@ -93,6 +98,9 @@ class TrainingFacts:
         self._clipping: dict[str, Any] = {}
         self._records = 0
         self._searched = False
+        self._updating = 0
+        self._settings: dict[int, list[Any] | None] = {}
+        self._factor: tuple[weakref.ref[Any], float] | None = None
 
     def install(self) -> None:
         pre = functools.partial(_guarded, weakref.ref(self), "_before_step")
@@ -109,6 +117,7 @@ class TrainingFacts:
                 replace(owner, name, lambda f, name=name: _noticed(f, me, "_clip", name))
         replace(torch.optim.Optimizer, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
         scaler = torch.amp.GradScaler
+        replace(scaler, "scale", lambda f: _noticed(f, me, "_scaled"))
         replace(scaler, "unscale_", lambda f: _noticed(f, me, "_note", "unscale"))
         replace(scaler, "update", lambda f: _noticed(f, me, "_note", "update_scale"))
 
@@ -120,8 +129,9 @@ class TrainingFacts:
 
     def finish(self) -> None:
         self._read_losses()
+        self.states.finish()
         if self._order:
-            self._write_order(final=True)
+            self._write_order(self._session.clock.concluding, final=True)
 
     # --- what the session tells
 
@@ -160,15 +170,24 @@ class TrainingFacts:
         arguments = {**dict(zip(words, args, strict=False)), **kwargs}
         arguments.pop("parameters", None)
         values = {"function": name, **attributes_of(arguments).scalars}
+        norm = None
+        if issubclass(type(result), torch.Tensor) and result.device.type == "cpu":
+            norm = float(result.detach())
+        step = self._session.clock.concluding
+        self.states.clipped(step, norm)
         if values != self._clipping:
             self._clipping = values
-            norm = None
-            if issubclass(type(result), torch.Tensor) and result.device.type == "cpu":
-                norm = float(result.detach())
-            step = self._session.clock.concluding
             self._write(
                 "clipping", step=step, values=values, norm=None if norm is None else repr(norm)
             )
+
+    def _scaled(self, args: Any, kwargs: Any, result: Any) -> None:
+        """A loss was multiplied so that small gradients keep their digits."""
+        del kwargs
+        factor: Any = getattr(args[0], "_scale", None) if args else None
+        on_host = issubclass(type(factor), torch.Tensor) and factor.device.type == "cpu"
+        if on_host and issubclass(type(result), torch.Tensor):
+            self._factor = weakref.ref(result), float(factor)
 
     def _backward(self, args: Any, kwargs: Any, result: Any) -> None:
         del result
@@ -190,16 +209,20 @@ class TrainingFacts:
             "step": self._session.clock.concluding,
             "dtype": str(loss.dtype).removeprefix("torch."),
             "shape": list(loss.shape),
-            "functions": self._graph_of(loss),
-            "caller": _caller(),
         }
+        # Between rungs the value is enough: walking the graph takes as long as a small step.
+        if self._session.watches_state(fields["step"]):
+            fields |= {"functions": self._graph_of(loss), "caller": _caller()}
+        scale = 1.0
+        if self._factor is not None and self._factor[0]() is loss:
+            scale = fields["scale"] = self._factor[1]
         if self._returned is not None and self._returned[0]() is loss:
             fields["site"] = self._returned[1]
         if loss.device.type == "cpu" and loss.numel() == 1:
-            self._write("loss", value=repr(float(loss.detach())), **fields)
+            self._write("loss", value=repr(float(loss.detach()) / scale), **fields)
             return
         # The sum stands for a loss of several numbers; a device is asked for it later.
-        self._losses.append((loss.detach().double().sum(), fields))
+        self._losses.append((loss.detach().double().sum() / scale, fields))
         if len(self._losses) >= _MOST_WAITING:
             self._read_losses()
 
@@ -229,17 +252,28 @@ class TrainingFacts:
 
     def _before_step(self, optimizer: Any) -> None:
         """An optimizer is about to change weights: no thread may read them now."""
-        del optimizer
         self._wait()
+        # Asked before the update, which may end the step.
+        self._updating = self._session.clock.concluding
+        self.states.before_update(optimizer, self._number_of(optimizer), self._updating)
+
+    def _number_of(self, optimizer: Any) -> int:
+        entry = self._optimizers.get(id(optimizer))
+        return len(self._optimizers) if entry is None or entry[0]() is not optimizer else entry[1]
 
     def _after_step(self, optimizer: Any) -> None:
         with undisturbed():
             self._noted("step")
-            groups = [_group_values(group) for group in optimizer.param_groups]
             entry = self._optimizers.get(id(optimizer))
-            step = self._session.clock.concluding
+            step = self._updating
+            number = self._number_of(optimizer)
+            settings = _settings(optimizer)
+            if settings is not None and settings == self._settings.get(number):
+                groups = entry[2] if entry is not None else []
+            else:
+                self._settings[number] = settings
+                groups = [_group_values(group) for group in optimizer.param_groups]
             if entry is None or entry[0]() is not optimizer:
-                number = len(self._optimizers)
                 self._optimizers[id(optimizer)] = weakref.ref(optimizer), number, groups
                 self._write_optimizer(optimizer, number, groups, step)
                 if not self._searched:
@@ -252,7 +286,8 @@ class TrainingFacts:
                     for old, new in zip(entry[2], groups, strict=False)
                 ]
                 self._write("optimizer", number=entry[1], step=step, groups=changed)
-            self._write_order()
+            self._write_order(step)
+        self.states.after_update(optimizer, number, step)
 
     def _write_optimizer(
         self, optimizer: Any, number: int, groups: list[dict[str, Any]], step: int
@@ -295,16 +330,29 @@ class TrainingFacts:
                 step=self._session.clock.concluding,
             )
 
-    def _write_order(self, *, final: bool = False) -> None:
+    def _write_order(self, step: int, *, final: bool = False) -> None:
         order, self._order = self._order, []
         if order != self._written_order and not (final and "backward" not in order):
             self._written_order = order
-            self._write("order", step=self._session.clock.concluding, calls=order)
+            self._write("order", step=step, calls=order)
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self._records < _MOST_RECORDS:
             self._records += 1
             self._file.add(MODEL, line_of(kind, **fields))
+
+
+def _settings(optimizer: Any) -> list[Any] | None:
+    """What groups hold besides parameters, to be compared; None if tensors are among it."""
+    settings = [
+        (name, value)
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    ]
+    # Comparing tensors would compute; programs may also hold objects of their own in a group.
+    plain = all(type(value) in (int, float, bool, str, tuple, type(None)) for _, value in settings)
+    return settings if plain else None
 
 
 def _group_values(group: dict[str, Any]) -> dict[str, Any]:
@@ -353,14 +401,14 @@ def _frames() -> Iterator[Any]:
 
 
 def _noticed(function: Any, me: weakref.ref[TrainingFacts], method: str, *words: str) -> Any:
-    """A function that tells the watcher of each call, after it for clipping, else before it."""
+    """A function that tells the watcher of each call, before it unless its result matters."""
 
     @functools.wraps(function)
     def noticed(*args: Any, **kwargs: Any) -> Any:
         # Inside a graph that is being compiled it is the plain function.
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if method != "_clip":
+        if method not in ("_clip", "_scaled"):
             _tell(me, method, args, kwargs, None, *words)
             return function(*args, **kwargs)
         result = function(*args, **kwargs)

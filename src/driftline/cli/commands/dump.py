@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from driftline.captures.ladder import LADDER, takes_ladder
 from driftline.captures.launch.jobs import FRAMEWORKS, CapturePlan, DumpType, Level
 from driftline.captures.launch.outcome import say_steps
 from driftline.captures.model_facts import FactOptions
@@ -65,7 +66,7 @@ class FilterOptions:
         ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
             `driftline show RUN` prints them.
         execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
-            step 0.
+            step 0 in full, later ones as summaries.
         child: With -ids: also everything below those modules.
         time: Take inputs 0 before the call, 1 after it, 2 both; 3, or not given: inputs before,
             outputs after.
@@ -101,7 +102,7 @@ class FilterOptions:
             sites=patterns(modules.site),
             classes=patterns(modules.class_),
             ports=patterns(self.port),
-            steps=step_patterns(self.execute_range, modules.step),
+            steps=step_patterns(self.execute_range, modules.step, LADDER),
             ranks=patterns(self.rank),
             ids=split_names(self.ids),
             children=yes_or_no("-child", self.child),
@@ -138,6 +139,8 @@ class AmountOptions:
         keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
         level: What is looked at; several may be given, also as ops,params. Default: modules.
         max_bytes: Stop storing values at this size, such as 2GB.
+        budget: Disk for the steps after the first where no steps are given; the latest ones are
+            left out. Default: 1GiB.
         device_budget: Memory on each GPU for copies of tensors on their way; 0 for none. Default:
             1GiB.
         host_budget: Pinned host memory where they land before they are written. Default: 2GiB.
@@ -156,6 +159,7 @@ class AmountOptions:
     keep: Annotated[str | None, Parameter(metavar="full|summary|digest|sample")] = None
     level: Annotated[list[Literal["modules", "ops", "gradients", "params"]] | None, SEVERAL] = None
     max_bytes: Annotated[str, Parameter(metavar="SIZE")] = ""
+    budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     device_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     host_budget: Annotated[str, Parameter(metavar="SIZE")] = ""
     when_full: WhenFull = "wait"
@@ -251,7 +255,8 @@ def dump(
 
     Every Python process that the program starts and that imports torch is captured: scripts,
     `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
-    exit status. Step 0 is captured unless --step (or -er) says otherwise. An ONNX model needs no
+    exit status. Step 0 is captured in full, and later steps as summaries (1 to 15, then powers of
+    two and their successors), unless --step (or -er) says otherwise. An ONNX model needs no
     program:
 
         driftline dump --engine onnxruntime --model m.onnx --inputs x.npz -o cand
@@ -311,10 +316,19 @@ def _capture_plan(
     folder, url = run_place(output.output, output.stage)
     if url:
         refuse_memory(url)
+    reduction = amount.reduction()
+    # The probe of ATB and the trees of other tools know numbers of steps only.
+    plain = output.layout == "run" and "tensor" in amount.types() and probe_engine != "atb"
+    if selection.steps == (LADDER,):
+        if plain and takes_ladder(amount.levels(), engine.graph):
+            reduction = reduction.with_ladder()
+        else:
+            selection = replace(selection, steps=("0",))
+    step_budget = _budget("--budget", amount.budget)
     plan = CapturePlan(
         output=folder,
         selection=selection,
-        reduction=amount.reduction(),
+        reduction=reduction,
         levels=amount.levels(),
         types=amount.types(),
         layout=output.layout,
@@ -330,6 +344,7 @@ def _capture_plan(
         shard_bytes=SENT_SHARD_BYTES if url else 0,
         budgets=amount.budgets(),
         facts=amount.facts(),
+        step_budget=-1 if step_budget is None else step_budget,
     )
     return plan, need_probe
 
@@ -416,12 +431,18 @@ def _captured_text(outcome: Outcome) -> str:
     if plan.wants_tensors and harvest.tensors:
         parts.append(
             f"{harvest.tensors} tensors, {size_text(harvest.bytes)}, {process_text}, "
-            f"{say_steps(harvest.steps)}"
+            f"{say_steps(harvest.steps)}{_in_full(outcome)}"
         )
     elif "model" in plan.types or "layer" in plan.types:
         trees = harvest.topologies
         parts.append(f"module tree of {trees} process{'es' if trees != 1 else ''}")
     return f"{', '.join([*parts, *outcome.sheets.words])} in {run}"
+
+
+def _in_full(outcome: Outcome) -> str:
+    """Which of several steps were kept in full, where that is not all of them."""
+    several = len(outcome.harvest.steps) > 1
+    return " (step 0 in full)" if several and outcome.plan.reduction.later is not None else ""
 
 
 def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
@@ -450,6 +471,12 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
 
 def _skipped_steps(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
+    if outcome.plan.selection.steps == (LADDER,):
+        ran = len(steps) + len(outcome.harvest.steps)
+        return (
+            f"{len(outcome.harvest.steps)} of {ran} steps are kept, all but the first as "
+            "summaries; --step '*' keeps all of them in full"
+        )
     verb = "ran and was" if len(steps) == 1 else "ran and were"
     first, last = min(steps), max(steps)
     some = f"{first}-{last}" if first != last else f"{first}"

@@ -56,6 +56,7 @@ class Difference:
         counts: Whether it is a difference of the models; False for what is expected, such as
             weights rounded to the candidate's number format, other devices or threads.
         position: Where it lies as seen from the first divergence.
+        step: The step in which it begins; None for what holds from the start.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Difference:
     explains: str = ""
     counts: bool = True
     position: Position = ""
+    step: int | None = None
 
     @property
     def path(self) -> str:
@@ -116,6 +118,7 @@ class Difference:
             "explains": self.explains,
             "counts": self.counts,
             "position": self.position,
+            "step": self.step,
         }
         return {name: value for name, value in fields.items() if value not in ("", None, [])}
 
@@ -139,6 +142,7 @@ class Difference:
             str(shown.get("explains", "")),
             shown.get("counts") is not False,
             position if position in _POSITIONS else "",
+            step if type(step := shown.get("step")) is int else None,
         )
 
 

@@ -19,6 +19,7 @@ from driftline.comparison.differences.models import (
     names_by_prefix,
 )
 from driftline.comparison.differences.training import of_config, of_process, of_training
+from driftline.comparison.training.training_report import SITES
 from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
 if TYPE_CHECKING:
@@ -51,15 +52,7 @@ def differences_of(
     staged = bool(reference.facts.stages), bool(candidate.facts.stages)
     if plan is not None and staged[0] != staged[1]:
         return _of_pipeline(reference, candidate, plan, reference_staged=staged[0])
-    names = names_by_prefix(first, second)
-    if plan is not None:
-        # What alignment concluded from structure is more than equal beginnings of names.
-        by_plan = {
-            pair.candidate.key.site: pair.reference.key.site
-            for pair in plan.pairs
-            if pair.candidate.key.port == "output"
-        }
-        names = Names({**names.to_reference, **by_plan})
+    names = names_of(first, second, plan)
     same_ranks = reference.facts.world == candidate.facts.world
     pair = ModelPair(first, second, names, same_ranks=same_ranks)
     differences = [
@@ -118,6 +111,20 @@ def _all_stages(run: Run, pairs: Sequence[tuple[TensorKey, str]]) -> ModelFacts:
                 if values is not None:
                     merged.weights[moved.path] = values._replace(site=moved.site)
     return merged
+
+
+def names_of(first: ModelFacts, second: ModelFacts, plan: Plan | None) -> Names:
+    """Which site of the candidate is which of the reference."""
+    names = names_by_prefix(first, second)
+    if plan is None:
+        return names
+    # What alignment concluded from structure is more than equal beginnings of names.
+    by_plan = {
+        pair.candidate.key.site: pair.reference.key.site
+        for pair in plan.pairs
+        if pair.candidate.key.port == "output"
+    }
+    return Names({**names.to_reference, **by_plan})
 
 
 def placed(
@@ -184,6 +191,12 @@ class _View:
     ) -> Position:
         if not self._home:
             return ""
+        # Where trainings part, no module is to be looked at.
+        if self._home in SITES.values():
+            explains = difference.kind in (*_TRAINING, "loss") or (
+                difference.relation == "requires_grad"
+            )
+            return "at" if explains and difference.counts else "elsewhere"
         if difference.kind in _TRAINING:
             return "upstream" if self._updated else "elsewhere"
         if difference.kind == "loss":

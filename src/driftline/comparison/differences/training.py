@@ -163,7 +163,7 @@ def _later_values(
             a, b = values.get(step, a), others.get(step, b)
             if not _near(a, b):
                 label = f"{optimizer} {name} in group {group} from step {step}"
-                yield Difference("optimizer", "", label, shown(a), shown(b))
+                yield Difference("optimizer", "", label, shown(a), shown(b), step=step)
                 break
 
 
@@ -229,7 +229,7 @@ def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
         )
         if a and b and a != b:
             values = " ".join(a), " ".join(b)
-            yield Difference("order", "", f"calls of step {step}", *values)
+            yield Difference("order", "", f"calls of step {step}", *values, step=step)
             return
 
 

@@ -26,6 +26,7 @@ from driftline.comparison.table.row import (
 )
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Side, Table
+from driftline.comparison.training.training_report import TrainingReport
 from driftline.errors import AlreadyThere, BadFile, BadInput
 from driftline.execution.slicing import Shard
 from driftline.runs.records import Record
@@ -61,6 +62,7 @@ class Part:
             the error on the better half of its tokens, that of the tokens that count.
         look_notes: What the second looks have to say.
         differences: What differs between the two models; the first shard's.
+        training: What two trainings say of each other; the first shard's.
         source: The file it was read from.
     """
 
@@ -82,6 +84,7 @@ class Part:
     looks: tuple[tuple[int, float, float], ...] = ()
     look_notes: tuple[str, ...] = ()
     differences: tuple[Difference, ...] | None = None
+    training: TrainingReport | None = None
     source: str = field(default="", compare=False)
 
     @property
@@ -143,6 +146,7 @@ class Part:
             reference=self.reference,
             candidate=self.candidate,
             differences=self.differences,
+            training=self.training,
         )
         shown = frame.as_json()
         return {
@@ -159,7 +163,7 @@ class Part:
             **({"structure": self.structure.as_json()} if self.structure != NO_STRUCTURE else {}),
             **({"looks": self._looks()} if self.looks else {}),
             **({"look_notes": list(self.look_notes)} if self.look_notes else {}),
-            **({"differences": shown["differences"]} if "differences" in shown else {}),
+            **{name: shown[name] for name in ("differences", "training") if name in shown},
         }
 
     def _looks(self) -> list[list[JSON]]:
@@ -194,7 +198,7 @@ class Part:
             frame = Table.from_json(
                 {
                     **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
-                    "differences": top.get("differences"),
+                    **{name: top[name] for name in ("differences", "training") if name in top},
                     # Read by the reader of tables, which wants a schema and a
                     # verdict.
                     "schema": "driftline.table/1",
@@ -222,6 +226,7 @@ class Part:
                 _looks_from(top.get("looks", ()), len(rows)),
                 tuple(map(str, top.get("look_notes", ()))),
                 frame.differences,
+                frame.training,
                 source,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as trouble:

@@ -19,6 +19,7 @@ from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.covered import Covered
 from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
+from driftline.comparison.training.training_report import TrainingReport
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.scope import RunScope
 
@@ -193,6 +194,7 @@ class Table:
             no facts about its model.
         structure: What the runs know of their model, for whoever judges the table again.
         evidence: What experiments have shown of its sites, for the same: as judging wrote it.
+        training: What two trainings say of each other; None where nothing was trained.
         judgement: How its sites stand, where sites were judged; not written to files.
         covered: How far it reaches, in calls, steps, elements and ranks; None before it is judged.
     """
@@ -210,6 +212,7 @@ class Table:
     differences: tuple[Difference, ...] | None = None
     structure: Structure = NO_STRUCTURE
     evidence: Mapping[str, JSON] = field(default_factory=dict[str, JSON])
+    training: TrainingReport | None = None
     judgement: SiteJudgement | None = field(default=None, compare=False, repr=False)
     covered: Covered | None = None
 
@@ -336,6 +339,7 @@ class Table:
             "candidate": _json_safe(self.candidate.as_json()),
             "notes": list(self.notes),
             **self._differences_as_json(),
+            **({} if self.training is None else {"training": self.training.as_json()}),
         }
 
     def _differences_as_json(self) -> dict[str, JSON]:
@@ -390,6 +394,7 @@ class Table:
                 differences=_differences(top.get("differences")),
                 structure=Structure.from_json(top.get("structure", {})),
                 evidence=dict(top.get("evidence", {})),
+                training=TrainingReport.from_json(top.get("training")),
                 covered=Covered.from_json(top.get("coverage")),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as trouble:

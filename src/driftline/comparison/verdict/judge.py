@@ -37,6 +37,7 @@ from driftline.comparison.tolerance.tolerance import (
     WHAT_CANCELS,
     Tolerance,
 )
+from driftline.comparison.training.training_report import judged_by_training
 from driftline.comparison.verdict.certain_failures import (
     CertainFailure,
     certain_failure,
@@ -101,7 +102,11 @@ def judge(
         evidence = kept_evidence(table)
     elif shown := evidence.as_json():
         table = table.changed(evidence=shown)
-    judged = _judge_table(table, allowed, evidence)
+    judged = judged_by_training(
+        _judge_table(table, allowed, evidence),
+        lambda other: _judge_table(other, allowed, evidence),
+        explicit=allowed.explicit,
+    )
     if allowed.thresholds is None:
         return judged
     return _with_threshold_notes(judged, allowed.thresholds)

@@ -23,7 +23,7 @@ from driftline.formats.convert.targets import FilePerTensor, TensorList, write_s
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
-from driftline.runs.layout import MODEL, WEIGHTS
+from driftline.runs.layout import MODEL, STEPS, WEIGHTS
 from driftline.runs.local_files import reason_of
 from driftline.runs.provenance import check_room, create_run
 from driftline.runs.records import Record, TensorKey
@@ -104,7 +104,7 @@ class Conversion:
             for name in self.run.sheets(rank, process):
                 writer.sheet(name, self.run.sheet(name, rank, process))
                 self.sheets += 1
-            for name in (MODEL, WEIGHTS):
+            for name in (MODEL, STEPS, WEIGHTS):
                 if text := self.run.sheet(name, rank, process):
                     writer.sheet(name, text)
             try:

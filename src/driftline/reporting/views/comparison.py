@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterable
+from typing import cast
 
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.table.row import Row, Status
@@ -208,6 +210,7 @@ def view(table: Table, *, everything: bool = False) -> View:
     blocks: list[Block] = [
         headline(table),
         *differences.remark(table.differences, table.verdict),
+        *_step_commands(table),
     ]
     if table.first is not None and table.reference.ordered:
         blocks.append(Tree("", (where(table),)))
@@ -281,6 +284,32 @@ def headline(table: Table) -> Sentence:
         f"{table.verdict.upper()}: {table.finding or 'no finding'}",
         tones.get(table.verdict, "doubtful"),
     )
+
+
+def _step_commands(table: Table) -> list[Sentence]:
+    """How to have the step in which the drift begins in full, where only summaries were kept."""
+    first = table.first
+    parted = table.training.broken if table.training is not None else None
+    if table.verdict != "fail":
+        return []
+    step = first.step if first is not None else 0
+    levels = ""
+    if parted is not None and table.finding.startswith(parted.finding):
+        step = parted.step
+        levels = " --level modules gradients params"
+    elif first is None or first.basis not in ("summary", "digest"):
+        return []
+    if not step:
+        return []
+    lines = [f"step {step} in full:"]
+    for side in (table.reference, table.candidate):
+        words = side.about.get("command")
+        if not isinstance(words, list) or not words or not side.path:
+            return []
+        command = shlex.join(map(str, cast("list[object]", words)))
+        folder = shlex.quote(f"{side.path.rstrip('/')}.step{step}")
+        lines.append(f"driftline dump --step {step}{levels} -o {folder} -- {command}")
+    return [Sentence(line, "quiet") for line in lines]
 
 
 def _allowed(table: Table) -> str:

@@ -280,10 +280,10 @@ def read_model_facts(
         weights: Whether to read what is kept of the values, too.
     """
     facts = ModelFacts()
-    for fields in _lines(run.sheet(MODEL, rank, process)):
+    for fields in sheet_lines(run.sheet(MODEL, rank, process)):
         _add(facts, fields)
     if weights and facts:
-        for fields in _lines(run.sheet(WEIGHTS, rank, process)):
+        for fields in sheet_lines(run.sheet(WEIGHTS, rank, process)):
             if fields.get("kind") == "weight":
                 values = _weight(fields)
                 # The first reading counts, as for modules.
@@ -301,7 +301,8 @@ def attributes_of(run: Run, site: str, rank: int = 0, process: int = 0) -> Mappi
     return read_model_facts(run, rank, process, weights=False).attributes(site)
 
 
-def _lines(text: str) -> Iterator[dict[str, Any]]:
+def sheet_lines(text: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file of lines; what is damaged or too long is passed over."""
     for number, line in enumerate(text.split("\n")):
         if number >= _MOST_LINES:
             return

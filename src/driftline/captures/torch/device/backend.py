@@ -51,6 +51,7 @@ class KnownTensor(NamedTuple):
     reading: Reading | None  # None: its bytes are kept
     transfers: Transfers
     size: int
+    kept: str
 
 
 class Last:
@@ -167,6 +168,9 @@ class TorchDeviceBackend:
 
     def _again(self, like: KnownTensor, frame: Frame, tensor: torch.Tensor) -> bool:
         index = like.index
+        # Later steps may keep less of a tensor than the first one did.
+        if like.kept != self._reduction.kept_in(frame.step):
+            return False
         try:
             address = snapshots.address_alike(tensor, like.dtype, like.shape, index)
         # A tensor of vmap or of a traced graph has no single address.
@@ -284,7 +288,7 @@ class TorchDeviceBackend:
         class_name: str,
     ) -> None:
         """The same place mostly gives the same kind of tensor: next time it is taken at once."""
-        kept = self._reduction.kept
+        kept = self._reduction.kept_in(key.step)
         kind = kind_of(shot.dtype)
         # Kinds that need more than one launch, or have no kernel, take the long way.
         if (
@@ -306,6 +310,7 @@ class TorchDeviceBackend:
             like is not None
             and like.batch is batch
             and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
+            and like.kept == kept
         ):
             return  # it was not taken at once for a reason that will pass
         self._changes += 1
@@ -320,6 +325,7 @@ class TorchDeviceBackend:
             None if kept == "full" else batch.reading(kind, shot.elements),
             device.transfers,
             shot.elements * kind.width,
+            kept,
         )
 
     def _taken(
@@ -331,7 +337,7 @@ class TorchDeviceBackend:
         alias: str,
         class_name: str,
     ) -> bool:
-        kept = self._reduction.kept
+        kept = self._reduction.kept_in(key.step)
         what: PendingSummary | StagedTensor | None = None
         stride, lost = 1, ""
         if kept in ("full", "sample") and not device_memory.degraded:

@@ -1,0 +1,311 @@
+"""How far two trainings are apart, step by step: weights, loss, gradients and updates.
+
+A sketch of a tensor is linear in it, so the sketch of an update is the difference of two sketches;
+where a device has kept only samples, those take its place. Measures, and judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.comparison.differences.models import ModelPair
+from driftline.numerics.dtypes import DTYPES
+from driftline.runs.sidecars.model_facts import ModelFacts
+from driftline.runs.sidecars.step_facts import F64, State, StepFacts, TensorState
+
+Weights = Mapping[str, TensorState]
+
+
+class Change(NamedTuple):
+    """One parameter's gradient and update in one step, on both sides.
+
+    Attributes:
+        path: `site.name`, by the reference's name.
+        gradient: Relative error of the gradient; NaN if a side has none.
+        same_gradient: Whether the gradients are equal to the bit.
+        same_weights: Whether the weights before the update are.
+        error: Norm of the difference of the updates.
+        norms: Norms of the updates.
+        rounding: Norm of what rounding to the weights' format may change.
+    """
+
+    path: str
+    gradient: float
+    same_gradient: bool
+    same_weights: bool
+    error: float
+    norms: tuple[float, float]
+    rounding: float
+
+
+@dataclass(slots=True)
+class StepErrors:
+    """One step of two trainings.
+
+    Attributes:
+        step: Its number.
+        weights: Relative error of the weights it begins with, of the way they have moved since
+            step 0; 0.0 where they are equal to the bit.
+        changed: Weights that one side changed outside of an update, before this step: their paths.
+        losses: Loss of each backward pass, of both sides.
+        gradients: Relative error of all gradients together; None if none were compared.
+        ratio: Norm of the candidate's gradients over that of the reference's.
+        lone_gradients: Parameters with a gradient on one side only: (reference's, candidate's).
+        norms: Norms that clipping found.
+        updates: What the update did to each parameter.
+        lone_updates: Parameters that only one side updates: (reference's, candidate's).
+        distance: Relative error of the weights as they are.
+        others: The same of weights that no optimizer updates (averages, teachers), by path.
+    """
+
+    step: int
+    weights: float = 0.0
+    changed: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    gradients: float | None = None
+    ratio: float = 1.0
+    lone_gradients: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    norms: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    updates: list[Change] = field(default_factory=list[Change])
+    lone_updates: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    distance: float = 0.0
+    others: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class Trainings:
+    """The steps of one process of either side.
+
+    Args:
+        pair: The two models: which name of the candidate is which of the reference.
+        reference: What the reference's process has written of its steps.
+        candidate: The candidate's.
+    """
+
+    def __init__(self, pair: ModelPair, reference: StepFacts, candidate: StepFacts) -> None:
+        self._names = pair
+        self._facts = (reference, candidate)
+        self._losses = (_losses(pair.reference), _losses(pair.candidate))
+        self._dtypes = {
+            path: (parameter.dtype, other.dtype)
+            for path, parameter in reference.parameters.items()
+            if (other := _renamed(candidate.parameters, pair).get(path)) is not None
+        }
+
+    def steps(self) -> Iterator[StepErrors]:
+        """Every step that both sides have looked at, in order."""
+        by_step = [_by_step(facts) for facts in self._facts]
+        now: tuple[dict[str, TensorState], dict[str, TensorState]] = ({}, {})
+        first: tuple[dict[str, TensorState], dict[str, TensorState]] = ({}, {})
+        trained: set[str] = set()
+        seen = -1
+        for step in sorted({*by_step[0], *by_step[1]}):
+            errors = StepErrors(step)
+            states = [side.get(step, ()) for side in by_step]
+            own = [self._sorted(side, which) for which, side in enumerate(states)]
+            common = step in by_step[0] and step in by_step[1]
+            for which, parts in enumerate(own):
+                for path, tensor in parts.before.items():
+                    # Written again although the last update was watched: something else did it.
+                    if common and seen == step - 1 and path in trained:
+                        errors.changed[which].append(path)
+                    now[which][path] = tensor
+                    first[which].setdefault(path, tensor)
+            trained |= own[0].after.keys() & own[1].after.keys()
+            if common:
+                self._measure(errors, now, first, own, trained)
+                seen = step
+                yield errors
+            for which, parts in enumerate(own):
+                now[which].update(parts.after)
+
+    def _sorted(self, states: Sequence[State], which: int) -> _Parts:
+        parts = _Parts({}, {}, {})
+        for state in states:
+            tensors = state.tensors if which == 0 else _renamed(state.tensors, self._names)
+            if state.what == "gradients":
+                parts.gradients.update(tensors)
+            else:
+                (parts.after if state.when == "after" else parts.before).update(tensors)
+        return parts
+
+    def _measure(
+        self,
+        errors: StepErrors,
+        now: tuple[Weights, Weights],
+        first: tuple[Weights, Weights],
+        own: Sequence[_Parts],
+        trained: set[str],
+    ) -> None:
+        step = errors.step
+        for which, losses in enumerate(self._losses):
+            errors.losses[which].extend(losses.get(step, ()))
+            errors.norms[which].extend(self._facts[which].norms.get(step, ()))
+        errors.weights = _way_apart(now, first, trained)
+        errors.distance = _distance(now, trained)
+        for path in own[0].before.keys() & own[1].before.keys() - trained:
+            errors.others[path] = _distance(now, (path,))
+        self._measure_gradients(errors, own[0].gradients, own[1].gradients)
+        for mine, other in ((0, 1), (1, 0)):
+            # A parameter that the other optimizer does not know is a matter of its update.
+            errors.lone_gradients[mine].extend(
+                path
+                for path, tensor in own[mine].gradients.items()
+                if path not in own[other].gradients
+                and path in own[other].after
+                and tensor.norm > 0.0
+            )
+        for path in own[0].after.keys() & own[1].after.keys():
+            if path in now[0] and path in now[1]:
+                befores = now[0][path], now[1][path]
+                afters = own[0].after[path], own[1].after[path]
+                grads = own[0].gradients.get(path), own[1].gradients.get(path)
+                errors.updates.append(self._change(path, befores, afters, grads))
+        if own[0].after and own[1].after:
+            for mine, other in ((0, 1), (1, 0)):
+                errors.lone_updates[mine].extend(
+                    path
+                    for path in own[mine].after.keys() - own[other].after.keys()
+                    if _is_moved(now[mine].get(path), own[mine].after[path])
+                )
+
+    def _measure_gradients(self, errors: StepErrors, first: Weights, second: Weights) -> None:
+        square = size = other = 0.0
+        for path in first.keys() & second.keys():
+            a, b = _vectors(first[path], second[path])
+            if a is None or b is None:
+                continue
+            same = first[path].digest and first[path].digest == second[path].digest
+            square += 0.0 if same else float(np.sum((a - b) ** 2))
+            size += float(a @ a)
+            other += float(b @ b)
+        if first.keys() & second.keys():
+            errors.gradients = _ratio(math.sqrt(square), math.sqrt(size))
+            errors.ratio = _ratio(math.sqrt(other), math.sqrt(size)) if size else 1.0
+
+    def _change(
+        self,
+        path: str,
+        befores: tuple[TensorState, TensorState],
+        afters: tuple[TensorState, TensorState],
+        gradients: tuple[TensorState | None, TensorState | None],
+    ) -> Change:
+        a0, b0 = _vectors(*befores)
+        a1, b1 = _vectors(*afters)
+        gradient, same_gradient = math.nan, False
+        if gradients[0] is not None and gradients[1] is not None:
+            g, h = _vectors(gradients[0], gradients[1])
+            same_gradient = bool(gradients[0].digest) and (
+                gradients[0].digest == gradients[1].digest
+            )
+            if g is not None and h is not None:
+                gap = 0.0 if same_gradient else float(np.linalg.norm(g - h))
+                gradient = _ratio(gap, float(np.linalg.norm(g)))
+        same_weights = bool(befores[0].digest) and befores[0].digest == befores[1].digest
+        same_after = bool(afters[0].digest) and afters[0].digest == afters[1].digest
+        vectors = (a0, b0, a1, b1)
+        if any(v is None for v in vectors) or len({len(v) for v in vectors if v is not None}) > 1:
+            return Change(path, gradient, same_gradient, same_weights, 0.0, (0.0, 0.0), math.inf)
+        assert a0 is not None and b0 is not None and a1 is not None and b1 is not None
+        moved, other = a1 - a0, b1 - b0
+        error = 0.0 if same_weights and same_after else float(np.linalg.norm(moved - other))
+        unit = max(
+            (DTYPES[name].unit_roundoff for name in self._dtypes.get(path, ()) if name in DTYPES),
+            default=2.0**-8,
+        )
+        # One rounding on either side, before and after.
+        rounding = 2.0 * unit * float(np.linalg.norm(a0))
+        norms = float(np.linalg.norm(moved)), float(np.linalg.norm(other))
+        return Change(path, gradient, same_gradient, same_weights, error, norms, rounding)
+
+
+class _Parts(NamedTuple):
+    """What one side has written in one step, by the reference's names."""
+
+    before: dict[str, TensorState]
+    gradients: dict[str, TensorState]
+    after: dict[str, TensorState]
+
+
+def _by_step(facts: StepFacts) -> dict[int, list[State]]:
+    steps: dict[int, list[State]] = {}
+    for state in facts.states:
+        steps.setdefault(state.step, []).append(state)
+    return steps
+
+
+def _renamed(tensors: Mapping[str, Any], pair: ModelPair) -> dict[str, Any]:
+    return {pair.renamed_path(path): tensor for path, tensor in tensors.items()}
+
+
+def _losses(facts: ModelFacts) -> dict[int, list[float]]:
+    losses: dict[int, list[float]] = {}
+    for record in facts.training:
+        step = record.get("step", 0)
+        if record.get("kind") == "loss" and type(step) is int:
+            try:
+                losses.setdefault(step, []).append(float(record.get("value", "nan")))
+            except (TypeError, ValueError):
+                continue
+    return losses
+
+
+def _vectors(first: TensorState, second: TensorState) -> tuple[F64 | None, F64 | None]:
+    """Numbers that stand for the two tensors, of the same elements on both sides."""
+    for a, b in ((first.sketch, second.sketch), (first.samples, second.samples)):
+        if len(a) and len(a) == len(b) and np.isfinite(a).all() and np.isfinite(b).all():
+            return a, b
+    return None, None
+
+
+def _way_apart(
+    now: tuple[Weights, Weights], first: tuple[Weights, Weights], paths: Iterable[str]
+) -> float:
+    """How far weights are apart, of the way that the reference's have moved.
+
+    What differed from the beginning, such as the rounding to another format, does not count.
+    """
+    square = way = 0.0
+    for path in paths:
+        if any(path not in side for side in (*now, *first)):
+            continue
+        same = now[0][path].digest and now[0][path].digest == now[1][path].digest
+        a, b = _vectors(now[0][path], now[1][path])
+        a0, b0 = _vectors(first[0][path], first[1][path])
+        if a is None or b is None or a0 is None or b0 is None or len(a) != len(a0):
+            continue
+        square += 0.0 if same else float(np.sum(((b - b0) - (a - a0)) ** 2))
+        way += float(np.sum((a - a0) ** 2))
+    return _ratio(math.sqrt(square), math.sqrt(way))
+
+
+def _distance(now: tuple[Weights, Weights], paths: Iterable[str]) -> float:
+    square = size = 0.0
+    for path in paths:
+        if path not in now[0] or path not in now[1]:
+            continue
+        a, b = _vectors(now[0][path], now[1][path])
+        if a is not None and b is not None:
+            same = now[0][path].digest and now[0][path].digest == now[1][path].digest
+            square += 0.0 if same else float(np.sum((a - b) ** 2))
+            size += float(a @ a)
+    return _ratio(math.sqrt(square), math.sqrt(size))
+
+
+def _is_moved(before: TensorState | None, after: TensorState) -> bool:
+    if before is None:
+        return False
+    if before.digest and after.digest:
+        return before.digest != after.digest
+    a, b = _vectors(before, after)
+    return a is not None and b is not None and bool(np.any(a != b))
+
+
+def _ratio(part: float, total: float) -> float:
+    if part == 0.0:
+        return 0.0
+    return part / total if total else math.inf

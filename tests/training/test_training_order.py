@@ -1,0 +1,206 @@
+"""Faults of a training are named where a step goes wrong: loss, gradients, update, weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import driftline
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.norm = nn.LayerNorm(16)
+        self.hidden = nn.Linear(16, 24)
+        self.head = nn.Linear(24, 8)
+        self.loose: list[nn.Linear] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.hidden(self.norm(self.embed(tokens))))
+        for layer in self.loose:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+def optimizer_of(model: Net, fault: str) -> Any:
+    if fault == "norms":
+        decayed = [p for n, p in model.named_parameters()]
+        bare: list[Any] = []
+    else:
+        decayed = [p for n, p in model.named_parameters() if p.ndim > 1]
+        bare = [p for n, p in model.named_parameters() if p.ndim <= 1]
+    if fault == "unregistered":
+        decayed = [p for p in decayed if p is not model.hidden.weight]
+    groups = [
+        {"params": decayed, "weight_decay": 0.3},
+        {"params": bare, "weight_decay": 0.0, "lr": 3e-3},
+    ]
+    if fault == "groups":
+        groups[0]["params"], groups[1]["params"] = decayed[1:], [*bare, decayed[0]]
+    kind = torch.optim.Adam if fault == "coupled" else torch.optim.AdamW
+    return kind(
+        [group for group in groups if group["params"]],
+        lr=1e-2 if fault == "lr" else 1e-3,
+        eps=1e-2 if fault == "eps" else 1e-8,
+        betas=(0.5, 0.99) if fault == "betas" else (0.9, 0.999),
+    )
+
+
+def train(folder: Path, fault: str = "", *, steps: int = STEPS, **options: Any) -> Path:
+    """A training of some steps, with accumulation, scaling, clipping and an average of weights."""
+    path = folder / (fault or "good")
+    if path.exists():
+        return path
+    torch.manual_seed(1 if fault == "other weights" else 0)
+    model = Net().to(torch.float64 if fault == "float64" else torch.float32)
+    average = copy.deepcopy(model)
+    average.requires_grad_(False)
+    if fault == "frozen":
+        model.norm.requires_grad_(False)
+    optimizer = optimizer_of(model, fault)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    generator = torch.Generator().manual_seed(1)
+    loss_of = nn.CrossEntropyLoss(
+        ignore_index=0, label_smoothing=0.1 if fault == "smoothing" else 0.0
+    )
+    with driftline.capture(model, path, **options):
+        for step in range(steps):
+            if fault != "zero_grad":
+                optimizer.zero_grad()
+            for _ in range(2):
+                tokens = torch.randint(0, 32, (4, 6), generator=generator)
+                labels = torch.randint(0, 8, (4, 6), generator=generator)
+                with torch.autocast("cpu", torch.bfloat16, enabled=fault == "bfloat16"):
+                    logits = model(tokens)
+                loss = loss_of(logits.float().flatten(0, 1), labels.flatten())
+                scaler.scale(loss if fault == "accumulation" else loss / 2).backward()
+            if fault == "late lr" and step == 2:
+                optimizer.param_groups[0]["lr"] = 1e-2
+            if fault == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.unscale_(optimizer)
+            else:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            with torch.no_grad():
+                decay = 0.5 if fault == "average" else 0.9
+                for own, trained in zip(average.parameters(), model.parameters(), strict=True):
+                    own.mul_(decay).add_(trained, alpha=1 - decay)
+                if fault == "swap" and step == 2:
+                    model.load_state_dict(average.state_dict())
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.fixture(scope="module")
+def good(place: Path) -> Path:
+    return train(place)
+
+
+FAULTS = {
+    "lr": (0, "update", "AdamW lr: 0.001 → 0.01"),
+    "late lr": (2, "update", "AdamW lr in group 0 from step 2: 0.001 → 0.01"),
+    "coupled": (0, "update", "class of the optimizer: AdamW → Adam"),
+    "norms": (0, "update", "AdamW weight_decay: 0.0 → 0.3"),
+    "eps": (0, "update", "AdamW eps: 1e-08 → 0.01"),
+    "betas": (1, "update", "AdamW betas: (0.9, 0.999) → (0.5, 0.99)"),
+    "groups": (0, "update", "AdamW lr: 0.001 → 0.003, for 1 parameters: embed.weight"),
+    "unregistered": (0, "update", "updated → not in the optimizer"),
+    "frozen": (0, "gradients", "trained → frozen"),
+    "clip": (0, "gradients", "unscale clip"),
+    "zero_grad": (1, "gradients", "zero_grad"),
+    "smoothing": (0, "loss", "functions of the loss in step 0"),
+    "accumulation": (0, "loss", "2 times as large"),
+    "swap": (3, "weights", "something else changes them before step 3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_where_the_step_goes_wrong(good: Path, place: Path, fault: str):
+    step, stage, words = FAULTS[fault]
+    table = driftline.compare(good, train(place, fault))
+    assert table.verdict == "fail", table.finding
+    assert table.training is not None and table.training.broken is not None
+    broken = table.training.broken
+    assert (broken.step, broken.stage) == (step, stage), table.finding
+    assert words in table.finding, table.finding
+    assert f"step {step}" in table.finding
+
+
+def test_two_equal_trainings_pass_and_say_what_was_compared(good: Path, place: Path):
+    table = driftline.compare(good, train(place, "nothing"))
+    assert table.verdict == "pass", table.finding
+    assert "weights, loss and gradients agree in steps 1-3" in table.finding
+    assert table.training is not None and table.training.compared == (1, 2, 3)
+
+
+def test_what_fails_after_the_trainings_part_is_inherited(good: Path, place: Path):
+    table = driftline.compare(good, train(place, "late lr"))
+    assert table.first is not None and table.first.step == 3
+    assert "what fails in step 3 is inherited from it" in table.finding
+    assert all("inherited: the trainings part in step 2" in row.reason for row in table.failing)
+    assert table.first_site == "(optimizer)"
+    at = [d.path for d in table.differences or () if d.position == "at"]
+    assert at == ["AdamW lr in group 0 from step 2"]
+
+
+def test_a_stored_table_is_judged_again_alike(good: Path, place: Path, tmp_path: Path):
+    table = driftline.compare(good, train(place, "eps"))
+    table.write(tmp_path / "table")
+    again = driftline.check(tmp_path / "table")
+    assert (again.verdict, again.finding) == (table.verdict, table.finding)
+
+
+def test_shards_merge_to_the_same_finding_and_differences(good: Path, place: Path):
+    candidate = train(place, "betas")
+    table = driftline.compare(good, candidate)
+    parts = [driftline.compare_shard(good, candidate, f"{n}/2") for n in (1, 2)]
+    merged = driftline.merge(parts)
+    assert (merged.verdict, merged.finding) == (table.verdict, table.finding)
+    assert merged.differences == table.differences and merged.training == table.training
+
+
+def test_a_training_of_one_update_is_incomplete(tmp_path: Path):
+    runs = [train(tmp_path, name, steps=1) for name in ("one", "other")]
+    table = driftline.compare(*runs)
+    assert table.verdict == "incomplete"
+    assert "only one update was made" in table.finding
+    assert "let both programs run two steps" in table.finding
+
+
+def test_a_training_without_facts_is_incomplete_and_says_what_to_add(good: Path, tmp_path: Path):
+    table = driftline.compare(good, train(tmp_path, "bare", model_facts=False))
+    assert table.verdict == "incomplete"
+    assert "the candidate has no weights, gradients and loss" in table.finding
+    assert "without --no-model-facts" in table.finding
+
+
+@pytest.mark.parametrize("arithmetic", ["float64", "bfloat16"])
+def test_other_arithmetic_is_no_fault(good: Path, place: Path, arithmetic: str):
+    """Weights in float64, or autocast, give other bits everywhere, and the same training."""
+    table = driftline.compare(good, train(place, arithmetic))
+    assert table.training is not None and table.training.broken is None, table.finding
+    assert table.training.compared == (1, 2, 3)
+    assert table.verdict == "pass", table.finding
+
+
+def test_a_training_of_other_weights_is_not_blamed_on_a_stage(good: Path, tmp_path: Path):
+    run = train(tmp_path, "other weights")
+    table = driftline.compare(good, run)
+    assert table.training is not None and table.training.broken is None
+    assert table.verdict == "fail" and "the drift starts at 'embed'" in table.finding
