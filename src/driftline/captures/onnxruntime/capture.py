@@ -108,7 +108,15 @@ class ModelCapture:
         view.graph.rename(own_names)
         self._codes = {own_names.get(name, name): code for name, code in view.codes.items()}
         self._coded_weights = view.weights
-        self._stored = {value: Stored(holder) for value, holder in view.holders.items()} | {
+        # A scale may have been multiplied with another one; the file still has it.
+        left = {
+            value: exported.holders[value]
+            for value in exported.codes
+            if value not in self._codes and exported.holders[value] in optimised.maker
+        }
+        self._codes |= {value: exported.codes[value] for value in left}
+        holders = left | view.holders
+        self._stored = {value: Stored(holder) for value, holder in holders.items()} | {
             value: stored._replace(name=view.holders.get(stored.name, stored.name))
             for value, stored in in_own_form.items()
         }

@@ -32,6 +32,7 @@ from driftline.comparison.verdict.sites import (
 )
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.graphs.sources.exported import exported_graph
+from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.runs.scope import scope_of
 
@@ -84,9 +85,16 @@ def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
     if graph is None or not graph.rounded:
         return {}
     errors: dict[str, float] = {}
+    compared_at: dict[TensorKey, set[str]] = {}
     for pair in plan.pairs:
+        compared_at.setdefault(pair.candidate.key, set()).add(pair.reference.key.site)
         if error := graph.rounded.get(pair.candidate.key.site):
             site = pair.reference.key.site
+            errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
+    for (side, key), whole in plan.inside.items():
+        # What is inside a fusion rounds what the whole of it gives.
+        error = graph.rounded.get(key.site, 0.0) if side == "reference" else 0.0
+        for site in compared_at.get(whole, ()) if error else ():
             errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
     return errors
 
