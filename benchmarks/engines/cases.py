@@ -64,7 +64,8 @@ def measured(
         clean: The comparison of a sound pair.
         faulty: The same with one fault.
         fault: What the fault is, in words.
-        places: Sites that may rightly be named for it.
+        places: Sites that may rightly be named for it; one whose work is in the same fused node is
+            right as well.
         cost: Time of the capture over that of the run without it.
     """
     pairs, tensors = counted(clean)
@@ -76,9 +77,19 @@ def measured(
         clean.verdict,
         fault,
         named or faulty.verdict,
-        faulty.verdict == "fail" and named in places,
+        faulty.verdict == "fail" and _is_right(faulty, named, places),
         cost,
     )
+
+
+def _is_right(table: Table, named: str, places: tuple[str, ...]) -> bool:
+    fused = {
+        part.partition(":")[0].strip()
+        for row in table.rows
+        if row.key.site == named
+        for part in row.fused.split(";")
+    }
+    return not {named, named.partition("/")[0], *fused}.isdisjoint(places)
 
 
 def seconds(call: Callable[[], object], repeats: int = 1) -> float:

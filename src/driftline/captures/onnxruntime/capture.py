@@ -10,6 +10,7 @@ stand for is decided in `graph`, `scopes` and `recorder`.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -159,6 +160,16 @@ class ModelCapture:
                 f"are: {shown}"
             )
         return notes
+
+    def save_profile(self, path: Path) -> None:
+        """Write down what ONNX Runtime measured of the session without capture.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        written = Path(self._plain.end_profiling())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written, path)
 
     def free_plain_session(self) -> None:
         """The session without capture has done its part; its weights need not stay in memory."""

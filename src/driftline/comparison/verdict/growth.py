@@ -413,7 +413,7 @@ def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
         return Growth(call, expected, min(error / limit, 1.0) if limit else 0.0, siblings, limit)
     excess = error / limit if limit > 0.0 else (math.inf if error > 0.0 else 0.0)
     # No further run makes the steps of integers smaller: these hide a fault, and are no noise.
-    hides, drowns = _can_hide(error, limit), _can_hide(error, without_steps)
+    hides, drowns = _can_hide(error, limit), not least and _can_hide(error, without_steps)
     return Growth(call, expected, excess, siblings, limit, hides, drowns)
 
 
