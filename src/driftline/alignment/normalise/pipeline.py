@@ -140,6 +140,10 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         from driftline.alignment.normalise.encodings import unpack_weights
 
         reference, candidate = unpack_weights(reference, candidate)
+    if any(r.key.slot.endswith(".qdata") for run in (reference, candidate) for r in run.records):
+        from driftline.alignment.normalise.encodings import decode_wrapped
+
+        reference, candidate = decode_wrapped(reference, candidate)
     if any(
         record.dtype in _INTEGERS and record.key.port in ("input", "output")
         for run in (reference, candidate)

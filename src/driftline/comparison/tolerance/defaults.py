@@ -156,6 +156,9 @@ ROUNDINGS = 4.0
 """Times what rounding to steps of a scale does on average that a site may add. Measured on int8
 models that were given other inputs than they were calibrated on: up to 3.4 times, because what is
 larger than anything in the calibration is cut off."""
+WEIGHT_ROUNDINGS = 2.5
+"""The same of a weight. Rounding to the nearest step is 1; methods that move weights to make up for
+the rounding of others (GPTQ) are up to 2; a zero point that is off by one is 3.6."""
 _STEP = re.compile(r"dequantise\(axis \d+, times ([-+.0-9e]+)")
 
 
