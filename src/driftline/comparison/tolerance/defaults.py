@@ -141,6 +141,8 @@ QUANTISED: dict[str, float] = {
     "int8": 0.05,
     "uint8": 0.05,
     "int32": 0.05,
+    "int16": 0.001,
+    "uint16": 0.001,
     "int4": 0.3,
     "uint4": 0.3,
 }
