@@ -241,19 +241,11 @@ def run_of(model: nn.Module) -> Run:
     return sink.run()
 
 
-FAULTS = {
-    "attention without its scale of heads": "model.layers.2.self_attn",
-    "gate and up exchanged": "model.layers.2.mlp",
-    "the norm's epsilon is 1e-2": "model.layers.2.post_attention_layernorm",
-    "the wrong experts' weights": "model.layers.2.block_sparse_moe",
-}
-
-
 def plant(model: Served, fault: str) -> tuple[str, ...]:
     """Plant a fault in layer 2; gives the places where it may rightly be named."""
     layer: Any = model.model.layers[2]
     with torch.no_grad():
-        if fault.startswith("attention"):
+        if fault.startswith("queries"):
             width = layer.self_attn.heads * layer.self_attn.size
             layer.self_attn.qkv_proj.weight[:width] *= 2
             base = "model.layers.2.self_attn"
@@ -264,7 +256,7 @@ def plant(model: Served, fault: str) -> tuple[str, ...]:
             return tuple(
                 f"model.layers.2.mlp.{part}" for part in ("gate_proj", "gate_up_proj", "up_proj")
             )
-        if fault.startswith("the norm"):
+        if fault.startswith("a norm"):
             layer.post_attention_layernorm.eps = 0.3
             return ("model.layers.2.post_attention_layernorm",)
         layer.block_sparse_moe.w2.copy_(layer.block_sparse_moe.w2.roll(1, 0))
@@ -288,10 +280,10 @@ def measure(name: str, fault: str, folder: Path) -> Measured:
 CASES = tuple(
     Case("served model, as serving engines write it", name, partial(measure, name, fault))
     for name, fault in (
-        ("Llama", "attention without its scale of heads"),
-        ("Llama", "the norm's epsilon is 1e-2"),
+        ("Llama", "queries twice as large"),
+        ("Llama", "a norm's epsilon of 0.3"),
         ("Qwen2", "gate and up exchanged"),
-        ("Qwen3", "attention without its scale of heads"),
+        ("Qwen3", "queries twice as large"),
         ("Mixtral", "the wrong experts' weights"),
     )
 )
