@@ -72,8 +72,9 @@ def _label(case: Case) -> str:
 def _line(case: Case, result: Measured) -> str:
     share = "" if result.coverage is None else f"{result.coverage:.0%}"
     named = result.named if result.right else f"**{result.named}**"
+    pairs = f"{result.pairs} + {result.inside}" if result.inside else str(result.pairs)
     return (
-        f"{_label(case)} {result.pairs} of {result.tensors} | {share} | {result.verdict.upper()} | "
+        f"{_label(case)} {pairs} of {result.tensors} | {share} | {result.verdict.upper()} | "
         f"{result.fault} | {named} | {result.cost:.1f}x |"
     )
 

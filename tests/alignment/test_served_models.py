@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.engines.served_models import Served, original, plant, run_of
 
 import driftline
-from benchmarks.engines.served_models import Served, original, plant, run_of
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mixtral"])

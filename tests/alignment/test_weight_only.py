@@ -54,7 +54,9 @@ def rounded(
 AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def packed(codes: torch.Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+def packed(
+    codes: torch.Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))
+) -> torch.Tensor:
     """Eight codes of four bits to a word, along an axis."""
     turned = codes.movedim(axis, -1).reshape(*codes.movedim(axis, -1).shape[:-1], -1, 8)
     words = torch.zeros(turned.shape[:-1], dtype=torch.int64)
