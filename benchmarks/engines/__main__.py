@@ -21,7 +21,7 @@ from benchmarks.engines.cases import Case, Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
-FAMILIES = ("onnx_quantised",)
+FAMILIES = ("onnx_quantised", "served_models")
 """Modules of this folder, each with its `CASES`."""
 BEGIN, END = "<!-- engines: begin -->", "<!-- engines: end -->"
 HEAD = (
@@ -53,7 +53,7 @@ def main() -> int:
         try:
             with tempfile.TemporaryDirectory(prefix="driftline-engines-") as folder:
                 result = case.measure(Path(folder))
-        except Exception as error:  # noqa: BLE001 - one engine that is not here must not hide the others
+        except Exception as error:
             lines[_label(case)] = f"{_label(case)} not measured: {type(error).__name__}: {error} |"
             sound = False
         else:
@@ -72,8 +72,9 @@ def _label(case: Case) -> str:
 def _line(case: Case, result: Measured) -> str:
     share = "" if result.coverage is None else f"{result.coverage:.0%}"
     named = result.named if result.right else f"**{result.named}**"
+    pairs = f"{result.pairs} + {result.inside}" if result.inside else str(result.pairs)
     return (
-        f"{_label(case)} {result.pairs} of {result.tensors} | {share} | {result.verdict.upper()} | "
+        f"{_label(case)} {pairs} of {result.tensors} | {share} | {result.verdict.upper()} | "
         f"{result.fault} | {named} | {result.cost:.1f}x |"
     )
 

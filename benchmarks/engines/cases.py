@@ -15,6 +15,7 @@ class Measured(NamedTuple):
 
     Attributes:
         pairs: Tensors of the reference that were compared.
+        inside: Further ones that are inside a fusion which was compared.
         tensors: Tensors that the reference has.
         coverage: Share of the calls of leaves that were compared; None where none is counted.
         verdict: Of the clean pair.
@@ -25,6 +26,7 @@ class Measured(NamedTuple):
     """
 
     pairs: int
+    inside: int
     tensors: int
     coverage: float | None
     verdict: str
@@ -42,11 +44,14 @@ class Case(NamedTuple):
     measure: Callable[[Path], Measured]
 
 
-def counted(table: Table) -> tuple[int, int]:
-    """How many tensors of the reference were compared, and how many there are."""
+def counted(table: Table) -> tuple[int, int, int]:
+    """How many tensors of the reference were compared, how many are inside a fusion that was, and
+    how many there are.
+    """
     compared = {row.key for row in table.rows if row.compared}
-    alone = {row.key for row in table.rows if row.status in ("missing", "incomparable")}
-    return len(compared), len(compared | alone)
+    alone = [row for row in table.rows if row.status in ("missing", "incomparable")]
+    inside = {row.key for row in alone if "inside a fusion" in row.reason} - compared
+    return len(compared), len(inside), len(compared | {row.key for row in alone})
 
 
 def covered_share(table: Table) -> float | None:
@@ -64,21 +69,33 @@ def measured(
         clean: The comparison of a sound pair.
         faulty: The same with one fault.
         fault: What the fault is, in words.
-        places: Sites that may rightly be named for it.
+        places: Sites that may rightly be named for it; one whose work is in the same fused node is
+            right as well.
         cost: Time of the capture over that of the run without it.
     """
-    pairs, tensors = counted(clean)
+    pairs, inside, tensors = counted(clean)
     named = faulty.first_site or (faulty.first.key.site if faulty.first is not None else "")
     return Measured(
         pairs,
+        inside,
         tensors,
         covered_share(clean),
         clean.verdict,
         fault,
         named or faulty.verdict,
-        faulty.verdict == "fail" and named in places,
+        faulty.verdict == "fail" and _is_right(faulty, named, places),
         cost,
     )
+
+
+def _is_right(table: Table, named: str, places: tuple[str, ...]) -> bool:
+    fused = {
+        part.partition(":")[0].strip()
+        for row in table.rows
+        if row.key.site == named
+        for part in row.fused.split(";")
+    }
+    return not {named, named.partition("/")[0], *fused}.isdisjoint(places)
 
 
 def seconds(call: Callable[[], object], repeats: int = 1) -> float:

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 import driftline
 from benchmarks.engines.cases import Case, Measured, measured, seconds
 from benchmarks.engines.networks import NETWORKS
+from driftline.captures.onnxruntime import model_file
+from driftline.captures.onnxruntime.graph import Graph
+from driftline.captures.onnxruntime.quantised import float_view
+from driftline.captures.onnxruntime.scopes import Names
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
@@ -83,7 +87,7 @@ def export(model: nn.Module, given: Tensor, path: Path, *, dynamo: bool) -> Path
 
 
 def quantise(source: Path, given: Tensor, scheme: Scheme, path: Path) -> Path:
-    """A float model in int8, calibrated on noise around what it will be given."""
+    """A float model in int8, calibrated on batches like the one it will be given, and not on it."""
     from onnxruntime.quantization import (
         CalibrationDataReader,
         QuantFormat,
@@ -97,7 +101,8 @@ def quantise(source: Path, given: Tensor, scheme: Scheme, path: Path) -> Path:
 
     class Reader(CalibrationDataReader):
         def __init__(self) -> None:
-            self.left = [{name: given.numpy()}]
+            generator = torch.Generator().manual_seed(7)
+            self.left = [{name: _like(given, generator).numpy()} for _ in range(8)]
 
         def get_next(self) -> Any:
             return self.left.pop() if self.left else None
@@ -106,6 +111,12 @@ def quantise(source: Path, given: Tensor, scheme: Scheme, path: Path) -> Path:
         if scheme.prepared:
             quant_pre_process(str(source), str(path.with_suffix(".pre.onnx")))
             source = path.with_suffix(".pre.onnx")
+        elif scheme.dynamo:
+            # The quantiser refuses a file whose transposed weights kept their old shape.
+            model = onnx.load(str(source))
+            del model.graph.value_info[:]
+            source = path.with_suffix(".plain.onnx")
+            onnx.save(model, str(source))
         if scheme.form == "dynamic":
             quantize_dynamic(str(source), str(path), per_channel=scheme.per_channel)
         else:
@@ -121,12 +132,21 @@ def quantise(source: Path, given: Tensor, scheme: Scheme, path: Path) -> Path:
     return path
 
 
+def _like(given: Tensor, generator: torch.Generator) -> Tensor:
+    """Another batch of the same kind."""
+    if given.is_floating_point():
+        return torch.randn(given.shape, generator=generator)
+    return torch.randint(0, int(given.max()) + 1, given.shape, generator=generator)
+
+
 def with_scale_doubled(source: Path, path: Path, number: int) -> tuple[Path, str]:
     """The same model with the scale of one weight doubled, and the name of that weight."""
     model = onnx.load(str(source))
     scales = [t for t in model.graph.initializer if is_weight_scale(t.name, model)]
     chosen = scales[number % len(scales)]
-    chosen.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(chosen) * np.float32(2), chosen.name))
+    chosen.CopyFrom(
+        numpy_helper.from_array(numpy_helper.to_array(chosen) * np.float32(2), chosen.name)
+    )
     path.write_bytes(model.SerializeToString())
     return path, chosen.name.removesuffix("_scale")
 
@@ -152,10 +172,16 @@ def onnx_run(path: Path, inputs: Any, **how: Any) -> Run:
     return sink.run()
 
 
-def places_of(weight: str, model: nn.Module) -> tuple[str, ...]:
-    """Modules that a weight of a file may be named at: its own, and the norm folded into it."""
-    del model
-    return (weight.rpartition(".")[0],)
+def places_of(path: Path, weight: str) -> tuple[str, ...]:
+    """Modules that a fault in a weight may be named at: the weight's, and its node's."""
+    view = float_view(Graph(model_file.load_graph(path)))
+    names = Names(view.graph)
+    modules = [
+        names.scopes[number].module
+        for number, node in enumerate(view.graph.nodes)
+        if weight in node.inputs
+    ]
+    return tuple(filter(None, (*modules, weight.rpartition(".")[0])))
 
 
 def measure(network: str, scheme: Scheme, folder: Path) -> Measured:
@@ -175,7 +201,7 @@ def measure(network: str, scheme: Scheme, folder: Path) -> Measured:
     clean = driftline.compare(reference, onnx_run(path, inputs))
     broken, weight = with_scale_doubled(path, folder / "broken.onnx", 5)
     faulty = driftline.compare(reference, onnx_run(broken, inputs))
-    return measured(clean, faulty, f"scale of {weight} doubled", places_of(weight, model), cost)
+    return measured(clean, faulty, f"scale of {weight} doubled", places_of(broken, weight), cost)
 
 
 CASES = tuple(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from driftline.captures.api import capture as capture
     from driftline.captures.api import step as step
     from driftline.captures.onnxruntime.api import capture_onnx as capture_onnx
+    from driftline.captures.onnxruntime.api import run_onnx as run_onnx
     from driftline.captures.torch.errcheck.api import watch_errors as watch_errors
     from driftline.comparison.live_models import compare_models as compare_models
     from driftline.comparison.live_models import lockstep as lockstep
@@ -51,6 +52,7 @@ _ADDRESSES = {
     "step": "driftline.captures.api:step",
     "watch_errors": "driftline.captures.torch.errcheck.api:watch_errors",
     "capture_onnx": "driftline.captures.onnxruntime.api:capture_onnx",
+    "run_onnx": "driftline.captures.onnxruntime.api:run_onnx",
     "convert": "driftline.formats.convert.convert:convert",
     "align": "driftline.comparison.pipeline:align",
     "operators": "driftline.operators:",
@@ -106,6 +108,7 @@ __all__ = [
     "register_hook",
     "register_saving_hook",
     "report",
+    "run_onnx",
     "serve",
     "set_label",
     "set_task_id",

@@ -82,4 +82,6 @@ def test_what_8_bits_lose_is_what_the_page_says(axis: int | None, spread: str, m
     table = driftline.compare(run_of({"fc/param/weight": values}), theirs)
     (row,) = (row for row in table.rows if row.compared)
     assert 0.003 < row.metrics["relative_l2"] < most
-    assert (row.status, row.limit) == ("pass", 0.05)
+    # The limit follows from the scales: two and a half times what rounding alone does.
+    assert row.status == "pass"
+    assert 0.35 < row.severity < 0.45

@@ -199,8 +199,18 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
             plan = proposed
             if rule.final:
                 return plan
+    if any(_differ_in_width(pair) for pair in plan.pairs):
+        from driftline.alignment.normalise.residuals import reassign_inputs, release_wider
+
+        plan = release_wider(reassign_inputs(plan))
     plan = plan._replace(notes=(*plan.notes, *context.notes))
     return plan if plan.pairs else _refuse_unrelated(plan)
+
+
+def _differ_in_width(pair: Pair) -> bool:
+    """Whether two inputs of one name have another number of features."""
+    widths = pair.reference.shape[-1:], pair.candidate.shape[-1:]
+    return pair.reference.key.port == "input" and widths[0] != widths[1]
 
 
 def _has_map(plan: Plan, context: _Context) -> bool:

@@ -76,6 +76,57 @@ def decode_integers(run: Run) -> Run:
     return AlignedView(base, records, origins, excluded_of(run))
 
 
+WRAPPED = ".qdata"
+"""Ending of the slot that holds the integers of a weight which torchao has quantised."""
+
+
+def decode_wrapped(reference: Run, candidate: Run) -> tuple[Run, Run]:
+    """Both runs with weights that a tensor subclass holds (torchao) as the matrices they are.
+
+    Where both sides hold the same weights that way, integers are compared as they are stored.
+    """
+    wrapped = [
+        {r.key: r.shape for r in run.records if r.key.slot.endswith(WRAPPED)}
+        for run in (reference, candidate)
+    ]
+    if wrapped[0] == wrapped[1]:
+        return reference, candidate
+    return _unwrapped(reference), _unwrapped(candidate)
+
+
+def _unwrapped(run: Run) -> Run:
+    origins: dict[TensorKey, Origin] = dict(origins_of(run))
+    by_key = {record.key: record for record in run.records}
+    replacements: dict[int, Record | None] = {}
+    for codes in run.records:
+        name = codes.key.slot.removesuffix(WRAPPED)
+        scale = by_key.get(codes.key.with_slot(f"{name}.scale"))
+        if name == codes.key.slot or scale is None or not _broadcasts(scale.shape, codes.shape):
+            continue
+        zero = by_key.get(codes.key.with_slot(f"{name}.zero_point"))
+        parts = [codes, scale, *([zero] if zero is not None else [])]
+        stored = [origins.get(part.key, part) for part in parts]
+        if not all(isinstance(part, Record) for part in stored):
+            continue
+        sources = tuple(part for part in stored if isinstance(part, Record))
+        key = codes.key.with_slot(name)
+        origins[key] = Gathered(Recipe(sources, (Step("dequantise", 0),), codes.shape))
+        replacements |= {id(part): None for part in parts}
+        replacements[id(codes)] = codes._replace(
+            key=key, dtype="float32", digest="", blob=None, summary=None
+        )
+    records = [new for r in run.records if (new := replacements.get(id(r), r)) is not None]
+    base = run.base if isinstance(run, AlignedView) else run
+    return AlignedView(base, records, origins, excluded_of(run)) if replacements else run
+
+
+def _broadcasts(scale: tuple[int, ...], codes: tuple[int, ...]) -> bool:
+    """Whether every scale is that of a block of the codes."""
+    return len(scale) == len(codes) and all(
+        size and length % size == 0 for size, length in zip(scale, codes, strict=True)
+    )
+
+
 def _modules(run: Run) -> dict[TensorKey, _Parts]:
     """The parts of each packed weight, by the key of the matrix they stand for."""
     modules: dict[TensorKey, _Parts] = {}

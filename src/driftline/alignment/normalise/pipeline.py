@@ -140,6 +140,10 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         from driftline.alignment.normalise.encodings import unpack_weights
 
         reference, candidate = unpack_weights(reference, candidate)
+    if any(r.key.slot.endswith(".qdata") for run in (reference, candidate) for r in run.records):
+        from driftline.alignment.normalise.encodings import decode_wrapped
+
+        reference, candidate = decode_wrapped(reference, candidate)
     if any(
         record.dtype in _INTEGERS and record.key.port in ("input", "output")
         for run in (reference, candidate)
@@ -148,7 +152,21 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         from driftline.alignment.normalise.encodings import decode_integers
 
         reference, candidate = decode_integers(reference), decode_integers(candidate)
+    if _may_add_residuals(reference) != _may_add_residuals(candidate):
+        from driftline.alignment.normalise.residuals import add_residuals
+
+        reference, candidate = add_residuals(reference, candidate)
     return Views(reference, candidate, tuple(notes))
+
+
+def _may_add_residuals(run: Run) -> bool:
+    """Whether a norm is given a second tensor, which it may add to the first."""
+    return any(
+        record.key.port == "input"
+        and "norm" in record.class_name.lower()
+        and (record.alias == "1" or record.key.slot in ("1", "residual"))
+        for record in run.records
+    )
 
 
 def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:

@@ -21,6 +21,7 @@ import numpy as np
 
 from driftline.alignment.annotate.fusions import with_fusions
 from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.rules.exported_nodes import pair_calls, partner_values, with_absorbed
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
     MADE,
@@ -336,33 +337,6 @@ def _agree(
     return not other or partners.get(other, value) == value
 
 
-def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[str, str]:
-    """Value of the candidate's file → the value of the reference's file that it stands for.
-
-    A value is what its readers take: a node of the same name reads the same thing in both files.
-    A quantiser drops a rectifier behind a convolution, because integers without a sign do its work;
-    the convolution's value then keeps its name and is the rectifier's. Where no node of that name
-    reads it, its own name says what it is.
-    """
-    taken: dict[str, set[str]] = defaultdict(set)
-    for name, (inputs, _) in candidate.reads.items():
-        others = reference.reads.get(name, ((), ()))[0]
-        if len(inputs) == len(others):
-            for value, other in zip(inputs, others, strict=True):
-                taken[value].add(other)
-    partners = {value: next(iter(found)) for value, found in taken.items() if len(found) == 1}
-    made = {value for _, outputs in reference.reads.values() for value in outputs}
-    for name, (inputs, outputs) in candidate.reads.items():
-        for value in (*inputs, *outputs):
-            if value not in partners and value in made:
-                partners[value] = value
-        # Nobody reads it under a name that both have: who makes it says what it is.
-        others = reference.reads.get(name, ((), ()))[1]
-        for value, other in zip(outputs, others, strict=False):
-            partners.setdefault(value, other)
-    return partners
-
-
 def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
     """Pair the outputs and inputs of nodes by the values of the two files that they are."""
     own_sites, other_sites = reference.values(), candidate.values()
@@ -632,6 +606,11 @@ def align_exported(
         graph if graph is None or not fusions else graph._replace(fusions=fusions)
         for graph in graphs
     )
+    if reference_graph is not None and candidate_graph is not None:
+        reference_graph, candidate_graph = (
+            with_absorbed(reference_graph, candidate_graph),
+            with_absorbed(candidate_graph, reference_graph),
+        )
     return with_fusions(
         plan.with_pairs(pairs)._replace(reasons=reasons), reference_graph, candidate_graph
     )
@@ -683,8 +662,6 @@ def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
     """The plan with pairs of nodes, if one graph was compiled and the other one exported."""
     for first, run, other in ((True, reference, candidate), (False, candidate, reference)):
         if (graph := exported_graph(run)) is not None and exported_graph(other) is None:
-            from driftline.alignment.rules.exported_nodes import pair_calls
-
             pairs, reasons = pair_calls(plan, other, graph, exported_first=first)
             plan = plan.with_pairs(pairs)
             plan = plan._replace(reasons={**plan.reasons, **reasons})

@@ -315,3 +315,50 @@ def _of_compiled(records: Sequence[Record], nodes: _Nodes) -> Iterator[tuple[Ten
                 record.key,
                 "the exported graph has no node for it: a constant there, or worked into another",
             )
+
+
+# Two exported files: which value of the one is which of the other, by the nodes that both have.
+
+
+def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[str, str]:
+    """Value of the candidate's file → the value of the reference's file that it stands for.
+
+    A value is what its readers take: a node of the same name reads the same thing in both files.
+    A quantiser drops a rectifier behind a convolution, because integers without a sign do its work;
+    the convolution's value then keeps its name and is the rectifier's. Where no node of that name
+    reads it, its own name says what it is.
+    """
+    taken: dict[str, set[str]] = defaultdict(set)
+    for name, (inputs, _) in candidate.reads.items():
+        others = reference.reads.get(name, ((), ()))[0]
+        if len(inputs) == len(others):
+            for value, other in zip(inputs, others, strict=True):
+                taken[value].add(other)
+    partners = {value: next(iter(values)) for value, values in taken.items() if len(values) == 1}
+    made = {value for _, outputs in reference.reads.values() for value in outputs}
+    for name, (inputs, outputs) in candidate.reads.items():
+        for value in (*inputs, *outputs):
+            if value not in partners and value in made:
+                partners[value] = value
+        # Nobody reads it under a name that both have: who makes it says what it is.
+        others = reference.reads.get(name, ((), ()))[1]
+        for value, other in zip(outputs, others, strict=False):
+            partners.setdefault(value, other)
+    return partners
+
+
+def with_absorbed(graph: ExportedGraph, other: ExportedGraph) -> ExportedGraph:
+    """A graph whose nodes also say what of the other graph they compute on the way.
+
+    A node of both files gives something else in this one, by who reads it: the work of the next
+    node is in it, and what the other file has between the two is inside.
+    """
+    partners = partner_values(other, graph)
+    own_sites, other_sites = graph.values(), other.values()
+    inside = dict(graph.inside)
+    for name, (_, outputs) in graph.reads.items():
+        for value, between in zip(outputs, other.reads.get(name, ((), ()))[1], strict=False):
+            is_between = partners.get(value, between) != between and between in other_sites
+            if is_between and value in own_sites:
+                inside.setdefault(other_sites[between], own_sites[value])
+    return graph._replace(inside=inside)

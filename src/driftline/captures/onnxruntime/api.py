@@ -18,7 +18,7 @@ from driftline.captures.model_facts import FactOptions
 from driftline.captures.onnxruntime import model_file, sessions
 from driftline.captures.onnxruntime.capture import Budget, ModelCapture
 from driftline.captures.onnxruntime.graph import Graph
-from driftline.captures.onnxruntime.inputs import Source, feeds_of
+from driftline.captures.onnxruntime.inputs import Source, feeds_of, random_inputs
 from driftline.captures.onnxruntime.model_facts import write_model_facts
 from driftline.captures.onnxruntime.quantised import float_view
 from driftline.captures.onnxruntime.sessions import Level
@@ -27,8 +27,10 @@ from driftline.captures.onnxruntime.topology import facts
 from driftline.captures.options import Reduction
 from driftline.captures.recorder import Recorder
 from driftline.captures.selection import Selection, patterns, require_visible
-from driftline.errors import BadInput
+from driftline.errors import AlreadyThere, BadInput
+from driftline.runs.memory import MemorySink
 from driftline.runs.provenance import check_room, create_run, refuse_addresses
+from driftline.runs.run import Run
 from driftline.runs.sinks import Sink
 from driftline.runs.writer import RunWriter
 
@@ -89,6 +91,7 @@ def capture_onnx(
     progress: Callable[[int, int], None] | None = None,
     model_facts: bool = True,
     weight_facts: bool = True,
+    profile: str | os.PathLike[str] | None = None,
 ) -> OnnxCapture:
     """Run an ONNX model with ONNX Runtime and keep what its nodes computed.
 
@@ -120,6 +123,8 @@ def capture_onnx(
         progress: Called with (done, in all) tensors.
         model_facts: Also describe the model: nodes and initializers; see docs/model-facts.md.
         weight_facts: With it, also digests and samples of its weights.
+        profile: Where to write ONNX Runtime's own profile of the session without capture: the time
+            of every node, as JSON.
 
     Raises:
         NotInstalled: onnxruntime or onnx is missing; the sentence has the install line.
@@ -143,7 +148,10 @@ def capture_onnx(
         parallel_nodes=parallel_nodes,
         custom_ops=custom_ops,
         config=session_config,
+        profiled=profile is not None,
     )
+    if profile is not None and Path(profile).exists() and not force:
+        raise AlreadyThere(f"{profile} exists", hint="give another file for the profile, or force")
     file = Path(model)
     proto = model_file.load_graph(file)
     files = [file, *model_file.check_external(file, proto)]
@@ -172,6 +180,8 @@ def capture_onnx(
         selected = work.choose(chosen, shown)
         # Outputs without capture come first, so that the session that made them can be freed.
         expected = [work.plain_digests(feed) for _, feed in feeds]
+        if profile is not None:
+            work.save_profile(Path(profile))
         work.free_plain_session()
         # The run is created only now: everything that can be refused has been checked.
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
@@ -199,6 +209,32 @@ def capture_onnx(
             faithful,
             _notes(sink, work, faithful=faithful),
         )
+
+
+def run_onnx(
+    model: str | os.PathLike[str],
+    inputs: Source | Iterable[Source] | None = None,
+    *,
+    seed: int = 0,
+    optimize: Level = "all",
+    providers: str | Sequence[str] = (),
+) -> Run:
+    """The run of an ONNX model, held in memory: what `capture_onnx` keeps, without a folder.
+
+    Args:
+        model: The `.onnx` file.
+        inputs: As for `capture_onnx`. None: drawn by chance, as the file declares them.
+        seed: Of the random numbers.
+        optimize: none, basic, extended or all.
+        providers: Where it runs, the preferred one first.
+
+    Raises:
+        DriftlineError: As `capture_onnx`.
+    """
+    sink = MemorySink(name=Path(model).name)
+    source = random_inputs(model, seed) if inputs is None else inputs
+    capture_onnx(model, source, sink, optimize=optimize, providers=providers)
+    return sink.run()
 
 
 def _notes(sink: Sink, work: ModelCapture, *, faithful: bool) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ stand for is decided in `graph`, `scopes` and `recorder`.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,7 +109,15 @@ class ModelCapture:
         view.graph.rename(own_names)
         self._codes = {own_names.get(name, name): code for name, code in view.codes.items()}
         self._coded_weights = view.weights
-        self._stored = {value: Stored(holder) for value, holder in view.holders.items()} | {
+        # A scale may have been multiplied with another one; the file still has it.
+        left = {
+            value: exported.holders[value]
+            for value in exported.codes
+            if value not in self._codes and exported.holders[value] in optimised.maker
+        }
+        self._codes |= {value: exported.codes[value] for value in left}
+        holders = left | view.holders
+        self._stored = {value: Stored(holder) for value, holder in holders.items()} | {
             value: stored._replace(name=view.holders.get(stored.name, stored.name))
             for value, stored in in_own_form.items()
         }
@@ -151,6 +160,16 @@ class ModelCapture:
                 f"are: {shown}"
             )
         return notes
+
+    def save_profile(self, path: Path) -> None:
+        """Write down what ONNX Runtime measured of the session without capture.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        written = Path(self._plain.end_profiling())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(written, path)
 
     def free_plain_session(self) -> None:
         """The session without capture has done its part; its weights need not stay in memory."""

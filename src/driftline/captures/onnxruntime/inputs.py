@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from driftline.captures.onnxruntime.graph import sizes_in
+from driftline.captures.onnxruntime.graph import Graph, sizes_in
+from driftline.captures.onnxruntime.model_file import load_graph
 from driftline.captures.onnxruntime.tensors import TYPES, AnyArray, HostTensor, TextTensor, dtype_in
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.numerics.dtypes import DTYPES
@@ -311,3 +312,59 @@ def _near(name: str, by_name: Mapping[str, Wanted]) -> str:
 
 def _list(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
+
+
+# Inputs by chance, for a comparison of two files that nobody has inputs at hand for.
+
+BATCH, LENGTH = 2, 8
+"""Sizes that a file leaves open: of the first axis, and of any other."""
+
+
+def random_inputs(model: str | os.PathLike[str], seed: int = 0) -> dict[str, AnyArray]:
+    """Arrays for every input that a model declares, drawn by chance.
+
+    Numbers are normal; whole numbers are rows of the tables that they are looked up in, so that
+    they are valid ids, and ones where nothing is looked up (masks, flags). An axis of one name has
+    one size everywhere.
+
+    Raises:
+        BadFile: The file is no ONNX model.
+        BadInput: It takes something that cannot be drawn.
+    """
+    graph = Graph(load_graph(Path(model)))
+    rng = np.random.default_rng(seed)
+    sizes: dict[str, int] = {}
+    arrays: dict[str, AnyArray] = {}
+    for name in graph.inputs:
+        dtype = TYPES.get(graph.types.get(name, 0), "")
+        if dtype not in DTYPES:
+            raise BadInput(f"input '{name}' is no tensor of numbers", hint="give --inputs x.npz")
+        shape: list[int] = []
+        for axis, size in enumerate(graph.shapes.get(name, ())):
+            usual = LENGTH if axis else BATCH
+            if isinstance(size, str):
+                size = sizes.setdefault(size, usual)
+            shape.append(size or usual)
+        arrays[name] = _drawn(dtype, tuple(shape), _rows_of(name, graph), rng)
+    return arrays
+
+
+def _drawn(dtype: str, shape: tuple[int, ...], rows: int, rng: np.random.Generator) -> AnyArray:
+    kind = DTYPES[dtype]
+    if kind.is_floating:
+        numpy_name = dtype if dtype in ("float64", "float16") else "float32"
+        return rng.standard_normal(shape).astype(numpy_name)
+    if dtype == "bool" or not rows:
+        return np.ones(shape, dtype)
+    return rng.integers(0, rows, shape).astype(dtype)
+
+
+def _rows_of(name: str, graph: Graph) -> int:
+    """Rows of the smallest table that an input is looked up in; 0 if it is in none."""
+    rows: list[int] = []
+    for number in graph.readers.get(name, ()):
+        node = graph.nodes[number]
+        table = graph.shapes.get(node.inputs[0], ()) if node.inputs else ()
+        if node.op == "Gather" and node.inputs[1:2] == (name,) and table:
+            rows += [size for size in table[:1] if isinstance(size, int)]
+    return min(rows, default=0)

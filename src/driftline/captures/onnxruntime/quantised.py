@@ -25,6 +25,8 @@ _REWRITTEN = re.compile(r"(_token_\d+|_quant|/MatMulAddFusion(_MatMul)?)$")
 """What a quantiser and ONNX Runtime append to the name of a node that they replace."""
 _PRODUCT = re.compile(r"(?P<product>.+/MatMulAddFusion)(_MatMul)?$")
 """A product that ONNX Runtime joined with the sum behind it; `_MatMul` if it was parted again."""
+_FLATTENS, _RESTORES = "gemm_input_reshape", "gemm_output_reshape"
+"""How ONNX Runtime calls the reshapes around it."""
 _SMALLEST = {"uint8": 0.0, "int8": -128.0, "uint16": 0.0, "int16": -32768.0, "uint4": 0.0}
 # Operators that may give numbers below zero, so that integers without a sign clip them.
 _SIGNED = frozenset(
@@ -62,6 +64,8 @@ _OPERATORS = {
     "QLinearMul": IntegerOperator("Mul", (0, 3), 6),
     **{f"QLinear{op}": IntegerOperator(op, (0,), 3) for op in _UNARY},
 }
+# Products of floats that are rounded on the way: positions of the operands and of the bias.
+_ROUNDING_PRODUCTS = {"DynamicQuantizeMatMul": (0, 1, 4), "MatMulIntegerToFloat": (0, 1, 6)}
 # Products whose int32 sums a `Cast` and a `Mul` with the scales make floats of.
 _SUMS_OF_INTEGERS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 
@@ -156,20 +160,19 @@ def _unflattened(graph: Graph) -> Graph:
     for number, node in enumerate(graph.nodes):
         match = _PRODUCT.match(plain_token(node.name))
         maker = graph.maker.get(node.inputs[0], -1) if node.inputs else -1
-        if match is None or maker < 0 or graph.nodes[maker].op != "Reshape":
+        if match is None or maker < 0 or plain_token(graph.nodes[maker].name) != _FLATTENS:
             continue
+        inputs = (graph.nodes[maker].inputs[0], *node.inputs[1:])
         end, bias = _with_sum(number, f"{match['product']}_Add", graph)
         last = _only_reader(end, graph)
-        if last is None or graph.nodes[last].op != "Reshape":
-            continue
-        inputs = (graph.nodes[maker].inputs[0], *node.inputs[1:], *bias)
-        # In the place of the last one: what it reads has been made by then.
-        replaced[last] = node._replace(inputs=inputs, outputs=graph.nodes[last].outputs)
-        gone |= {number, end}
-        if all(
-            _PRODUCT.match(plain_token(graph.nodes[n].name))
-            for n in graph.behind(graph.nodes[maker])
-        ):
+        if last is not None and plain_token(graph.nodes[last].name) == _RESTORES:
+            outputs = graph.nodes[last].outputs
+            # In the place of the last one: what it reads has been made by then.
+            replaced[last] = node._replace(inputs=(*inputs, *bias), outputs=outputs)
+            gone |= {number, end}
+        else:
+            replaced[number] = node._replace(inputs=inputs)
+        if all(graph.nodes[n].name in products for n in graph.behind(graph.nodes[maker])):
             gone.add(maker)
     nodes = [replaced.get(n, node) for n, node in enumerate(graph.nodes) if n not in gone]
     made = graph.rewritten(nodes, {}, graph.clipped)
@@ -239,6 +242,11 @@ class _Rewriter:
                     self._scale_of[node.outputs[0]] = scale
         self._pass_on()
         self._made_with = dict(self._scale_of)
+        for value in self._graph.weights:
+            # The rows of a table may be read as integers, by nodes that take no scale.
+            name = value.removesuffix("_quantized")
+            if name != value and f"{name}_scale" in self._graph.weights:
+                self._scale_of.setdefault(value, (f"{name}_scale", f"{name}_zero_point"))
         for _, integers, scale, zero in self._read:
             self._scale_of.setdefault(integers, (scale, zero))
         self._pass_on()
@@ -280,6 +288,9 @@ class _Rewriter:
             # A value that is rounded twice, to other integers, is one value.
             name = self._names.get(before, "") or known or self._name(before, value, after)
             self._names |= dict.fromkeys(members, name)
+        for value, name in file_names.items():
+            if value in self._graph.maker:
+                self._names.setdefault(value, name)
 
     def _name(self, before: str, value: str, after: list[str]) -> str:
         given_back = [name for name in after if name in self._graph.outputs]
@@ -336,7 +347,7 @@ class _Rewriter:
 
     def _nodes(self) -> Iterator[Node]:
         sums: dict[str, Node] = {}
-        scales: set[str] = set()
+        scales = {scale for scale, _ in self._scale_of.values()}
         # Sums of a convolution become its result only when its bias was added, by another node.
         biased: dict[str, Node] = {}
         shaped = {
@@ -350,6 +361,8 @@ class _Rewriter:
             if node.op == "DynamicQuantizeLinear":
                 self._names[node.outputs[0]] = self._plain(node.inputs[0])
                 scales.update(node.outputs[1:])
+            elif node.op in _ROUNDING_PRODUCTS:
+                yield self._rounding_product(node)
             elif node.op in _SUMS_OF_INTEGERS:
                 self._name_weights(node.inputs[:2])
                 sums[node.outputs[0]] = node._replace(
@@ -379,6 +392,19 @@ class _Rewriter:
                 scales.update(node.outputs)
             else:
                 yield self._float_node(node)
+
+    def _rounding_product(self, node: Node) -> Node:
+        places = [p for p in _ROUNDING_PRODUCTS[node.op] if p < len(node.inputs)]
+        inputs = tuple(node.inputs[place] for place in places)
+        self._name_weights(inputs)
+        return node._replace(
+            name=plain_token(node.name),
+            op="MatMul",
+            inputs=tuple(map(self._plain, inputs)),
+            outputs=tuple(map(self._plain, node.outputs)),
+            ran_as=node.op,
+            rounds=True,
+        )
 
     def _is_biased(self, value: str, shaped: Mapping[str, str]) -> bool:
         """Whether all that reads a value is the node that adds a bias of one axis to it."""

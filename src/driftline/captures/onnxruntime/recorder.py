@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from driftline.captures.onnxruntime.graph import Graph, Lineage
+from driftline.captures.onnxruntime.graph import Graph, Lineage, Node
 from driftline.captures.onnxruntime.scopes import ROOT, ModuleCall, Names, module_calls, root_call
 from driftline.captures.onnxruntime.tensors import TYPES
 from driftline.captures.selection import Selection
 from driftline.numerics.dtypes import DTYPES
 
+_WITH_SUM = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
+"""Norms that ONNX Runtime joins with the sum before them."""
 _UNKNOWN = 16 << 20
 """Bytes that a value is taken for where no size of the graph is known."""
 
@@ -133,6 +135,8 @@ def _module_observations(
             continue
         # An input that was fused away is computed nowhere.
         present = [value for value in call.inputs if traced.is_there(value)]
+        if call.inputs and not present:
+            present = _terms(traced.optimised.nodes[min(held)], traced)
         before.setdefault(min(held), []).extend(
             Observation(call.site, "input", value, value, call.class_name, call.visit)
             for value in present
@@ -145,6 +149,12 @@ def _module_observations(
                 0, Observation(call.site, "output", slot, value, call.class_name, call.visit)
             )
     return before, after
+
+
+def _terms(node: Node, traced: TracedGraph) -> list[str]:
+    """The terms of a sum that was worked into a norm: they go in, in the place of the sum."""
+    terms = node.inputs[:2] if node.op in _WITH_SUM else ()
+    return [value for value in terms if traced.is_there(value)]
 
 
 def slot_of(value: str, call: ModuleCall) -> str:

@@ -52,6 +52,7 @@ class SessionPlan(NamedTuple):
         parallel_nodes: Threads for nodes side by side; 0 runs them one after the other.
         custom_ops: Libraries of operators to load.
         config: Further entries of the session's configuration.
+        profiled: The session without capture measures its nodes.
     """
 
     level: Level = "all"
@@ -60,6 +61,7 @@ class SessionPlan(NamedTuple):
     parallel_nodes: int = 0
     custom_ops: tuple[str, ...] = ()
     config: Mapping[str, str] = {}
+    profiled: bool = False
 
 
 def plan_of(
@@ -70,6 +72,7 @@ def plan_of(
     parallel_nodes: int = 0,
     custom_ops: Sequence[str] = (),
     config: Mapping[str, str] | None = None,
+    profiled: bool = False,
 ) -> SessionPlan:
     """The plan that some words mean.
 
@@ -96,6 +99,7 @@ def plan_of(
         parallel_nodes,
         tuple(str(Path(library).absolute()) for library in custom_ops),
         dict(config or {}),
+        profiled,
     )
 
 
@@ -143,6 +147,9 @@ def optimise(model: Path, plan: SessionPlan, folder: Path) -> Optimised:
     named = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{named}_file_name", _WEIGHTS)
     options.add_session_config_entry(f"{named}_min_size_in_bytes", str(model_file.SMALL))
+    if plan.profiled:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "profile")
     session = _session(model, options, plan, model.name)
     if not place.is_file():
         raise BadFile(

@@ -111,17 +111,11 @@ def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
         # With further readers the bare product is needed, and was not merged.
         if len(after) != 1 or not sums or sums[0] in optimised.maker:
             continue
-        like = _made_flat(node.inputs[0], optimised)
+        # What it takes has all its axes: reshapes around products are left out of the graph.
+        like = node.inputs[0]
         if like in exported.maker and node.outputs[0] not in exported.maker:
             stored_by_value[sums[0]] = Stored(node.outputs[0], like=like)
     return stored_by_value
-
-
-def _made_flat(value: str, optimised: Graph) -> str:
-    """What a value was before it was made a matrix; empty if it was not."""
-    maker = optimised.maker.get(value)
-    is_reshape = maker is not None and optimised.nodes[maker].op == "Reshape"
-    return optimised.nodes[maker].inputs[0] if maker is not None and is_reshape else ""
 
 
 def _named(node: Node, exported: Graph) -> str:

@@ -36,6 +36,7 @@ from driftline.captures.gradients import (
 from driftline.captures.recorder import TensorAddress
 from driftline.captures.torch.layers import class_name_of
 from driftline.captures.torch.operators.dispatch import break_graphs, hide_from_compiler
+from driftline.captures.torch.tensors import stored_parts
 
 _FLAT = "torch.distributed.fsdp._flat_param"
 
@@ -179,9 +180,10 @@ class ParameterTap:
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
                 self._owners[id(tensor)] = Owner(site, name, class_name)
-                session.emit(
-                    TensorAddress(site, "param", name, step, class_name=class_name), tensor
-                )
+                for slot, part in stored_parts(name, tensor):
+                    session.emit(
+                        TensorAddress(site, "param", slot, step, class_name=class_name), part
+                    )
         # A root with lazy parameters is looked at again at its next call.
         if not waiting:
             self._done[root] = step

@@ -374,3 +374,21 @@ def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     if tensor.dtype is torch.complex32:  # copying it would print torch's warning in the program
         tensor = tensor.detach().view(torch.int32)
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def stored_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A parameter as the tensors that hold it: `weight.qdata`, `weight.scale` of a quantised one.
+
+    torch's protocol for wrapper subclasses says which attributes these are; an ordinary tensor is
+    itself.
+    """
+    if type(tensor) in _ORDINARY or is_distributed(tensor):
+        return [(name, tensor)]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    try:
+        names: list[str] = list(flatten()[0]) if flatten is not None else []
+    except Exception:  # the class is somebody else's: what it cannot say is not asked again
+        names = []
+    parts = [(f"{name}.{attribute}", getattr(tensor, attribute, None)) for attribute in names]
+    inner = [(slot, part) for slot, part in parts if isinstance(part, torch.Tensor)]
+    return inner or [(name, tensor)]

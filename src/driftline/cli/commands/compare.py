@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from cyclopts import Parameter
 
 from driftline.cli import python_script as script
+from driftline.cli.commands.dump_onnx import ModelPairOptions
 from driftline.cli.options import (
     ALIGNMENT,
     EVIDENCE,
@@ -44,18 +45,23 @@ if TYPE_CHECKING:
     from driftline.runs.run import Run
 
 
+_AS_USUAL = ModelPairOptions()
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
-class AitPathOptions:
-    """The two runs, as `ait llm compare` takes them.
+class SideOptions:
+    """The two runs, as `ait llm compare` takes them, and models that are run on the spot.
 
     Attributes:
         golden_path: Another way to give REF.
         my_path: Another way to give CAND.
+        models: How ONNX files are run.
     """
 
     golden_path: Annotated[Path | None, URLS, as_in_ait("--golden-path", "-gp", "REF")] = None
     my_path: Annotated[Path | None, URLS, as_in_ait("--my-path", "-mp", "CAND")] = None
+    models: ModelPairOptions = _AS_USUAL
 
     @property
     def writes_ait_report(self) -> bool:
@@ -241,7 +247,7 @@ def compare(
     candidate: Annotated[Path | None, URLS, place("CAND")] = None,
     /,
     *,
-    ait: AitPathOptions = AitPathOptions(),
+    sides: SideOptions = SideOptions(),
     limits: CompareLimits = CompareLimits(),
     select: CompareSelection = CompareSelection(),
     alignment: CompareAlignment = CompareAlignment(),
@@ -252,23 +258,25 @@ def compare(
 
         driftline compare ref cand
         driftline compare a.npy b.pt --max relative_l2=0.01
+        driftline compare float.onnx int8.onnx --inputs x.npz
 
     Says which site adds more error than its number format and what it was given explain, and which
     one is first. Exit code 1 if any does, 2 if too little was compared to tell. With -gp
     and -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
 
     Args:
-        reference: What is right: a run, a dump of another program, or a tensor file.
+        reference: What is right: a run, a dump of another program, a tensor file, or an ONNX
+            model, which is run on the spot.
         candidate: What is in question.
     """
     threads = workers.count()
-    paths = _two_paths(reference, candidate, ait)
+    paths = _two_paths(reference, candidate, sides)
     if workers.shard is not None:
-        _check_shard(workers.shard, output, ait)
+        _check_shard(workers.shard, output, sides)
         _refuse_evidence_for_shard(limits)
     # With -gp and -mp, -o means what it means to ait: the folder of its report.
-    folder = None if ait.writes_ait_report else output.output
-    report_folder = (output.output or Path()) if ait.writes_ait_report else None
+    folder = None if sides.writes_ait_report else output.output
+    report_folder = (output.output or Path()) if sides.writes_ait_report else None
     if not script.is_script():
         # A shard's own file was checked above; the folder may hold those of others.
         refuse_overwriting(
@@ -276,7 +284,7 @@ def compare(
         )
         _refuse_old_plan(alignment.save_plan, force=output.force)
 
-    pair = _open_pair(paths, select, alignment)
+    pair = _open_pair(paths, sides.models, select, alignment)
     align_by = alignment.keywords(select, pair.step_map)
     # Only where the plan itself is wanted, or edited: `driftline.compare` makes its own.
     plan: Plan | None = None
@@ -379,19 +387,20 @@ class _Pair:
 
 
 def _open_pair(
-    paths: tuple[Path, Path], select: CompareSelection, alignment: CompareAlignment
+    paths: tuple[Path, Path],
+    models: ModelPairOptions,
+    select: CompareSelection,
+    alignment: CompareAlignment,
 ) -> _Pair:
-    from driftline.formats.registry import open_run
-
-    ref, cand = paths
     steps, ranks = numbers_from("--step", select.step), numbers_from("--rank", select.rank)
     candidate_steps, step_map = alignment.steps(steps)
     # A rank of eight is no rank of one: where they differ, the plan knows which shards belong.
-    plan_ranks = ranks if ranks and not _same_ranks(ref, cand) else frozenset[int]()
+    plan_ranks = ranks if ranks and not _same_ranks(*paths) else frozenset[int]()
     run_ranks = ranks - plan_ranks
+    reference, candidate = models.open_pair(paths)
     return _Pair(
-        _narrowed(script.part(open_run, ref), steps, run_ranks),
-        _narrowed(script.part(open_run, cand), candidate_steps, run_ranks),
+        _narrowed(reference, steps, run_ranks),
+        _narrowed(candidate, candidate_steps, run_ranks),
         step_map,
         plan_ranks,
     )
@@ -474,7 +483,7 @@ def _executor(workers: CompareWorkers, *, quiet: bool) -> Any:
     return chosen(workers.jobs, workers.executor, quiet=True)
 
 
-def _check_shard(shard: str, output: CompareOutput, ait: AitPathOptions) -> None:
+def _check_shard(shard: str, output: CompareOutput, sides: SideOptions) -> None:
     """Before anything is read: a shard needs a folder, and a report of all pairs has to wait."""
     from driftline.comparison.table.part import part_name, refuse_part
     from driftline.execution.slicing import parse_shard
@@ -487,7 +496,7 @@ def _check_shard(shard: str, output: CompareOutput, ait: AitPathOptions) -> None
             hint="`driftline merge` may write the table of all parts to an address",
         )
     for option, is_given in {
-        "-gp and -mp": ait.writes_ait_report,
+        "-gp and -mp": sides.writes_ait_report,
         "--csv": output.csv is not None,
         "--all": output.all,
     }.items():
@@ -520,13 +529,13 @@ def _compare_shard(pair: _Pair, shard: str, options: dict[str, Any], output: Com
 
 
 def _two_paths(
-    reference: Path | None, candidate: Path | None, ait: AitPathOptions
+    reference: Path | None, candidate: Path | None, sides: SideOptions
 ) -> tuple[Path, Path]:
     """REF and CAND, each given by its place or by ait's option, in any mixture."""
     # A path by its place fills whichever of the two no option names.
     places = [path for path in (reference, candidate) if path is not None]
     paths: list[Path] = []
-    for name, option in (("REF", ait.golden_path), ("CAND", ait.my_path)):
+    for name, option in (("REF", sides.golden_path), ("CAND", sides.my_path)):
         if option is None and not places:
             raise BadInput(
                 f"`driftline compare` needs {name}",

@@ -29,6 +29,7 @@ from driftline.units import size_of, size_text
 
 if TYPE_CHECKING:
     from driftline.captures.onnxruntime.api import OnnxCapture
+    from driftline.runs.run import Run
     from driftline.runs.stores.upload import Sent
 
 # What `--memory` is if it is not given, as its help says.
@@ -51,6 +52,7 @@ class OnnxOptions:
         at_once: How many inner tensors are held at a time. Default: as many as fit.
         custom_ops: A library with operators of your own; may be repeated.
         session_config: A further entry of the session's configuration; may be repeated.
+        profile: Write ONNX Runtime's own profile of the session without capture to this file.
     """
 
     model: Annotated[str, Parameter(metavar="FILE.onnx")] = ""
@@ -62,6 +64,7 @@ class OnnxOptions:
     at_once: Annotated[int | None, Parameter(metavar="N")] = None
     custom_ops: Annotated[list[str] | None, Parameter(metavar="LIBRARY")] = None
     session_config: Annotated[list[str] | None, Parameter(metavar="NAME=VALUE")] = None
+    profile: Annotated[str, Parameter(metavar="FILE.json")] = ""
 
     def spelt(self) -> list[str]:
         """The options that were given, as they are spelt."""
@@ -109,6 +112,57 @@ class OnnxAmount:
     levels: Sequence[str]
     max_bytes: str
     facts: FactOptions
+
+
+@Parameter(name="*", group=ONNX)
+@dataclass(frozen=True)
+class ModelPairOptions:
+    """How ONNX files are run that are given in the place of runs.
+
+    Attributes:
+        inputs: What they are run with: arrays by name, or a run whose model inputs are taken.
+            Several are steps. Default: what the other side was given, else numbers by chance.
+        seed: Of the numbers by chance.
+        optimize: How much ONNX Runtime changes the graphs. Default: all.
+        providers: Where they run, the preferred one first, such as CUDA CPU. Default: CPU.
+    """
+
+    inputs: Annotated[list[str] | None, SEVERAL, Parameter(metavar="FILE.npz|RUN")] = None
+    seed: Annotated[int, Parameter(metavar="N")] = 0
+    optimize: Literal["none", "basic", "extended", "all"] = "all"
+    providers: Annotated[list[str] | None, SEVERAL, Parameter(metavar="NAME")] = None
+
+    def open_pair(self, paths: tuple[Path, Path]) -> tuple[Run, Run]:
+        """Both sides as runs; a model that is a file is run, and nothing of it is kept.
+
+        Raises:
+            BadInput: Options for models are given, and none is.
+        """
+        from driftline.formats.registry import open_run
+
+        is_model = [path.suffix == ".onnx" and path.is_file() for path in paths]
+        if not any(is_model):
+            if self != ModelPairOptions():
+                raise BadInput("--inputs, --seed, --optimize and --providers are for .onnx files")
+            return script.part(open_run, paths[0]), script.part(open_run, paths[1])
+        # The side that is a run already says what the other one is given.
+        if is_model[0] and not is_model[1]:
+            candidate = script.step("candidate", open_run, paths[1])
+            return self._run(paths[0], candidate), candidate
+        if is_model[0]:
+            reference = self._run(paths[0], None)
+        else:
+            reference = script.step("reference", open_run, paths[0])
+        return reference, self._run(paths[1], reference)
+
+    def _run(self, path: Path, other: Run | None) -> Run:
+        from driftline.captures.onnxruntime.api import run_onnx
+
+        inputs: Any = self.inputs or other
+        options: dict[str, Any] = {"optimize": self.optimize, "providers": self.providers or ()}
+        if inputs is None:
+            options["seed"] = self.seed
+        return script.step("candidate" if other else "reference", run_onnx, path, inputs, **options)
 
 
 def is_onnx(engine: str | None, model: OnnxOptions) -> bool:
@@ -211,6 +265,7 @@ def _capture_options(model: OnnxOptions, amount: OnnxAmount, *, force: bool) -> 
         "levels": tuple(amount.levels) or ("modules", "ops"),
         "max_bytes": size_of(amount.max_bytes) if amount.max_bytes else None,
         "force": force,
+        **({"profile": model.profile} if model.profile else {}),
         # Defaults are left out, so that a printed plan shows what was asked for.
         **({} if amount.facts.model else {"model_facts": False}),
         **({} if amount.facts.weights else {"weight_facts": False}),

@@ -148,6 +148,12 @@ def _few(dtype: DType) -> float:
     return min(_FEW * dtype.unit_roundoff, LIMITS[dtype.name])
 
 
+def has_many_scales(row: Row) -> bool:
+    """A weight that was made numbers of integers, with a tensor of scales."""
+    recipes = f"{row.reference_recipe} {row.candidate_recipe}"
+    return row.key.port == "param" and row.basis == "values" and "dequantise(" in recipes
+
+
 def _is_far(row: Row) -> bool:
     if row.basis != "values":
         return False
@@ -196,6 +202,9 @@ SOURCES: tuple[EvidenceSource, ...] = (
         Address(f"{_HERE}.loss_gradient:LossGradient"),
         is_arriving_gradient_off,
         (BEYOND_OUTPUTS_COLUMN,),
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.integer_steps:IntegerSteps"), has_many_scales, needs_weights=True
     ),
     EvidenceSource(
         Address(f"{_HERE}.recomputed:RecomputedLeaf"),

@@ -23,6 +23,8 @@ BEYOND = "beyond_bias"
 """Metric: what is left of an output's error without a bias that has no gradient."""
 BEYOND_ROUNDING = "beyond_rounding"
 """Metric: what is left of an error without elements whose gradient is nothing but rounding."""
+INTEGER_STEP = "integer_step"
+"""Metric: root mean square of the scales of integers that a row has made numbers of."""
 ADDED = "added_error"
 """Metric of an output: its relative error against the reference's function on the candidate's own
 input, computed in float64. What arrives at the site has no part in it."""

@@ -111,9 +111,16 @@ def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
     if graph is None or not graph.rounded:
         return {}
     errors: dict[str, float] = {}
+    compared_at: dict[TensorKey, set[str]] = {}
     for pair in plan.pairs:
+        compared_at.setdefault(pair.candidate.key, set()).add(pair.reference.key.site)
         if error := graph.rounded.get(pair.candidate.key.site):
             site = pair.reference.key.site
+            errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
+    for (side, key), whole in plan.inside.items():
+        # What is inside a fusion rounds what the whole of it gives.
+        error = graph.rounded.get(key.site, 0.0) if side == "reference" else 0.0
+        for site in compared_at.get(whole, ()) if error else ():
             errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
     return errors
 
@@ -437,7 +444,7 @@ def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
         return Growth(call, expected, min(error / limit, 1.0) if limit else 0.0, siblings, limit)
     excess = error / limit if limit > 0.0 else (math.inf if error > 0.0 else 0.0)
     # No further run makes the steps of integers smaller: these hide a fault, and are no noise.
-    hides, drowns = _can_hide(error, limit), _can_hide(error, without_steps)
+    hides, drowns = _can_hide(error, limit), not least and _can_hide(error, without_steps)
     return Growth(call, expected, excess, siblings, limit, hides, drowns)
 
 

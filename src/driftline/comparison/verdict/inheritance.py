@@ -24,12 +24,14 @@ from driftline.comparison.tolerance.defaults import (
     METRIC,
     QUANTISED,
     ROUNDINGS,
+    WEIGHT_ROUNDINGS,
     rounding_to_steps,
     step_of,
 )
 from driftline.comparison.tolerance.tolerance import (
     AS_CANCELLED,
     AS_ITS_GRADIENT,
+    INTEGER_STEP,
     SUMMED_GRADIENTS,
     WHAT_CANCELS,
 )
@@ -186,10 +188,15 @@ def quantised_limit(row: Row, code_type: str) -> float:
 
     With one scale it follows from that scale; with many, from the width of the integers.
     """
-    step = max(step_of(row.reference_recipe), step_of(row.candidate_recipe))
+    step = max(
+        step_of(row.reference_recipe),
+        step_of(row.candidate_recipe),
+        float(row.metrics.get(INTEGER_STEP, 0.0)),
+    )
     count = math.prod(row.reference_shape or ())
     if step and count and (norm := reference_norm(row)):
-        return ROUNDINGS * rounding_to_steps(step, count, norm)
+        roundings = WEIGHT_ROUNDINGS if row.key.port == "param" else ROUNDINGS
+        return roundings * rounding_to_steps(step, count, norm)
     return QUANTISED[code_type]
 
 
@@ -214,8 +221,14 @@ class Quantised:
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
             elif code_type := quantised_row(row) or _against_float(row):
                 self._known.setdefault(_ours(row), code_type)
+                explained = 0.0
                 if row.key.port == "output" and step_of(row.candidate_recipe):
                     explained = quantised_limit(row, code_type)
+                elif row.key.port == "param" and row.metrics.get(INTEGER_STEP):
+                    # What was rounded away of a weight is missing in what is computed with it.
+                    error = float(row.metrics.get(METRIC, math.inf))
+                    explained = ROUNDINGS * min(error, quantised_limit(row, code_type))
+                if explained:
                     before = self._explained.get(_ours(row), 0.0)
                     self._explained[_ours(row)] = max(before, explained)
         if not codes and not any(row.candidate_dtype in _CODES for row in extra):

@@ -382,7 +382,9 @@ def _judge(
     elif codes:
         column = columns.get(METRIC, Column(METRIC, "lower"))
         # Error that came in is on top of the steps; what the site adds is judged by steps alone.
-        limit = max(QUANTISED[codes], 2.0 * quantised_limit(row, codes))
+        limit = quantised_limit(row, codes)
+        if row.key.port != "param":
+            limit = max(QUANTISED[codes], limit)
         judged = _held(row, column, limit, f"{codes} with scales")
     elif own is None or working is None:
         judged = row.judged("incomparable", "no limit is known for these dtypes")

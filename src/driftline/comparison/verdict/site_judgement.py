@@ -21,7 +21,14 @@ from driftline.comparison.table.row import Row, Tensors, tensors_of
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC
-from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED, EXPLAINED, HALF, REST
+from driftline.comparison.tolerance.tolerance import (
+    ADDED,
+    ADDED_ALLOWED,
+    EXPLAINED,
+    HALF,
+    INTEGER_STEP,
+    REST,
+)
 from driftline.comparison.verdict.certain_failures import CertainFailure
 from driftline.comparison.verdict.dataflow import Transfer, transfers_of
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
@@ -400,7 +407,7 @@ _NEEDED = frozenset(
     {
         *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
         *("cosine", "max_rel_error", "reference_nan", "candidate_nan"),
-        *(HALF, REST, ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
+        *(HALF, REST, INTEGER_STEP, ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
     }
 )
 

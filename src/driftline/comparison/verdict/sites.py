@@ -326,12 +326,13 @@ def _is_dequantised(row: Row) -> bool:
 
 
 def same_kind(row: Row) -> bool:
-    """Whether both sides are floating point.
+    """Whether both sides are numbers: floating point, or integers with a scale.
 
     A mask of booleans beside one of floats is no error: it says the same in another form.
     """
     candidate = DTYPES.get(row.candidate_dtype)
-    return candidate is None or candidate.is_floating
+    is_number = candidate is None or candidate.is_floating
+    return is_number or "dequantise" in row.candidate_recipe
 
 
 def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[Place, Site]:

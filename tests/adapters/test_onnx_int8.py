@@ -1,0 +1,149 @@
+"""ONNX Runtime's int8 graphs against the float model: what pairs, what passes, what is named."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from benchmarks.engines.onnx_quantised import Scheme, export, quantise
+from onnx import numpy_helper
+from onnx_runs import Exported
+from test_onnx_quantised import quiet
+
+import driftline
+from driftline.comparison.table.table import Table
+
+SCHEMES = (
+    Scheme(True, "QDQ"),
+    Scheme(True, "QDQ", per_channel=True, prepared=True, signed=True),
+    Scheme(False, "QDQ", per_channel=True),
+    Scheme(True, "QOperator", prepared=True),
+    Scheme(False, "QOperator"),
+    Scheme(True, "dynamic"),
+    Scheme(False, "dynamic", per_channel=True, prepared=True),
+)
+
+
+class Files:
+    """The float models of both exporters, and the int8 models made of them, each once."""
+
+    def __init__(self, cnn: Exported, folder: Path) -> None:
+        self._cnn, self._folder = cnn, folder
+        self._made: dict[Any, Path] = {}
+
+    def plain(self, *, dynamo: bool) -> Path:
+        if dynamo not in self._made:
+            path = self._folder / f"float{dynamo}.onnx"
+            self._made[dynamo] = export(self._cnn.model, self._cnn.given, path, dynamo=dynamo)
+        return self._made[dynamo]
+
+    def int8(self, scheme: Scheme) -> Path:
+        if scheme not in self._made:
+            path = self._folder / f"{len(self._made)}.onnx"
+            source = self.plain(dynamo=scheme.dynamo)
+            self._made[scheme] = quantise(source, self._cnn.given, scheme, path)
+        return self._made[scheme]
+
+
+@pytest.fixture(scope="module")
+def files(cnn: Exported, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(cnn, tmp_path_factory.mktemp("int8"))
+
+
+def compared(reference: Path, candidate: Path, optimize: Any = "all") -> Table:
+    with quiet():
+        plain = driftline.run_onnx(reference, optimize=optimize)
+        return driftline.compare(plain, driftline.run_onnx(candidate, plain, optimize=optimize))
+
+
+def paired(table: Table) -> float:
+    """The share of the float model's tensors that were compared."""
+    own = {row.key for row in table.rows if row.compared}
+    alone = {row.key for row in table.rows if row.status in ("missing", "incomparable")}
+    return len(own) / len(own | alone)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.words)
+def test_nine_tenths_of_the_float_model_pair_and_a_clean_int8_model_passes(
+    files: Files, scheme: Scheme
+) -> None:
+    # The inputs are others than those of the calibration.
+    table = compared(files.plain(dynamo=scheme.dynamo), files.int8(scheme))
+    assert table.verdict == "pass", table.finding
+    assert paired(table) >= 0.9
+    assert all(row.metrics["relative_l2"] < 0.05 for row in table.rows if row.compared)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[::3], ids=lambda scheme: scheme.words)
+def test_a_folded_convolution_is_the_partner_of_the_norm_never_of_the_bare_convolution(
+    cnn: Exported, files: Files, scheme: Scheme
+) -> None:
+    with quiet():
+        candidate = driftline.run_onnx(files.int8(scheme), cnn.run)
+    table = driftline.compare(cnn.run, candidate)
+    assert table.verdict == "pass", table.finding
+    outputs = {row.key.site: row for row in table.rows if row.key.port == "output" and row.compared}
+    # These norms are followed by a sum, not by a rectifier: what they give is still there.
+    assert {"stages.0.bn2", "stages.1.bn2", "stages.1.down.1"} <= set(outputs)
+    convolutions = {"conv", "stages.0.conv1", "stages.0.conv2", "stages.1.conv1", "stages.1.down.0"}
+    assert convolutions.isdisjoint(outputs)
+    assert all(row.metrics["relative_l2"] < 0.05 for row in outputs.values())
+
+
+def planted(source: Path, path: Path, node: Any, position: int, change: Any) -> Path:
+    """The model with one scale or zero point changed where one node reads it, and nowhere else."""
+    model = onnx.load(str(source))
+    reader = next(n for n in model.graph.node if n.name == node)
+    old = next(t for t in model.graph.initializer if t.name == reader.input[position])
+    array = numpy_helper.to_array(old)
+    new = numpy_helper.from_array(np.asarray(change(array), array.dtype), f"{old.name}_planted")
+    model.graph.initializer.append(copy.deepcopy(new))
+    reader.input[position] = new.name
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "words"),
+    [
+        (1, lambda scale: scale * 2, "with the scale"),
+        (2, lambda zero: zero + 1, "with the zero point 1, and it was made with 0"),
+    ],
+)
+def test_a_node_that_misreads_its_operand_is_named(
+    files: Files, tmp_path: Path, position: int, change: Any, words: str
+) -> None:
+    source = files.int8(Scheme(False, "QOperator"))
+    node = "/stages/stages.0/conv2/Conv_quant"
+    broken = planted(source, tmp_path / "broken.onnx", node, position, change)
+    table = compared(files.plain(dynamo=False), broken)
+    assert table.verdict == "fail"
+    assert table.first_site == "stages.0.conv2", table.finding
+    assert words in table.finding
+
+
+@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
+def test_a_weight_s_scale_off_by_two_is_named_at_its_own_node(
+    files: Files, tmp_path: Path, form: str
+) -> None:
+    source = files.int8(Scheme(False, form))
+    node = "fc.weight_DequantizeLinear" if form == "QDQ" else "/fc/Gemm_quant"
+    broken = planted(
+        source, tmp_path / "broken.onnx", node, 1 if form == "QDQ" else 4, lambda scale: scale * 2
+    )
+    table = compared(files.plain(dynamo=False), broken)
+    assert table.verdict == "fail"
+    assert (table.first_site or "").partition("/")[0] == "fc", table.finding
+
+
+def test_a_dropped_rectifier_leaves_what_is_before_it_inside_the_node(files: Files) -> None:
+    scheme = Scheme(True, "QOperator", prepared=True)
+    table = compared(files.plain(dynamo=True), files.int8(scheme), "none")
+    assert table.verdict == "pass", table.finding
+    alone = [row for row in table.rows if row.status == "missing"]
+    assert alone
+    assert all("inside a fusion" in row.reason for row in alone)

@@ -1,0 +1,164 @@
+"""Weights that are stored as integers, in a model that computes with floats: what is named, where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import driftline
+from driftline.comparison.table.table import Table
+from driftline.runs.memory import MemorySink
+from driftline.runs.run import Run
+
+
+class Codes(torch.Tensor):
+    """A weight as torchao holds it: integers, scales and zero points behind a float's interface."""
+
+    @staticmethod
+    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> Any:
+        del scale, zero_point
+        return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=torch.float32)
+
+    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> None:
+        self.qdata, self.scale, self.zero_point = qdata, scale, zero_point
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["qdata", "scale", "zero_point"], None
+
+    def numbers(self) -> torch.Tensor:
+        return (self.qdata.float() - self.zero_point.float()) * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a.numbers() if isinstance(a, Codes) else a for a in args]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        return func(*plain, **(kwargs or {}))
+
+
+def rounded(
+    weight: torch.Tensor, bits: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and zero points of a weight [out, in], a scale for each group of inputs."""
+    blocks = weight.reshape(weight.shape[0], -1, group)
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    scale = (high - low) / (2**bits - 1)
+    zero = torch.round(-low / scale)
+    codes = torch.round(blocks / scale[..., None] + zero[..., None]).clamp(0, 2**bits - 1)
+    return codes.reshape(weight.shape).to(torch.int32), scale, zero.to(torch.int32)
+
+
+AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def packed(
+    codes: torch.Tensor, axis: int, order: tuple[int, ...] = tuple(range(8))
+) -> torch.Tensor:
+    """Eight codes of four bits to a word, along an axis."""
+    turned = codes.movedim(axis, -1).reshape(*codes.movedim(axis, -1).shape[:-1], -1, 8)
+    words = torch.zeros(turned.shape[:-1], dtype=torch.int64)
+    for index, place in enumerate(order):
+        words |= turned[..., index].long() << (4 * place)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, axis).contiguous()
+
+
+class PackedLinear(nn.Module):
+    """A layer as GPTQ or AWQ packs it; it computes with what its buffers stand for."""
+
+    def __init__(self, linear: nn.Linear, way: str) -> None:
+        super().__init__()
+        codes, scale, zero = rounded(linear.weight.data, 4, 16)
+        self.bias = linear.bias
+        self.way = way
+        self.codes = codes
+        stored = codes.T.contiguous()  # [in, out]
+        zeros = zero.T.contiguous()
+        if way == "gptq":
+            self.register_buffer("qweight", packed(stored, 0))
+            self.register_buffer("qzeros", packed(zeros - 1, 1))
+        else:
+            self.register_buffer("qweight", packed(stored, 1, AWQ))
+            self.register_buffer("qzeros", packed(zeros, 1, AWQ))
+        self.register_buffer("scales", scale.T.contiguous())
+
+    def zeros(self) -> torch.Tensor:
+        order = AWQ if self.way == "awq" else tuple(range(8))
+        words = self.qzeros.long() & 0xFFFFFFFF
+        parts = [(words >> (4 * place)) & 15 for place in order]
+        plain = torch.stack(parts, -1).reshape(words.shape[0], -1)
+        return plain + 1 if self.way == "gptq" else plain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = self.codes.shape[1] // self.scales.shape[0]
+        scale = self.scales.repeat_interleave(size, 0)
+        zero = self.zeros().repeat_interleave(size, 0)
+        return x @ ((self.codes.T - zero) * scale) + self.bias
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def run_of(model: nn.Module) -> Run:
+    sink = MemorySink()
+    given = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), driftline.capture(model, sink, levels=("modules", "params")):
+        model(given)
+    return sink.run()
+
+
+def quantised(way: str, fault: str = "") -> Net:
+    model = net()
+    for number, layer in enumerate(model.layers):
+        is_wrong = number == 2
+        if way in ("int8", "int4"):
+            codes, scale, zero = rounded(layer.weight.data, 8 if way == "int8" else 4, 64)
+            if is_wrong and fault == "scale":
+                scale = scale * 2
+            if is_wrong and fault == "zero":
+                zero = zero + 1
+            held = Codes(codes.to(torch.uint8), scale, zero)
+            layer.weight = nn.Parameter(held, requires_grad=False)
+            continue
+        model.layers[number] = changed = PackedLinear(layer, way)
+        if is_wrong and fault == "scale":
+            changed.scales *= 2
+        if is_wrong and fault == "zero":
+            changed.qzeros += 0x11111111  # each of the eight in a word
+    return model
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "gptq", "awq"])
+def test_weights_of_integers_are_compared_as_matrices_and_pass(way: str) -> None:
+    table = driftline.compare(run_of(net()), run_of(quantised(way)))
+    assert table.verdict == "pass", table.finding
+    weights = {row.key.site: row for row in table.rows if row.key.slot == "weight"}
+    assert len(weights) == 4
+    assert all("dequantise" in row.candidate_recipe for row in weights.values())
+    # What rounding to nearest is, by the scales: the limit is two and a half times as much.
+    assert all(0.3 < row.severity < 0.5 for row in weights.values())
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "gptq", "awq"])
+@pytest.mark.parametrize("fault", ["scale", "zero"])
+def test_a_wrong_scale_or_zero_point_is_named_at_its_module(way: str, fault: str) -> None:
+    table: Table = driftline.compare(run_of(net()), run_of(quantised(way, fault)))
+    assert table.verdict == "fail", table.finding
+    assert table.first_site == "layers.2", table.finding
+    assert "the parameter 'weight' of 'layers.2'" in table.finding
