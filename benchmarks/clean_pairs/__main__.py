@@ -4,6 +4,7 @@
     python -m benchmarks.clean_pairs -j 2               all clean pairs
     python -m benchmarks.clean_pairs --slice 1/8        an eighth of them
     python -m benchmarks.clean_pairs --filter 'llama bf16' --list
+    python -m benchmarks.clean_pairs --half held        those that no rule was repaired on
     python -m benchmarks.clean_pairs --faults           the planted faults instead
     python -m benchmarks.clean_pairs --read FILE...     the tables of results written before
 
@@ -32,6 +33,8 @@ from benchmarks.clean_pairs.report import markdown, report, summary
 
 ROOT = environment.ROOT
 OUTPUT = ROOT / "bench-output" / "clean_pairs"
+HALVES = ("seen", "held")
+"""Whoever repairs a rule looks at the first half only; the second says how good the repair is."""
 
 
 def main() -> int:
@@ -49,6 +52,8 @@ def main() -> int:
         print(f"left out ({', '.join(absent)}): run it once with --install")
     jobs: list[Pair | Planted] = [*(planted_faults() if asked.faults else clean_pairs())]
     jobs = [job for job in jobs if re.search(asked.filter, job.name)]
+    if asked.half is not None:
+        jobs = [job for job in jobs if half_of(job.name) == asked.half]
     number, parts = asked.slice
     jobs = jobs[number - 1 :: parts]
     if asked.list:
@@ -73,6 +78,7 @@ def arguments() -> argparse.Namespace:
     add("--no-replay", action="store_true", help="with --faults: two runs alone")
     add("--filter", default="", metavar="REGEX", help="only trials whose name matches")
     add("--slice", type=_slice, default=(1, 1), metavar="N/M", help="the N-th of M parts")
+    add("--half", choices=HALVES, help="those that rules may be repaired on, or the other half")
     add("--list", action="store_true", help="name the trials and stop")
     add("-j", "--workers", type=int, default=1, help="processes")
     add("--fresh", action="store_true", help="judge again what this source has judged before")
@@ -80,6 +86,11 @@ def arguments() -> argparse.Namespace:
     add("--read", type=Path, nargs="+", metavar="FILE", help="report on results written before")
     add("--markdown", action="store_true", help="with --read: the rates as tables of a page")
     return parser.parse_args()
+
+
+def half_of(name: str) -> str:
+    """To which half of the set a trial belongs, by a hash of its name."""
+    return HALVES[int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2]
 
 
 def _slice(text: str) -> tuple[int, int]:

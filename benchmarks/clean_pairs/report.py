@@ -43,10 +43,10 @@ def _is_vain(result: Result, method: str) -> bool:
 def _is_clean(result: Result) -> bool:
     """Whether the candidate's format can hold the model; by its outputs, whatever was said of it.
 
-    Infinities on one side, or an output that is zero throughout and should not be, are rightly a
-    FAIL.
+    Infinities on one side, an output that is zero throughout and should not be, or one that one
+    rounding puts further off than its format allows, are rightly a FAIL.
     """
-    return not (result["one_sided"] or result["vanished"])
+    return not (result["one_sided"] or result["vanished"] or result["unfit"])
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:

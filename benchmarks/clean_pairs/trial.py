@@ -15,6 +15,7 @@ from torch import nn
 import driftline
 from benchmarks.clean_pairs.pairs import Pair, sides
 from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.defaults import LIMITS
 from driftline.diagnosis.result import Diagnosis
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
@@ -24,6 +25,8 @@ from driftline.testing.faults.trials import apart
 LOUD = 0.05
 """Relative error of an arriving tensor beside which a fault of 20 % is no longer plain."""
 RATE = 1e-3
+_MASKED = 1e30
+"""Numbers of this size mask something."""
 
 
 def clean_trial(pair: Pair) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def clean_trial(pair: Pair) -> dict[str, Any]:
         second, output = execute(candidate, pair, is_candidate=True)
         table = driftline.compare(first, second, threads=1)
         result |= {"compare": said_by_compare(table), **figures(table, truth, output)}
+        result["unfit"] = _does_not_fit(first, table)
         result["diagnose"] = said_by_diagnose(driftline.diagnose(first, second, threads=1))
         result["reason_is_true"] = _is_true(pair, result)
     except Exception as problem:  # a trial that breaks is a finding of its own
@@ -161,6 +165,30 @@ def figures(table: Table, truth: torch.Tensor, output: torch.Tensor) -> dict[str
         "one_sided": overflown,
         "vanished": bool(truth.any()) and not bool(output.any()),
     }
+
+
+def _does_not_fit(reference: Run, table: Table) -> bool:
+    """Whether a format cannot hold what the reference computed: one rounding of it is too much.
+
+    Looks at the reference's tensors alone, each rounded once to the candidate's format.
+    """
+    records = {record.key: record for record in reference.records}
+    for row in table.rows:
+        if row.key.port != "output" or not row.compared:
+            continue
+        if row.candidate_dtype not in ("float16", "bfloat16") or row.key not in records:
+            continue
+        record = records[row.key]
+        if record.dtype != "float32" or row.reference_recipe or row.candidate_recipe:
+            continue
+        values = torch.from_numpy(reference.raw(record).copy()).view(torch.float32)
+        # Masks are filled with numbers that become infinite; infinities are counted elsewhere.
+        values = values[values.abs() < _MASKED]
+        rounded = values.to(getattr(torch, row.candidate_dtype)).float()
+        limit = LIMITS[row.candidate_dtype]
+        if (rounded - values)[rounded.isfinite()].norm() > limit * values.norm():
+            return True
+    return False
 
 
 def _is_true(pair: Pair, result: Mapping[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from driftline.comparison.table.row import Column, Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
-from driftline.comparison.verdict.judge import judge, over_own_limit
+from driftline.comparison.verdict.judge import judge
 from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
 from driftline.comparison.verdict.status import Evidence
 from driftline.errors import BadInput
@@ -308,9 +308,7 @@ class Comparison:
         """The same for some of the rows: which of them fail, only the table of all can say."""
         if not self.options.may_leave_out_pads:
             return []
-        # Judged row by row: limits that are inherited can only excuse more of them.
-        alone = Table(measured.rows, measured.columns)
-        return self.masked(over_own_limit(alone, self.options.tolerance))
+        return self.masked(measured.rows)
 
     def judged(
         self,

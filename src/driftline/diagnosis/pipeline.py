@@ -276,6 +276,8 @@ class Assembly:
         if standing.by == "recomputed":
             return "what its number format explains"
         if standing.by == "replay" and judged is not None:
+            if not judged.introduced:
+                return "what any site of its number format may add"
             return "what the trusted module's own arithmetic allows"
         if standing.by == "noise" and self.floor is not None:
             count = len(self.floor.used)

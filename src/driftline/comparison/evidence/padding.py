@@ -1,10 +1,12 @@
 """Rows that fail only where the model's own attention mask says that nothing counts.
 
-What a position that is a pad holds is left to the engine: softmax over nothing is zero in one,
-an average in another, NaN in a third. So where rows fail, the two runs were given one and the same
-attention_mask, and it leaves positions out, the failing rows are measured again without these.
-Between two engines that result counts: what differs elsewhere fails as before, and rows that pass
-are not touched. Of two runs of one engine the verdict stays, and a note says what was found.
+What a position that is a pad holds is left to the kernel: softmax over nothing is zero in one,
+an average in another, NaN in a third. Nothing that counts reads it, because the mask leaves it out.
+So where rows fail, the two runs were given one and the same attention_mask, and it leaves positions
+out, all rows of the steps in question are measured again without these, and judged by that: a site
+is judged by what it was given and what it made, and pads must be in both or in neither. A wrong
+mask shows at positions that count; one that shows at pads alone changes nothing. A note says what
+was left out.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from driftline.comparison.measure.scheduler import Elementwise, measure_pairs
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.table.row import MANY, Row
 from driftline.comparison.table.table import Table
+from driftline.comparison.tolerance.tolerance import GIVEN, HALF, REST
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -25,8 +28,6 @@ _Place = tuple[TensorKey, str]
 """A tensor of the reference, and the site that it was set against."""
 _MOST = 20_000
 """Where more rows fail they are not held in memory to be measured again: pads are not all of it."""
-_SAID = frozenset({"onnxruntime", "paddle"})
-"""Engines whose runs always say so."""
 _ONLY_THERE = "differs only at positions that attention_mask leaves out"
 _WITHOUT = "positions that attention_mask leaves out do not count"
 
@@ -42,7 +43,7 @@ def masked_rows(
     """Rows measured again without the pads of the captured attention_mask, where it has any.
 
     Args:
-        suspects: Rows that fail, or may fail when all rows of the comparison are known.
+        suspects: Rows of steps in which rows fail, or may fail when all rows are known.
         plan: What was set against what.
         reference: The one run.
         candidate: The other.
@@ -50,23 +51,22 @@ def masked_rows(
         elementwise: What `outside_share` counts as outside.
     """
     wanted: set[_Place] = set()
-    for row in filter(_is_float, suspects):
-        wanted.add(_place(row))
+    for row in suspects:
+        if row.compared and _is_float(row):
+            wanted.add(_place(row))
         if len(wanted) > _MOST:
             return []
-    if not wanted:
-        return []
     from driftline.alignment.reconcile.masks import without_pads
+    from driftline.alignment.reconcile.tokens import is_mask
+
+    if not wanted or not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
+        return []
 
     # Pairs, not rows, know their recipes; masks are further steps of these.
     pairs = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in wanted]
     sides = reference, candidate
     # Masks are looked up among all records of a run; a long one is narrowed to the steps first.
     if len(plan.pairs) > MANY:
-        from driftline.alignment.reconcile.tokens import is_mask
-
-        if not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
-            return []
         sides = (
             _moments_of(reference, [pair.reference.key for pair in pairs]),
             _moments_of(candidate, [pair.candidate.key for pair in pairs]),
@@ -85,23 +85,21 @@ def judged_without_pads(
     Args:
         judged: The table with its verdict.
         measured: The same before it was judged.
-        masked: Rows that were measured again without pads; those of rows that pass are not used.
+        masked: Rows that were measured again without pads.
         judge: Judges a table.
     """
     failing = {_place(row) for row in judged.rows if row.status == "fail" and _is_float(row)}
-    again = {place: row for row in masked if (place := _place(row)) in failing}
+    again = {_place(row): row for row in masked}
     # Where more rows fail than a comparison holds in memory, pads are not all of it.
-    if not again or len(failing) > _MOST:
+    if failing.isdisjoint(again) or len(failing) > _MOST:
         return judged
-    # Judged anew as a whole: limits of later rows may hang on those that changed.
-    counted = judge(measured.with_rows(again.get(_place(row), row) for row in measured.rows))
-    places = {p for row in counted.rows if row.status == "pass" and (p := _place(row)) in again}
-    if not places:
-        return judged
-    # A wrong mask of one engine may show at pads only, so it must not vanish.
-    if not _two_engines(judged):
-        return _hinted(judged, len(places), len(failing))
-    return _excused(counted, places, again.keys())
+    # Judged anew as a whole: what a site adds hangs on what it was given.
+    counted = judge(
+        measured.with_rows(_without(row, again.get(_place(row))) for row in measured.rows)
+    )
+    failing &= again.keys()
+    places = {p for row in counted.rows if row.status == "pass" and (p := _place(row)) in failing}
+    return _excused(counted, places, failing) if places else judged
 
 
 def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
@@ -116,26 +114,13 @@ def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
     return only(run, belongs)
 
 
-def _two_engines(table: Table) -> bool:
-    """Whether the two sides are known to be of different engines, of which each has its own pads.
-
-    Two programs of one engine should agree at pads, too; if not, that may be all there is to see
-    of a wrong mask. A run that does not say is none of those that always do.
-    """
-    names = [side.about.get("framework") for side in (table.reference, table.candidate)]
-    return names[0] != names[1] and (all(names) or not _SAID.isdisjoint(names))
-
-
-def _hinted(judged: Table, passing: int, failing: int) -> Table:
-    many = "all tensors that fail differ" if passing == failing else f"{_tensors(passing)}"
-    note = (
-        f"{many} only at positions that the captured attention_mask leaves out (pads); "
-        "--mask captured does not count them"
-    )
-    finding = judged.finding
-    if passing == failing:
-        finding += "; all of it at pads, which --mask captured leaves out"
-    return judged.changed(finding=finding, notes=(*judged.notes, note))
+def _without(row: Row, again: Row | None) -> Row:
+    """A row as it was measured without pads, with what evidence has added to it."""
+    if again is None:
+        return row
+    # Second looks were taken at the whole tensor.
+    kept = {name: value for name, value in row.metrics.items() if name not in (GIVEN, HALF, REST)}
+    return again._replace(metrics={**kept, **again.metrics})
 
 
 def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> Table:
@@ -151,7 +136,7 @@ def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> T
 
     note = (
         f"{_tensors(len(passing))} only at positions that the captured attention_mask leaves out "
-        "(pads), which each engine fills in its own way; they were not counted there; --mask none "
+        "(pads), which each kernel fills in its own way; they were not counted there; --mask none "
         "counts them"
     )
     return counted.with_rows(map(said, counted.rows)).changed(

@@ -3,12 +3,15 @@
 Sites are suspected because of sums over whole tensors. What shows on one half of the tokens only is
 an accident, unless it is far outside (a single token is off, and that is enough). Tokens that a
 router sent to other experts at a near tie, and what they reach, are left out if the error
-disappears with them. What was seen becomes two metrics of the tensor's row, so that a stored table
-is judged as its runs were. Decides no status: that is `verdict.status`.
+disappears with them. What a norm was given is measured as the norm weighs it: every token has the
+same size behind it, however small it was before. Of gradients that an optimizer divides by their
+size, the signs are what counts. What was seen becomes metrics of rows, so that a stored table is
+judged as its runs were. Decides no status: that is `verdict.status`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -26,14 +29,17 @@ from driftline.comparison.evidence.error_stats import (
     halves,
     is_readable,
     read_rows,
+    read_whole,
     sums,
 )
 from driftline.comparison.evidence.routing_changes import Flip, flips, rows_reached
+from driftline.comparison.measure.pair_rows import paired
 from driftline.comparison.table.row import Row, Tensors, tensors_of
 from driftline.comparison.table.table import Table
-from driftline.comparison.tolerance.tolerance import HALF, REST
+from driftline.comparison.tolerance.tolerance import GIVEN, HALF, REST, TURNED
+from driftline.comparison.verdict.module_kinds import is_norm
 from driftline.comparison.verdict.noise import NoiseFloor
-from driftline.comparison.verdict.sites import error_of, unit_of
+from driftline.comparison.verdict.sites import ancestors, error_of, unit_of
 from driftline.comparison.verdict.status import SiteStatus, is_borne_out
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -42,6 +48,8 @@ ROUTERS = "routers sent"
 """Begins the note about tokens that were sent to other experts."""
 # If this little of the error remains without the tokens that were routed elsewhere, the error
 # belonged to those tokens.
+_EPSILON = 1e-8
+"""What optimizers add to the size of a gradient: smaller elements do not move."""
 _GONE = 0.3
 """Share of the error that may be left without the flipped tokens."""
 
@@ -94,6 +102,10 @@ class Looks(Protocol):
         """Errors that a second look shows of a suspect; None if there is no look at it."""
         ...
 
+    def explanations(self, standing: SiteStatus) -> Mapping[Tensors, dict[str, float]]:
+        """What else may explain the error of a suspect, as metrics of other rows."""
+        ...
+
 
 def acquittals(
     looks: Looks, suspects: Iterable[SiteStatus], floor: NoiseFloor | None
@@ -107,6 +119,7 @@ def acquittals(
     """
     metrics: dict[Tensors, dict[str, float]] = {}
     for standing in suspects:
+        metrics |= looks.explanations(standing)
         figures = looks.figures(standing, floor)
         if figures is None or not all(map(math.isfinite, figures)):
             continue
@@ -127,13 +140,14 @@ def settle(
         table: What was measured.
         judge_table: Judges it.
         looks: Second looks at what makes sites suspect.
-        masked: Gives rows that were measured again without pads, for rows that fail.
+        masked: Gives rows that were measured again without pads, for rows of steps that fail.
     """
     table, judged = _judged_looking(table, judge_table, looks)
     if judged.verdict != "fail":
         return judged
     # Pads are looked for only where something fails: they can excuse a row, never blame one.
-    without_pads = list(masked(row for row in judged.rows if row.status == "fail"))
+    steps = {row.key.step for row in judged.rows if row.status == "fail"}
+    without_pads = list(masked(row for row in judged.rows if row.key.step in steps))
     if not without_pads:
         return judged
     from driftline.comparison.evidence.padding import judged_without_pads
@@ -185,6 +199,11 @@ class EarlierLooks:
     def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
         self._asked = True
         return self._figures.get(tensors_of(standing.call.worst))
+
+    def explanations(self, standing: SiteStatus) -> Mapping[Tensors, dict[str, float]]:
+        # Shards look at single tensors; these ask for others of the same run.
+        del standing
+        return {}
 
 
 class SecondLook:
@@ -248,6 +267,57 @@ class SecondLook:
             half = half if min(leans) > 1.0 else 0.0
         return Figures(half, look.rest)
 
+    def explanations(self, standing: SiteStatus) -> dict[Tensors, dict[str, float]]:
+        """What else of the tensors may explain the error of a suspect, as metrics of their rows."""
+        row = standing.call.worst
+        if standing.by != "growth":
+            return {}
+        metrics = self._turned_signs(row)
+        if is_norm(row.class_name):
+            metrics |= self._as_norms_weigh(standing.call.ins)
+        return metrics
+
+    def _turned_signs(self, row: Row) -> dict[Tensors, dict[str, float]]:
+        """What signs of gradients that are rounding make of the weights that a row is made with."""
+        metrics: dict[Tensors, dict[str, float]] = {}
+        key = row.key
+        holders = {key.site, *ancestors(key.site)}
+        for pair in self._learnt if key.step else ():
+            other = pair.reference.key
+            if other.site not in holders or other.rank != key.rank or other.step >= key.step:
+                continue
+            r = read_whole(self._reference, pair.reference)
+            c = read_whole(self._candidate, pair.candidate)
+            if r is None or c is None or r.shape != c.shape:
+                continue
+            signs = [values / (np.abs(values) + _EPSILON) for values in (r, c)]
+            size = float(np.linalg.norm(signs[0]))
+            if size > 0.0:
+                apart = float(np.linalg.norm(signs[1] - signs[0])) / size
+                metrics[tensors_of(paired(pair))] = {TURNED: apart}
+        return metrics
+
+    @functools.cached_property
+    def _learnt(self) -> Sequence[Pair]:
+        """Gradients that optimizers were given."""
+        return [pair for pair in self._plan.pairs if pair.reference.key.port == "optimizer_grad"]
+
+    def _as_norms_weigh(self, rows: Iterable[Row]) -> dict[Tensors, dict[str, float]]:
+        """Errors of what a norm was given that are larger on the scale of its result."""
+        metrics: dict[Tensors, dict[str, float]] = {}
+        for row in rows:
+            pair = self._pair_of(row)
+            if pair is None or len(pair.reference.shape) < 2:
+                continue
+            r = read_whole(self._reference, pair.reference)
+            c = read_whole(self._candidate, pair.candidate)
+            if r is None or c is None or r.shape != c.shape:
+                continue
+            error = max(_normalised_error(r, c, row.class_name, centred) for centred in (0.0, 1.0))
+            if error_of(row) < error < math.inf:
+                metrics[tensors_of(row)] = {GIVEN: error}
+        return metrics
+
     def _look(self, row: Row) -> Look | None:
         sample = self._sampled_rows(row)
         if sample is None:
@@ -272,17 +342,8 @@ class SecondLook:
 
     def _sampled_rows(self, row: Row) -> tuple[Record, Places, F64, F64] | None:
         """The reference's record of a row, which rows were sampled, and both sides."""
-        if self._pairs is None:
-            self._pairs = {}
-            for pair in self._plan.pairs:
-                self._pairs.setdefault(pair.reference.key, []).append(pair)
-        place = _candidate_place(row)
-        pair = next(
-            (pair for pair in self._pairs.get(row.key, ()) if _place(pair.candidate.key) == place),
-            None,
-        )
-        # Transformed pairs are skipped: their stored rows do not correspond one to one.
-        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+        pair = self._pair_of(row)
+        if pair is None:
             return None
         reference, candidate = pair.reference, pair.candidate
         if not is_readable(self._reference, reference) or not is_readable(
@@ -295,6 +356,40 @@ class SecondLook:
         r = read_rows(self._reference, reference, places)
         c = read_rows(self._candidate, candidate, places)
         return None if r is None or c is None else (reference, places, r, c)
+
+    def _pair_of(self, row: Row) -> Pair | None:
+        """The pair of a row, where its stored rows correspond one to one."""
+        if self._pairs is None:
+            self._pairs = {}
+            for pair in self._plan.pairs:
+                self._pairs.setdefault(pair.reference.key, []).append(pair)
+        place = _candidate_place(row)
+        pair = next(
+            (pair for pair in self._pairs.get(row.key, ()) if _place(pair.candidate.key) == place),
+            None,
+        )
+        # Transformed pairs are skipped: their stored rows do not correspond one to one.
+        if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
+            return None
+        return pair
+
+
+_BY_CHANNEL = ("GroupNorm", "InstanceNorm")
+
+
+def _normalised_error(reference: F64, candidate: F64, class_name: str, centred: float) -> float:
+    """Relative error of two tensors after every group of either was divided by its size."""
+    # Channels of images are normalised each by itself; all else by its last axis.
+    channels = class_name.startswith(_BY_CHANNEL)
+    rows = math.prod(reference.shape[:2]) if channels else math.prod(reference.shape[:-1])
+    sides: list[F64] = []
+    for values in (reference, candidate):
+        groups = values.reshape(rows, -1)
+        groups = groups - centred * groups.mean(axis=1, keepdims=True)
+        size = np.linalg.norm(groups, axis=1, keepdims=True)
+        sides.append(groups / np.where(size > 0.0, size, 1.0))
+    size = float(np.linalg.norm(sides[0]))
+    return float(np.linalg.norm(sides[1] - sides[0])) / size if size > 0.0 else math.inf
 
 
 def may_be_suspect(row: Row) -> bool:

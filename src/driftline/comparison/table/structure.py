@@ -25,6 +25,24 @@ _NO_ERRORS: Mapping[str, float] = {}
 _NO_SENTENCES: Mapping[str, str] = {}
 
 
+class Stride(NamedTuple):
+    """How far one step of an optimizer moves a parameter.
+
+    Attributes:
+        length: Norm of the step; of the step for a gradient of norm 1, where it is by the gradient.
+        size: Norm of the parameter when it was captured first.
+        by_gradient: Whether the step is a multiple of the gradient (SGD). Other optimizers divide a
+            gradient by its size, and move every element by about the learning rate.
+    """
+
+    length: float
+    size: float
+    by_gradient: bool
+
+
+_NO_STRIDES: Mapping[str, Stride] = {}
+
+
 class Structure(NamedTuple):
     """Facts about the reference's modules, by the reference's names.
 
@@ -34,6 +52,7 @@ class Structure(NamedTuple):
         inside: How many modules each module contains, at any depth.
         quantised: Relative error that integer arithmetic behind a float interface may have.
         misread: Sites that read integers for other numbers than they were made of, and how.
+        strides: How far an optimizer moves each parameter in a step, by `site.slot`.
     """
 
     flow: Flow = _NO_FLOW
@@ -41,6 +60,7 @@ class Structure(NamedTuple):
     inside: Mapping[str, int] = _NO_COUNTS
     quantised: Mapping[str, float] = _NO_ERRORS
     misread: Mapping[str, str] = _NO_SENTENCES
+    strides: Mapping[str, Stride] = _NO_STRIDES
 
     def as_json(self) -> dict[str, JSON]:
         """The facts as JSON values; those that are not known are left out.
@@ -62,6 +82,8 @@ class Structure(NamedTuple):
             shown["quantised"] = [[site, error] for site, error in self.quantised.items()]
         if self.misread:
             shown["misread"] = [[site, sentence] for site, sentence in self.misread.items()]
+        if self.strides:
+            shown["strides"] = [[path, *stride] for path, stride in self.strides.items()]
         return shown
 
     @classmethod
@@ -86,6 +108,10 @@ class Structure(NamedTuple):
             {str(site): int(count) for site, count in shown.get("inside", ())},
             {str(site): float(error) for site, error in shown.get("quantised", ())},
             {str(site): str(sentence) for site, sentence in shown.get("misread", ())},
+            {
+                str(path): Stride(float(length), float(size), bool(by_gradient))
+                for path, length, size, by_gradient in shown.get("strides", ())
+            },
         )
 
 

@@ -35,6 +35,12 @@ HALF = "half_error"
 tokens that a router sent elsewhere at a near tie."""
 REST = "rest_error"
 """Metric of a suspect: its relative error without tokens that a router sent elsewhere."""
+GIVEN = "given_error"
+"""Metric of what a norm is given: its relative error with every group that the norm divides by its
+size on its own scale, as the norm's result has it."""
+TURNED = "turned_signs"
+"""Metric of a gradient that an optimizer was given: relative error of the step that is made of it
+where every element is divided by its size, as Adam does in its first step."""
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"

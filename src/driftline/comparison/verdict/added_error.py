@@ -47,13 +47,18 @@ class AddedError(NamedTuple):
         if self.fault == "weights":
             return "it computes the reference's function with other weights"
         if self.fault == "format":
-            return (
-                f"{self.format} is too coarse here: rounding alone adds {self.error:.2g}; "
-                "keep it in float32 here"
-            )
+            return too_coarse(self.format, self.error)
         if self.fault == "function":
             return "the reference's function gives something else on the same input"
         return ""
+
+
+def too_coarse(format_name: str, error: float) -> str:
+    """What is said of a format in which right arithmetic is off by so much."""
+    return (
+        f"{format_name} is too coarse here: rounding alone adds {error:.2g}; "
+        "keep it in float32 here"
+    )
 
 
 def added_error(row: Row) -> AddedError | None:

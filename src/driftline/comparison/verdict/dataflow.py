@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from driftline.comparison.evidence.rules import is_bias
 from driftline.comparison.table.row import Row
+from driftline.comparison.table.structure import NO_STRUCTURE, Stride, Structure
+from driftline.comparison.tolerance.tolerance import TURNED
 from driftline.comparison.verdict.module_kinds import is_smooth
 from driftline.comparison.verdict.noise import NoiseFloor
 from driftline.comparison.verdict.sites import (
@@ -28,6 +31,7 @@ from driftline.comparison.verdict.sites import (
     over_before,
     role_of,
 )
+from driftline.runs.sidecars.model_facts import tensor_path
 
 _Window: TypeAlias = tuple[Direction, str, int, int, int]
 """Direction, container, rank, process, step."""
@@ -42,6 +46,7 @@ class Transfer(NamedTuple):
         call: Its rows: what was made goes out, the worst of what it was made of goes in.
         of_container: Whether a container made it, of its inputs and of what its parts gave.
         is_same: Whether it is one of the tensors that it was made of, as far as numbers tell.
+        moved: Relative error that its parameters explain, which an optimizer has moved apart.
     """
 
     role: tuple[str, ...]
@@ -49,6 +54,7 @@ class Transfer(NamedTuple):
     call: Call
     of_container: bool = False
     is_same: bool = False
+    moved: float = 0.0
 
 
 class _Event(NamedTuple):
@@ -62,21 +68,91 @@ _KINK = math.sqrt(2.0 / math.pi)
 input has a normal distribution, such a share of its signs turns, and with them the gradient."""
 
 
+class MovedWeights:
+    """How far apart an optimizer has moved the parameters of two models, site by site.
+
+    Parameters are inputs of a site that are mostly captured once, before training. What an
+    optimizer was given tells what became of them. A step that is a multiple of the gradient is off
+    as the gradient is. One that divides the gradient by its size moves an element the other way
+    where rounding turned its sign, and the share of such elements goes with the gradient's error:
+    the step is off by twice the root of that.
+    """
+
+    def __init__(self, sites: Mapping[Place, Site], strides: Mapping[str, Stride]) -> None:
+        self._learnt: dict[tuple[str, int, int], list[tuple[Row, Stride | None]]] = {}
+        gradients = [
+            row
+            for place, site in sites.items()
+            if place.direction == "optimizer"
+            for call in site.calls
+            for row in call.outs
+            if row.key.port == "optimizer_grad"
+        ]
+        if not gradients:
+            return
+        names = {place.site for place in sites if place.direction == "forward"}
+        for row in gradients:
+            key = row.key
+            # A module that was not captured is part of the code of the one around it.
+            outer = (key.site, *ancestors(key.site))
+            if (holder := next((name for name in outer if name in names), None)) is not None:
+                stride = strides.get(tensor_path(key.site, key.slot))
+                learnt = self._learnt.setdefault((holder, key.rank, key.process), [])
+                learnt.append((row, stride))
+
+    def error(self, site: str, call: Call) -> float:
+        """Relative error that a call has because its parameters were moved apart before."""
+        apart: dict[tuple[str, str], float] = {}
+        for row, stride in self._learnt.get((site, call.rank, call.process), ()):
+            if row.key.step < call.step:
+                parameter = (row.key.site, row.key.slot)
+                apart[parameter] = apart.get(parameter, 0.0) + _moved_apart(row, stride, call)
+        return math.hypot(*apart.values())
+
+
+def _moved_apart(row: Row, stride: Stride | None, call: Call) -> float:
+    """What one step with two gradients adds to the error of what is computed with a parameter."""
+    # On the scale that it was judged on: what an optimizer makes of a bias without gradient is
+    # taken out of results by itself (`evidence/loose_bias.py`).
+    error = min(error_of(row), 1.0)
+    by_gradient = stride is not None and stride.by_gradient
+    # Gradients of which many elements are nothing but rounding turn more signs than that; a second
+    # look has counted them.
+    turned = float(row.metrics.get(TURNED, 0.0))
+    share = error if by_gradient else max(2.0 * math.sqrt(error), turned)
+    if stride is None:
+        # A bias may have begun at zero and be small beside what it is added to: nothing says it.
+        return 0.0 if is_bias(row.key.slot) else share
+    length = stride.length
+    if by_gradient:
+        length *= float(row.metrics.get("reference_l2", 0.0))
+    if not is_bias(row.key.slot):
+        # Weights that begin at zero are what the first step makes of them.
+        largest = max(stride.size, length)
+        return share * length / largest if largest > 0.0 else 0.0
+    made = max(call.outs, key=lambda out: float(out.metrics.get("reference_l2", 0.0)))
+    size = float(made.metrics.get("reference_l2", 0.0))
+    times = math.prod(made.reference_shape or ()) / max(math.prod(row.reference_shape or ()), 1)
+    return share * length * math.sqrt(times) / size if size > 0.0 else 0.0
+
+
 def transfers_of(
-    sites: Mapping[Place, Site], weights: Collection[str] = ()
+    sites: Mapping[Place, Site], structure: Structure = NO_STRUCTURE
 ) -> dict[Place, list[Transfer]]:
     """What the own code of every site made, call by call.
 
     Args:
         sites: All of them.
-        weights: Modules that hold a weight: what they compute has no kinks.
+        structure: What the runs know of their model.
     """
+    weights = structure.weights
     names: dict[Direction, set[str]] = {}
     for place in sites:
         names.setdefault(place.direction, set()).add(place.site)
     parents = {place: _parent(place, names[place.direction]) for place in sites}
     events = _events(sites, parents)
     levels = _forward_levels(sites, parents)
+    moved = MovedWeights(sites, structure.strides)
     made: dict[Place, list[Transfer]] = {}
     for place, site in sites.items():
         backward = place.direction == "backward"
@@ -89,14 +165,18 @@ def transfers_of(
             # A gradient is made of activations as well, and those carry the forward error.
             if inside or (place.site not in weights and not is_smooth(site.class_name)):
                 level = max(level, _KINK * math.sqrt(level))
+            apart = moved.error(place.site, call)
             if inside:
-                transfers += _of_container(site, call, inside, level)
+                transfers += [
+                    transfer._replace(moved=apart)
+                    for transfer in _of_container(site, call, inside, level)
+                ]
             else:
                 is_same = _is_same(call)
                 if level > call.error_in or math.isnan(call.error_in):
                     call = _with_level(call, level)
                 kind = (place.direction, site.class_name)
-                transfers.append(Transfer(site.role, kind, call, is_same=is_same))
+                transfers.append(Transfer(site.role, kind, call, is_same=is_same, moved=apart))
         made[place] = transfers
     return made
 
@@ -174,7 +254,7 @@ def _with_level(call: Call, level: float) -> Call:
 def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float) -> list[Transfer]:
     """One transfer for each tensor that was passed to a part, and one for each output."""
     worst = max(call.ins, key=_badness, default=None)
-    sources = {_identity(row) for row in call.ins}
+    sources = {identity_of(row) for row in call.ins}
     made: list[Transfer] = []
 
     def add(row: Row, *part: str) -> None:
@@ -185,12 +265,12 @@ def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float
         tensor = (row.key.port, row.key.slot)
         role = (*site.role, *part, *tensor)
         kind = (site.place.direction, site.class_name, *part[1:], *tensor)
-        is_same = _identity(row) in sources
+        is_same = identity_of(row) in sources
         made.append(Transfer(role, kind, of, of_container=True, is_same=is_same))
 
     for event in events:
         if event.is_source:
-            sources.add(_identity(event.row))
+            sources.add(identity_of(event.row))
             if worst is None or _badness(event.row) > _badness(worst):
                 worst = event.row
         else:
@@ -203,11 +283,11 @@ def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float
 
 def _is_same(call: Call) -> bool:
     """Whether all that a leaf gives is something it was given."""
-    inputs = {_identity(row) for row in call.ins}
-    return bool(inputs) and all(_identity(row) in inputs for row in call.outs)
+    inputs = {identity_of(row) for row in call.ins}
+    return bool(inputs) and all(identity_of(row) in inputs for row in call.outs)
 
 
-def _identity(row: Row) -> tuple[object, ...]:
+def identity_of(row: Row) -> tuple[object, ...]:
     """Figures that two tensors have in common only if they are the same."""
     metrics = row.metrics
     return (

@@ -9,11 +9,12 @@ from the module tree.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from driftline.alignment.plan import Plan
 from driftline.comparison.table.row import Row
@@ -21,7 +22,7 @@ from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Structure
 from driftline.comparison.tolerance.defaults import LIMITS, QUANTISED, ROUNDINGS, coarsest
 from driftline.comparison.tolerance.tolerance import is_on_another_scale
 from driftline.comparison.verdict.dataflow import Transfer
-from driftline.comparison.verdict.module_kinds import module_facts
+from driftline.comparison.verdict.module_kinds import module_facts, strides_of
 from driftline.comparison.verdict.sites import (
     FINE,
     Call,
@@ -58,9 +59,11 @@ def structure_of(
     """
     with_outputs, with_inputs = set[str](), set[str]()
     places: set[tuple[int, int]] = set()
+    learns = False
     classes: dict[str, set[str]] = {}
     for key, class_name, site in _compared_sites(plan, rows):
         places.add((key.rank, key.process))
+        learns = learns or key.port == "optimizer_grad"
         classes.setdefault(class_name, set()).add(site)
         if key.port == "output":
             with_outputs.add(key.site)
@@ -76,7 +79,9 @@ def structure_of(
     for site, error in with_containers(rounded_sites(candidate, plan)).items():
         quantised[site] = max(quantised.get(site, 0.0), error)
     misread = misread_sites(reference, candidate, plan)
-    return Structure(flow, facts.weights, facts.inside, quantised, misread)
+    # Weights differ between steps only where gradients were given to an optimizer.
+    strides = strides_of(reference, places) if learns else {}
+    return Structure(flow, facts.weights, facts.inside, quantised, misread, strides)
 
 
 def _compared_sites(plan: Plan, rows: Iterable[Row] | None) -> Iterator[tuple[TensorKey, str, str]]:
@@ -218,8 +223,16 @@ _CONTAINERS = (3.0, 1.8)
 """What the largest of three siblings, and of very many, may have over their median. Measured on
 clean models of 2 to 80 layers: leaves 1.0 to 1.2, the own code of attentions up to 2.2."""
 _SPREAD = 0.5
-"""Largest spread of siblings, in logarithms, that widens a limit: a larger one must not excuse
-everything."""
+"""Largest spread of siblings, in logarithms, at which they have a usual growth. A larger one must
+not excuse everything, and narrows no limit."""
+_QUIET, _LOUDEST = 1.0 / ALONE, 4
+"""The code of a container is compared with siblings that were given no more error than this, or
+than twice its own. A larger error cannot grow as errors do elsewhere: probabilities, gates and
+whatever else has bounds are off by their own size at most, and such siblings seem to grow less."""
+_NEAR = 2
+"""Siblings before a site, and behind it, that run at its depth."""
+_Peers: TypeAlias = tuple[tuple[str, ...], int]
+"""A role or kind, and how loud its members are at most."""
 _ENOUGH = 64
 """Elements from which on the relative error of a tensor has a usual size."""
 FAULT = 0.2
@@ -278,13 +291,13 @@ def growths(
         structure: What the runs know of their model.
     """
     captured = parts_of(place.site for place in sites if place.direction == "forward")
-    roles: dict[tuple[str, ...], list[float]] = {}
-    kin: dict[tuple[str, ...], list[float]] = {}
+    roles: dict[_Peers, list[tuple[int, float]]] = {}
+    kin: dict[_Peers, list[tuple[int, float]]] = {}
     measured: dict[Place, list[_Measured]] = {}
     for place, made in transfers.items():
         uncaptured, is_known = _interior(place.site, captured, structure)
         own: list[_Measured] = []
-        logs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[float]] = {}
+        logs: dict[tuple[tuple[str, ...], tuple[str, ...], int], list[float]] = {}
         for transfer in made:
             parts = uncaptured + (_OWN_CODE if transfer.of_container else 0)
             # Gradients of a few units of roundoff cancel where nobody sees it: in a softmax, at a
@@ -292,14 +305,17 @@ def growths(
             is_plain = is_known and place.direction != "backward"
             entry = _measured(transfer, parts, is_known=is_plain)
             own.append(entry)
-            if math.isfinite(entry.grown):
-                logs.setdefault((transfer.role, transfer.kind), []).append(entry.grown)
+            # Weights that were moved apart add what no input brings.
+            if math.isfinite(entry.grown) and not transfer.moved > entry.base:
+                for loud in range(entry.loudness, _LOUDEST + 1):
+                    logs.setdefault((transfer.role, transfer.kind, loud), []).append(entry.grown)
         measured[place] = own
         # The median of a site's calls stands for it, so that a site called often has no more
         # weight than others.
-        for (role, kind), values in logs.items():
-            roles.setdefault(role, []).append(median(values))
-            kin.setdefault(kind, []).append(median(values))
+        order = sites[place].order[1]
+        for (role, kind, loud), values in logs.items():
+            roles.setdefault((role, loud), []).append((order, median(values)))
+            kin.setdefault((kind, loud), []).append((order, median(values)))
     usual = {role: _usual(values) for role, values in roles.items()}
     usual_kin = {kind: _usual(values, is_kin=True) for kind, values in kin.items()}
     worst: dict[Place, Growth] = {}
@@ -307,16 +323,28 @@ def growths(
         least = structure.quantised.get(place.site, 0.0)
         results: list[Growth] = []
         for entry in entries:
-            others = usual.get(entry.transfer.role, _NO_SIBLINGS)
+            others = usual.get((entry.transfer.role, entry.loudness), _NO_SIBLINGS)
             if others.sites < _SIBLINGS:
-                others = usual_kin.get(entry.transfer.kind, _NO_SIBLINGS)
-            results.append(_judged(entry, others, least))
+                others = usual_kin.get((entry.transfer.kind, entry.loudness), _NO_SIBLINGS)
+            results.append(_judged(entry, others, least, sites[place].order[1]))
         best = max(results, key=lambda growth: growth.excess)
         worst[place] = best._replace(
-            hides=any(growth.hides for growth in results),
-            drowns=any(growth.drowns for growth in results),
+            hides=_hides_somewhere(entries, [growth.hides for growth in results]),
+            drowns=_hides_somewhere(entries, [growth.drowns for growth in results]),
         )
     return worst
+
+
+def _hides_somewhere(entries: Sequence[_Measured], hides: Sequence[bool]) -> bool:
+    """Whether a fault can hide in some of the code of a site, in all that it makes.
+
+    Code that is called again, in a later step with other weights, has shown its fault before.
+    """
+    codes: dict[tuple[str, ...], bool] = {}
+    for entry, hidden in zip(entries, hides, strict=True):
+        role = entry.transfer.role
+        codes[role] = codes.get(role, True) and hidden
+    return any(codes.values())
 
 
 def _interior(site: str, captured: Mapping[str, int], structure: Structure) -> tuple[int, bool]:
@@ -350,6 +378,17 @@ class _Measured(NamedTuple):
     grown: float
     own: float
     flat: float
+
+    @property
+    def loudness(self) -> int:
+        """How much came in: 0 where growth is one of the function and not of its bounds."""
+        # Leaves pass errors on as they are: a linear, a norm, an activation has no such bounds.
+        if not self.transfer.of_container:
+            return _LOUDEST
+        if not self.base > _QUIET:
+            return 0
+        # Powers of two, so that a role has a few groups however many members it has.
+        return min(math.ceil(math.log2(min(self.base / _QUIET, 1e9))), _LOUDEST)
 
 
 def _measured(transfer: Transfer, parts: int, *, is_known: bool) -> _Measured:
@@ -387,12 +426,28 @@ class _Usual(NamedTuple):
         spread: Its spread.
         sites: How many sites there are.
         is_kin: Whether they have only their class in common.
+        members: When each of them ran, and its growth, in order of execution.
     """
 
     middle: float
     spread: float
     sites: int
     is_kin: bool = False
+    members: Sequence[tuple[int, float]] = ()
+
+    def near(self, order: int) -> float:
+        """The usual growth at a depth of the model: at least that of the layers around it.
+
+        What layers do changes along a model: tokens of the last ones may be so much alike that an
+        attention attends to all of them, and no error of its scores matters. A fault of one layer
+        is none of those before and behind it.
+        """
+        if self.is_kin:
+            return self.middle
+        place = bisect_left(self.members, (order, -math.inf))
+        behind = place + (place < len(self.members) and self.members[place][0] == order)
+        around = (*self.members[max(place - _NEAR, 0) : place], *self.members[behind:][:_NEAR])
+        return max(self.middle, median(growth for _, growth in around)) if around else self.middle
 
     def beyond(self, *, of_container: bool) -> float:
         """How many times the median a site may have."""
@@ -405,21 +460,22 @@ class _Usual(NamedTuple):
 _NO_SIBLINGS = _Usual(0.0, 0.0, 0)
 
 
-def _usual(values: Sequence[float], *, is_kin: bool = False) -> _Usual:
-    """How errors grow at like sites, from what each of them has."""
+def _usual(members: Sequence[tuple[int, float]], *, is_kin: bool = False) -> _Usual:
+    """How errors grow at like sites, from when each of them ran and what it has."""
+    values = [growth for _, growth in members]
     middle = median(values)
     # 1.4826 turns a median absolute deviation into the standard deviation of a normal distribution.
     spread = 1.4826 * median(abs(value - middle) for value in values)
-    return _Usual(middle, spread, len(values), is_kin)
+    return _Usual(middle, spread, len(values), is_kin, () if is_kin else sorted(members))
 
 
-def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
+def _judged(entry: _Measured, usual: _Usual, least: float, order: int) -> Growth:
     call, base = entry.transfer.call, entry.base
     count = usual.sites
     limit = ALONE * base
     expected = base
     if count >= _SIBLINGS:
-        middle = math.exp(max(usual.middle, -20.0))
+        middle = math.exp(max(usual.near(order), -20.0))
         expected = base * min(middle, ALONE)
         among = base * middle * math.exp(3.0 * min(usual.spread, _SPREAD))
         among *= usual.beyond(of_container=entry.transfer.of_container)
@@ -428,9 +484,10 @@ def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
         # that is an error of all of them.
         if among >= limit:
             limit = max(limit, min(among, flat_limit(call)))
-        elif max(math.prod(row.reference_shape or ()) for row in call.outs) >= _ENOUGH:
+        elif usual.spread <= _SPREAD and _size(call) >= _ENOUGH:
             limit = among
-    without_steps = max(limit, 4.0 * entry.own, entry.flat)
+    # What moved weights bring is a bound, and not what siblings have measured.
+    without_steps = max(limit, 4.0 * entry.own, entry.flat, ALONE * entry.transfer.moved)
     limit = max(without_steps, least)
     siblings = max(count - 1, 0)
     # NaN or Inf that did not come in was made here, whatever the sizes are.
@@ -446,6 +503,11 @@ def _judged(entry: _Measured, usual: _Usual, least: float) -> Growth:
     # No further run makes the steps of integers smaller: these hide a fault, and are no noise.
     hides, drowns = _can_hide(error, limit), not least and _can_hide(error, without_steps)
     return Growth(call, expected, excess, siblings, limit, hides, drowns)
+
+
+def _size(call: Call) -> int:
+    """Elements of the largest tensor that a call made."""
+    return max(math.prod(row.reference_shape or ()) for row in call.outs)
 
 
 def _can_hide(error: float, limit: float) -> bool:

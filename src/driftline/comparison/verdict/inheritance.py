@@ -368,7 +368,9 @@ class Inherited:
     def remember(self, judged: Row) -> None:
         """Note what arrived at a module from behind; parameters' gradients are made of that."""
         self.rounding.remember(judged)
-        if judged.key.port != "grad_output" or judged.status != "pass" or judged.limit is None:
+        # Also what is over its limit: how large a sum's terms are does not hang on that, and a
+        # wrong gradient is told by its own row.
+        if judged.key.port != "grad_output" or judged.limit is None:
             return
         # Step after step: what arrived in a step that is over is asked for no more.
         if self._in_turn and self._moment != _module(judged)[:3]:

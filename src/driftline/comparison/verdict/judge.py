@@ -30,10 +30,12 @@ from driftline.comparison.tolerance.defaults import (
 from driftline.comparison.tolerance.tolerance import (
     BEYOND,
     BEYOND_ROUNDING,
+    GIVEN,
     HALF,
     NEAR_SMALLEST_STEP,
     REST,
     SUMMED_ELEMENTS,
+    TURNED,
     WHAT_CANCELS,
     Tolerance,
 )
@@ -78,6 +80,8 @@ _EVIDENCE_COLUMNS = (
     *COLUMNS,
     Column(HALF, "none", "relative L2 on the half of the tokens where it is smaller"),
     Column(REST, "none", "relative L2 without tokens that a router sent elsewhere"),
+    Column(TURNED, "none", "relative L2 of a gradient of which only the signs are left"),
+    Column(GIVEN, "none", "relative L2 of what a norm is given, normalised on both sides"),
 )
 """Columns that a table has only where a row has them."""
 
@@ -124,22 +128,6 @@ def kept_evidence(table: Table) -> Evidence:
         return Evidence.from_json(table.evidence)
     except (KeyError, TypeError, ValueError) as trouble:
         raise BadFile(f"the evidence of this table is damaged: {trouble}") from trouble
-
-
-def over_own_limit(table: Table, tolerance: Tolerance) -> Iterator[Row]:
-    """The rows that fail when each is judged by itself, by its own format.
-
-    In a whole table fewer fail: what lies upstream of a row can only widen its limit. A shard has
-    not got those other rows, and looks up for all of these what a fair judgement may need.
-    """
-    columns = {column.name: column for column in table.columns}
-    alone = Unrelated()
-    for row in table.rows:
-        if not row.compared or (row.basis == "digest" and not row.metrics):
-            continue
-        own = coarsest((row.reference_dtype, row.candidate_dtype))
-        if _judge(row, tolerance, columns, own, own, alone).status == "fail":
-            yield row
 
 
 def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:

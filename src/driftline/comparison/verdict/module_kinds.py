@@ -1,4 +1,4 @@
-"""Kinds of modules by name, and the length of the longest sum in a module.
+"""Kinds of modules by name, the length of the longest sum in a module, and steps of optimizers.
 
 The number of terms of a sum decides how much rounding is to be expected. It comes from the weights
 of the module tree (a Linear adds up its input channels, a convolution its window), from the class
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from driftline.comparison.table.row import Row
-from driftline.comparison.table.structure import Shape
+from driftline.comparison.table.structure import Shape, Stride
 from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.runs.run import Run
+from driftline.runs.sidecars.model_facts import read_model_facts
 
 # `Conv1D` of transformers is a matrix product, torch's `Conv1d` a convolution: only the case of the
 # last letter differs.
@@ -35,6 +36,15 @@ def is_smooth(class_name: str) -> bool:
     (True, False)
     """
     return bool(_SMOOTH.search(class_name))
+
+
+def is_norm(class_name: str) -> bool:
+    """Whether a module divides groups of elements by their size, judged by its class name.
+
+    >>> is_norm("LlamaRMSNorm"), is_norm("BatchNorm2d")
+    (True, False)
+    """
+    return "norm" in class_name.lower() and "batch" not in class_name.lower()
 
 
 def attends(class_name: str) -> bool:
@@ -144,6 +154,56 @@ def module_facts(run: Run, places: Iterable[tuple[int, int]]) -> ModuleFacts:
                 if parameter.name == "weight" and all(type(n) is int for n in parameter.shape):
                     facts.weights.setdefault(node.site, parameter.shape)
     return facts
+
+
+def strides_of(run: Run, places: Iterable[tuple[int, int]]) -> dict[str, Stride]:
+    """How far optimizers move parameters in a step; empty where nothing says it.
+
+    Args:
+        run: Whose.
+        places: Ranks and processes.
+    """
+    strides: dict[str, Stride] = {}
+    for rank, process in sorted(places):
+        # Weights are read only of programs that train.
+        if not any(record.get("kind") == "optimizer" for record in _training(run, rank, process)):
+            continue
+        facts = read_model_facts(run, rank, process)
+        norms = {
+            path: (math.prod(values.shape), values.summary.l2)
+            for path, values in facts.weights.items()
+            if values.summary is not None and values.basis == "all"
+        }
+        for record in facts.training:
+            if record.get("kind") != "optimizer":
+                continue
+            by_gradient = str(record.get("class", "")).rpartition(".")[2] == "SGD"
+            for path, rate in _rates(record):
+                count, size = norms.get(path, (0, math.nan))
+                length = rate if by_gradient else rate * math.sqrt(count)
+                if size >= 0.0 and length >= strides.get(path, _STILL).length:
+                    strides[path] = Stride(length, size, by_gradient)
+    return strides
+
+
+_STILL = Stride(0.0, 0.0, False)
+
+
+def _training(run: Run, rank: int, process: int) -> list[dict[str, Any]]:
+    return read_model_facts(run, rank, process, weights=False).training
+
+
+def _rates(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every parameter of an optimizer, and its learning rate; momentum adds up gradients."""
+    groups = record.get("groups")
+    for group in cast("list[Any]", groups) if isinstance(groups, list) else ():
+        try:
+            values, names = group["values"], group["names"]
+            rate = float(values["lr"]) / (1.0 - float(values.get("momentum", 0.0)))
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue  # a damaged record, or one of an optimizer that has no such rate
+        if isinstance(names, list) and 0.0 <= rate < math.inf:
+            yield from ((str(name), rate) for name in cast("list[Any]", names))
 
 
 def _count_inside(node: ModuleNode, called: frozenset[str], inside: dict[str, int]) -> int:

@@ -25,12 +25,14 @@ from driftline.comparison.tolerance.tolerance import (
     ADDED,
     ADDED_ALLOWED,
     EXPLAINED,
+    GIVEN,
     HALF,
     INTEGER_STEP,
     REST,
+    TURNED,
 )
-from driftline.comparison.verdict.certain_failures import CertainFailure
-from driftline.comparison.verdict.dataflow import Transfer, transfers_of
+from driftline.comparison.verdict.certain_failures import CertainFailure, gradient_excess
+from driftline.comparison.verdict.dataflow import Transfer, identity_of, transfers_of
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
 from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_siblings
 from driftline.comparison.verdict.sites import (
@@ -41,7 +43,9 @@ from driftline.comparison.verdict.sites import (
     comparable_steps,
     error_of,
     innermost,
+    is_given,
     is_off,
+    place_of,
     sites_of,
 )
 from driftline.comparison.verdict.status import Evidence, SiteStatus, is_borne_out, site_statuses
@@ -219,8 +223,7 @@ class SiteJudgement:
             standing = self.statuses[place]
             convicted[tensors_of(standing.call.worst)] = standing
         begins = min(filter(None, (self.begins, before)), default=None)
-        explained = self._explained()
-        made_before = _MadeBefore(self.sites)
+        explained = _Explanations(self)
         for row in rows:
             # A lone tensor of the candidate may have the key of a pair.
             standing = convicted.get(tensors_of(row)) if convicted and row.compared else None
@@ -233,10 +236,10 @@ class SiteJudgement:
             elif self.left_out is not None and row.key.step >= self.left_out:
                 yield _excused(row, self.note) if _is_by_format(row) else row
             elif row.decided_by == "different":
-                yield _tie(row) if made_before.largest("forward", row) > 0.0 else row
+                yield _tie(row) if explained.made_before.largest("forward", row) > 0.0 else row
             elif not _is_by_format(row):
                 yield row
-            elif (brought := explained.get(tensors_of(row))) is not None:
+            elif (brought := explained.error(row)) is not None:
                 yield _excused(row, _brought(brought))
             else:
                 # A weight that a site is given as an input has no site that could be a culprit, and
@@ -244,34 +247,69 @@ class SiteJudgement:
                 begins = min(filter(None, (begins, execution(row))))
                 yield row
 
-    def _explained(self) -> dict[Tensors, float]:
-        """What was made by sites that add no error of their own, and the error they were given."""
-        explained: dict[Tensors, float] = {}
-        for place, made in self.transfers.items():
-            if place.direction == "param" or self.statuses[place].status == "introduced":
+
+class _Explanations:
+    """What explains rows that are over the limit of their format: errors that others brought."""
+
+    def __init__(self, judgement: SiteJudgement) -> None:
+        self._sites = judgement.sites
+        self.made_before = _MadeBefore(judgement.sites)
+        self._brought: dict[Tensors, float] = {}
+        self._names: dict[tuple[object, ...], float] = {}
+        for place, made in judgement.transfers.items():
+            if place.direction == "param" or judgement.statuses[place].status == "introduced":
                 continue
             for transfer in made:
-                call = transfer.call
-                brought = 0.0 if math.isnan(call.error_in) else call.error_in
-                for row in call.outs:
-                    tensors = tensors_of(row)
-                    explained[tensors] = max(explained.get(tensors, 0.0), brought)
+                arrived = transfer.call.error_in
+                arrived = 0.0 if math.isnan(arrived) else arrived
+                self._add(place, transfer, max(arrived, transfer.moved))
+        self._outputs: dict[tuple[object, ...], Row] = {}
+        learnt = _Learnt(judgement.sites)
+        for place, site in judgement.sites.items():
+            for row in (row for call in site.calls for row in call.outs):
+                if place.direction == "forward":
+                    self._outputs[*_moment("forward", row), place.site, row.key.slot] = row
+                if place.direction == "param":
+                    gradient = learnt.gradient(row)
+                    if error_of(row) <= _STEP * math.sqrt(gradient):
+                        self._brought[tensors_of(row)] = gradient
+
+    def _add(self, place: Place, transfer: Transfer, brought: float) -> None:
+        """Note what a site made that adds no error of its own."""
+        for row in transfer.call.outs:
+            tensors = tensors_of(row)
+            self._brought[tensors] = max(self._brought.get(tensors, 0.0), brought)
+            # What is only handed on was made elsewhere, rightly or not.
+            if not transfer.is_same:
+                name = (*_moment(place.direction, row), *identity_of(row))
+                self._names[name] = max(self._names.get(name, 0.0), brought)
+
+    def error(self, row: Row) -> float | None:
+        """The error that explains a row; None where nothing does."""
+        if (error := self._brought.get(tensors_of(row))) is not None:
+            return error
+        place = place_of(row)
+        if place is None:
+            return None
+        before = self.made_before.largest(place.direction, row)
+        # What arrives first in a backward pass comes from the loss, and is made of the output.
+        if row.key.port == "grad_output" and (place.site in ROOTS or before == 0.0):
+            made = self._outputs.get((*_moment("forward", row), place.site, row.key.slot))
+            explains = made is not None and gradient_excess(row, made) <= 1.0
+            return error_of(made) if made is not None and explains else None
+        if place.site in ROOTS:
+            return None
+        # The results of a site that was judged are explained by what it adds, or not at all. What
+        # it was given others have made; so have those a row belongs to of which no result was
+        # captured, such as the first module of a backward pass.
+        if place in self._sites and not is_given(row):
+            return None
+        # The same under another name: gradients arrive at a part before they do at its container.
+        same = self._names.get((*_moment(place.direction, row), *identity_of(row)))
+        if same is not None:
+            return same
         # What no captured container passed on was made of something that was captured before it.
-        made_before = _MadeBefore(self.sites)
-        learnt = _Learnt(self.sites)
-        for place, site in self.sites.items():
-            for call in site.calls:
-                for row in call.ins if place.site not in ROOTS else ():
-                    if tensors_of(row) in explained:
-                        continue
-                    before = made_before.largest(place.direction, row)
-                    if error_of(row) <= ALONE * before:
-                        explained[tensors_of(row)] = before
-                for row in call.outs if place.direction == "param" else ():
-                    gradient_error = learnt.gradient(row)
-                    if error_of(row) <= _STEP * math.sqrt(gradient_error):
-                        explained[tensors_of(row)] = gradient_error
-        return explained
+        return before if error_of(row) <= ALONE * before else None
 
 
 class _Learnt:
@@ -407,7 +445,8 @@ _NEEDED = frozenset(
     {
         *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
         *("cosine", "max_rel_error", "reference_nan", "candidate_nan"),
-        *(HALF, REST, INTEGER_STEP, ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
+        *(HALF, REST, GIVEN, TURNED, INTEGER_STEP),
+        *(ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
     }
 )
 
@@ -439,7 +478,7 @@ def judge_sites(
     sites, note, left_out = comparable_steps(everything, rows)
     if not sites:
         return None
-    transfers = transfers_of(sites, structure.weights)
+    transfers = transfers_of(sites, structure)
     growth = growths(sites, transfers, structure)
     statuses = site_statuses(sites, transfers, growth, evidence)
     culprits = tuple(culprits_of(sites, statuses))

@@ -21,7 +21,7 @@ from driftline.alignment.sites.values import edges_of
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Makers, Structure
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
-from driftline.comparison.tolerance.tolerance import error_on_scale
+from driftline.comparison.tolerance.tolerance import GIVEN, error_on_scale
 from driftline.comparison.verdict.module_kinds import length_of
 from driftline.errors import DriftlineError
 from driftline.graphs.sources.graph_files import read_graphs
@@ -231,10 +231,11 @@ class Call:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the coarsest format that took part, on either side."""
+        """Unit roundoff of the coarsest format that took part, at the size of what was made."""
         # Computed once: judging asks for it many times for every call.
         if self.known_unit < 0.0:
-            self.known_unit = max((unit_of(row) for row in (*self.outs, *self.ins)), default=0.0)
+            units = (*map(roundoff_of, self.outs), *map(unit_of, self.ins))
+            self.known_unit = max(units, default=0.0)
         return self.known_unit
 
     @property
@@ -314,6 +315,22 @@ def unit_of(row: Row) -> float:
     )
 
 
+def roundoff_of(row: Row) -> float:
+    """The same at the size of the tensor: below its smallest normal number a format has one step.
+
+    Half a step is the largest rounding there, as a unit is above; what it is of an element grows as
+    elements get smaller. A tensor that vanished has lost more than roundings explain.
+    """
+    unit = unit_of(row)
+    size, left = row.metrics.get("reference_l2", 0.0), row.metrics.get("candidate_l2", 0.0)
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    if dtype is None or not (0.0 < size < math.inf and left):
+        return unit
+    component = DTYPES[dtype.component]
+    step = math.ldexp(1.0, component.smallest_normal_exponent - component.mantissa)
+    return math.hypot(unit, 0.5 * step * math.sqrt(math.prod(row.reference_shape or ())) / size)
+
+
 def is_floating(row: Row) -> bool:
     dtype = DTYPES.get(row.reference_dtype)
     return dtype is not None and dtype.is_floating
@@ -335,6 +352,25 @@ def same_kind(row: Row) -> bool:
     return is_number or "dequantise" in row.candidate_recipe
 
 
+def place_of(row: Row) -> Place | None:
+    """The site and direction that a row belongs to; None for rows that are no evidence."""
+    role = _ROLES.get(row.key.port)
+    # Recomputed activations repeat the forward pass; counting them would double every site.
+    if role is None or row.key.phase == "recompute":
+        return None
+    direction = role[0]
+    # Operators have inputs and outputs in the backward pass as well.
+    if row.key.phase == "backward" and direction == "forward":
+        direction = "backward"
+    return Place(direction, row.key.site)
+
+
+def is_given(row: Row) -> bool:
+    """Whether a tensor went into its site."""
+    role = _ROLES.get(row.key.port)
+    return role is not None and role[1]
+
+
 def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[Place, Site]:
     """All sites with at least one measured output, in order of execution.
 
@@ -345,16 +381,10 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
     sites: dict[Place, Site] = {}
     for row in rows:
-        role = _ROLES.get(row.key.port)
-        # Recomputed activations repeat the forward pass; counting them would double every site.
-        if role is None or not row.compared or row.key.phase == "recompute":
+        place = place_of(row)
+        if place is None or not row.compared:
             continue
-        direction, is_input = role
-        key = row.key
-        # Operators have inputs and outputs in the backward pass as well.
-        if key.phase == "backward" and direction == "forward":
-            direction = "backward"
-        place = Place(direction, key.site)
+        key, is_input = row.key, is_given(row)
         of = (place, key.rank, key.process, key.step, key.visit)
         call = calls.get(of)
         if call is None:
@@ -441,7 +471,10 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
         for call in site.calls:
             call.error = max(error_of(row) for row in call.outs)
             if call.ins:
-                call.error_in = max(error_of(row) for row in call.ins)
+                # What a norm is given counts as the norm weighs it.
+                call.error_in = max(
+                    max(error_of(row), float(row.metrics.get(GIVEN, 0.0))) for row in call.ins
+                )
             # Weights come from nowhere, and equal codes bring no error. Codes that were chosen
             # otherwise leave nothing to compare with.
             elif call.has_codes or site.place.direction == "param":

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from driftline.comparison.table.row import JSON
 from driftline.comparison.tolerance.tolerance import HALF, REST
-from driftline.comparison.verdict.added_error import AddedError, added_error
+from driftline.comparison.verdict.added_error import AddedError, added_error, too_coarse
 from driftline.comparison.verdict.dataflow import Transfer
-from driftline.comparison.verdict.growth import Growth, rounding
+from driftline.comparison.verdict.growth import Growth, flat_limit, rounding
 from driftline.comparison.verdict.noise import NoiseFloor
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import (
@@ -195,11 +195,12 @@ def _own_evidence(
     """The status of every site by the best evidence there is for it."""
     floor = evidence.floor
     within = _within(sites, transfers, growth, evidence)
+    parts = parts_of(place.site for place in sites if evidence.replayed)
     statuses: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
         judgement = evidence.replayed.get(place.site) if place.direction == "forward" else None
         if judgement is not None:
-            statuses[place] = _by_replay(site, judgement)
+            statuses[place] = _by_replay(site, judgement, is_leaf=place.site not in parts)
             # Replay of a container's own code looks at its output only; what it passes to parts is
             # judged apart.
             if statuses[place].status == "clean" and place in within:
@@ -370,11 +371,18 @@ def _within(
     return convicted
 
 
-def _by_replay(site: Site, judgement: ReplayResult) -> SiteStatus:
+def _by_replay(site: Site, judgement: ReplayResult, *, is_leaf: bool) -> SiteStatus:
     call = site.worst
     if judgement.trouble:
         return SiteStatus("unknown", "replay", math.nan, math.nan, call, judgement.trouble)
     status: Status = "introduced" if judgement.introduced else "clean"
+    limit = flat_limit(call)
+    # A trusted module that was put into this format is as wrong: the format is what is wrong. Of a
+    # container it is what all of its parts add up to, and says nothing.
+    if is_leaf and status == "clean" and min(judgement.noise, call.error) > limit > 0.0:
+        reason = too_coarse(call.worst.candidate_dtype, judgement.noise)
+        ratio = judgement.noise / limit
+        return SiteStatus("introduced", "replay", ratio, judgement.noise, call, reason)
     return SiteStatus(status, "replay", judgement.excess, judgement.noise, call)
 
 

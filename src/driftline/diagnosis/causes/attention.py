@@ -149,7 +149,11 @@ def _matching_attention(case: Case, sequences: int, tokens: int) -> Attention | 
             continue
         for seen in (ahead, np.ones_like(ahead)):
             recomputed = Attention(q, k, v, 1.0 / math.sqrt(width), seen, cos, sin, pads)
-            left = recomputed.output() - case.r
+            made = recomputed.output()
+            # Parts that are called like those of an attention may be of something else.
+            if made.shape != case.r.shape:
+                return None
+            left = made - case.r
             if pads is not None:
                 # What padding tokens give is nobody's concern and differs between implementations.
                 left = np.where(pads[..., None], 0.0, left)
