@@ -68,7 +68,10 @@ def warm(*modules: str) -> Iterator[str]:
             assert server.stdout.readline() == b"up\n"
             yield str(python)
         finally:
-            server.stdin.close()  # also when this process is killed: nothing stays behind
+            # Its input ends also when this process is killed: nothing stays behind. Killed all the
+            # same, because a child that a test forked and left holds the pipe open.
+            server.stdin.close()
+            server.kill()
             server.wait(timeout=60)
             server.stdout.close()
 

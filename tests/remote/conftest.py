@@ -69,6 +69,7 @@ def _server() -> Iterator[int]:
         yield int(server.stdout.readline())
     finally:
         server.stdin.close()  # also when this process is killed: nothing stays behind
+        server.kill()
         server.wait(timeout=30)
         server.stdout.close()
 
