@@ -177,7 +177,8 @@ def main() -> None:
         head = f"""# The first hour
 
 What a new user sees: an empty HOME, an empty environment, the built wheel, no compiler.
-`make first-hour` plays it and writes this page; times are those of a busy machine with two cores, {minutes:.0f} minutes in all.
+`make first-hour` plays it and writes this page; times are those of a busy machine with two cores,
+{minutes:.0f} minutes in all.
 """
         asked.output.write_text("\n".join([head, *blocks]), encoding="utf-8")
 

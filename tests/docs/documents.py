@@ -27,6 +27,10 @@ REASONS = (
 )
 """Why a command is not run: there are no others."""
 
+RUN_PYTHON = ("docs/tutorial.md",)
+"""Pages whose blocks of Python are run, too; one that begins with `# name.py` is that file."""
+
+_FILE = re.compile(r"# (\w+\.py)")
 _PROGRAMS = ("driftline", "pytest", "python", "cp", "make", "pip")
 _NOT_RUN = re.compile(r"<!-- not run here: (.*?) -->\s*$")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
@@ -73,6 +77,11 @@ def blocks_of(page: Path) -> list[Block]:
             inner = lines[start + 1 : at]
             if language == "text" and found:
                 found[-1] = found[-1]._replace(shown="\n".join(inner))
+            elif language == "python" and name_of(page) in RUN_PYTHON:
+                code = "\n".join(inner) + "\n"
+                file = _FILE.fullmatch(inner[0])
+                words = ["write", file[1], code] if file else ["python", "-c", code]
+                found.append(Block(start + 1, [words], comment, ""))
             elif language in ("sh", "console"):
                 _take(found, start, inner, comment)
             elif not language:  # a picture, a tree of files, or a usage line

@@ -55,6 +55,15 @@ with torch.no_grad():
     for _ in range(2):
         net(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(dtype))
 """
+SMALL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)).eval()
+with torch.no_grad():
+    model(torch.randn(4, 16))
+"""
 LABELS = """
 import numpy
 from driftline import gen_id, set_label, set_task_id
@@ -78,6 +87,7 @@ def tools(place: Path, python: str) -> Path:
     for name, words in (
         ("driftline", f'"{sys.executable}" -m driftline'),
         ("python", f'"{python}"'),
+        ("torchrun", f'"{sys.executable}" -m torch.distributed.run'),
     ):
         (place / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (place / name).chmod(0o755)
@@ -139,6 +149,27 @@ def programs(place: Path, *, demo: bool = False) -> None:
     (place / "label.py").write_text(LABELS)
     (place / "run.sh").write_text("python infer.py\n")
     (place / "label.sh").write_text("python label.py\n")
+
+
+def examples(place: Path) -> None:
+    """The programs of the pages for kinds of users."""
+    for file in (DEMO.parents[4] / "examples" / "users").iterdir():
+        if file.is_file():
+            shutil.copy(file, place)
+
+
+def two_revisions(place: Path) -> None:
+    """A repository whose branch has another activation than main."""
+    (place / "infer.py").write_text(SMALL)
+    revisions(place)
+    (place / "infer.py").write_text(SMALL.replace("nn.GELU()", "nn.ReLU()"))
+    name = ("-c", "user.name=Cook", "-c", "user.email=cook@example.com")
+    for words in (
+        ("checkout", "--quiet", "my-branch"),
+        (*name, "commit", "--quiet", "--all", "--message=quicker"),
+        ("checkout", "--quiet", "main"),
+    ):
+        subprocess.run(["git", *words], cwd=place, check=True, timeout=60)
 
 
 def revisions(place: Path) -> None:

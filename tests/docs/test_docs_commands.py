@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -42,6 +43,14 @@ def all_of(*parts: Kitchen) -> Kitchen:
 
 COOKED: dict[str, Kitchen] = {
     "docs/tutorial.md": lambda place: None,
+    "docs/read-a-verdict.md": lambda place: None,
+    "docs/users/port.md": kitchens.examples,
+    "docs/users/quantise.md": kitchens.examples,
+    "docs/users/compile.md": kitchens.examples,
+    "docs/users/shard.md": kitchens.examples,
+    "docs/users/train.md": kitchens.examples,
+    "docs/users/gate.md": kitchens.examples,
+    "docs/users/revisions.md": kitchens.two_revisions,
     "docs/how-to.md": demo,
     "docs/command-line.md": all_of(
         kitchens.programs,
@@ -70,6 +79,13 @@ ELSEWHERE = ("README.md", "examples/README.md")
 """Run by tests/test_examples.py, which knows what they find."""
 SLOW = (
     "docs/how-to.md",
+    "docs/read-a-verdict.md",
+    "docs/users/port.md",
+    "docs/users/quantise.md",
+    "docs/users/compile.md",
+    "docs/users/train.md",
+    "docs/users/gate.md",
+    "docs/users/revisions.md",
     "docs/decoders.md",
     "docs/coming-from/ait-llm.md",
     "docs/coming-from/msprobe.md",
@@ -104,6 +120,9 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
         code, said = run(words[: words.index(">")], place)
         (place / words[-1]).write_text(said, encoding="utf-8")
         return code, ""
+    if words[0] == "write":
+        (place / words[1]).write_text(words[2], encoding="utf-8")
+        return 0, ""
     if words[0] == "cp":
         shutil.copy(place / words[1], place / words[2])
         return 0, ""
@@ -242,6 +261,14 @@ def anchors(page: Path) -> set[str]:
 def test_every_command_has_a_page_of_its_own_in_the_reference() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text("utf-8")
     assert [name for name in COMMANDS if f"## `driftline {name}`" not in text] == []
+
+
+def test_the_reference_of_the_python_api_is_what_the_docstrings_say() -> None:
+    spec = importlib.util.spec_from_file_location("python_api", ROOT / "tools" / "python_api.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text("utf-8") == module.page(), "run python tools/python_api.py"
 
 
 def test_the_index_names_every_page() -> None:

@@ -136,7 +136,8 @@ def _numpy_tour(folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
 def _python() -> str:
     """How a user of this shell calls this interpreter."""
     path = shutil.which("python")
-    if path is not None and Path(path).absolute() == Path(sys.executable).absolute():
+    # By the folder: an environment has several names for its one interpreter.
+    if path is not None and Path(path).absolute().parent == Path(sys.executable).absolute().parent:
         return "python"
     return shlex.quote(sys.executable)
 
