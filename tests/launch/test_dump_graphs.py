@@ -54,6 +54,79 @@ def test_nodes_of_an_unchanged_program_are_recorded_and_what_ran_is_said(compili
     assert line.endswith("compiles.py:8 in forward")
 
 
+def test_without_a_graph_one_line_says_what_was_seen_and_the_verdict_is_incomplete(
+    compiling, program, capfd
+):
+    eager = compiling("-o", "eager", run=[program, "eager"])
+    assert eager.err.count("note:") == 1
+    assert "only inputs and outputs of compiled modules were seen" in eager.err
+    (Path("plain.py")).write_text(PROGRAM.replace("torch.compile(model, backend=backend)", "model"))
+    compiling("-o", "modules", run=["plain.py"])
+    capfd.readouterr()
+    assert main(["compare", "modules", "eager"]) == 2
+    assert capfd.readouterr().out.startswith("INCOMPLETE")
+
+
+def test_auto_reads_the_kernels_of_inductor_and_the_nodes_of_other_backends(compiling, program):
+    kernels = compiling("--graph", "auto", run=[program])
+    assert "kernels ran as inductor made them" in kernels.err
+    assert any("cpp_fused" in record.class_name for record in kernels.run.records)
+    nodes = compiling("--graph", "auto", "--force", run=[program, "aot_eager"])
+    assert "(aot_eager) compiled none of them" in nodes.err
+    assert "1/sigmoid" in {record.key.site for record in nodes.run.records}
+    Path("plain.py").write_text(PROGRAM.replace("torch.compile(model, backend=backend)", "model"))
+    plain = compiling("--graph", "auto", "--force", run=["plain.py"])
+    assert plain.code == 0 and "note:" not in plain.err, plain.err
+    assert "1" in {record.key.site for record in plain.run.records}
+
+
+ACTIVATION = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Mlp(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.act = act
+
+    def forward(self, x):
+        return x + self.down(self.act(self.gate(x)) * self.up(x))
+
+class Act(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) if WRONG and self.last else F.silu(x)
+
+WRONG = "wrong" in sys.argv
+torch.manual_seed(0)
+model = nn.Sequential(Mlp(Act()), Mlp(Act())).eval()
+model[0].act.last, model[1].act.last = False, True
+x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3))
+with torch.no_grad():
+    (torch.compile(model) if "compiled" in sys.argv else model)(x)
+"""
+
+
+def test_a_wrong_activation_inside_a_fused_kernel_is_named_with_its_cause(
+    compiling, program, capfd
+):
+    Path("activation.py").write_text(ACTIVATION)
+    # Without them: that the code differs would be cause enough.
+    alone = "--no-model-facts"
+    compiling("-o", "modules", alone, run=["activation.py"])
+    run = ["activation.py", "compiled", "wrong"]
+    made = compiling("-o", "kernels", "--graph", "auto", alone, run=run)
+    assert "values inside of fusions were computed separately" in made.err
+    capfd.readouterr()
+    assert main(["diagnose", "modules", "kernels"]) == 1
+    said = capfd.readouterr().out
+    assert "the drift starts at 1.act, cause: activation" in said
+    assert "inside the fusion of" in said
+    assert "it computes gelu where the reference computes silu" in said
+
+
 AROUND = """
 import torch
 from torch import nn

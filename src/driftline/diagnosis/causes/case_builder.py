@@ -281,7 +281,8 @@ class _CaseBuilder:
             dtype.name,
             site.name,
             site.class_name,
-            self._inputs(record),
+            # Nodes of a graph have outputs only: what they are given is what others gave.
+            self._inputs(record) or self._whole_inputs(pair),
             self._params(pair),
             self._others(pair.reference),
             self._before(record),
@@ -464,8 +465,9 @@ def _is_changed(pair: Pair) -> bool:
     return pair.reference_recipe is not None or pair.candidate_recipe is not None
 
 
-# Steps that put a tensor together from its parts and leave every element where it belongs.
-_ASSEMBLY = frozenset({"concat", "sum", "mean", "times"})
+# Steps that put a tensor together from its parts, or give it another shape, and leave every
+# element where it belongs.
+_ASSEMBLY = frozenset({"concat", "sum", "mean", "times", "reshape"})
 
 
 def _is_assembled(pair: Pair) -> bool:
