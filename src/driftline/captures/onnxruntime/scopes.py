@@ -106,12 +106,13 @@ def _line(stack: str | None) -> str:
 def _around(parts: list[str]) -> tuple[str, ...]:
     """`/model/layers.0/mlp` → model, model.layers.0, model.layers.0.mlp.
 
-    Of a Sequential the older exporter writes both it and its part: `/layer1/layer1.0/conv`.
+    Of a Sequential the older exporter writes both it and its part: `/layer1/layer1.0/conv`, and
+    `/layers.2/layers.2.0/conv` where it lies in a list itself.
     """
     paths: list[str] = []
     for part in filter(None, parts):
         holder, dot, number = part.rpartition(".")
-        if paths and dot and paths[-1].rpartition(".")[2] == holder:
+        if paths and dot and f".{paths[-1]}".endswith(f".{holder}"):
             paths.append(f"{paths[-1]}.{number}")
         else:
             paths.append(f"{paths[-1]}.{part}" if paths else part)
