@@ -314,3 +314,96 @@ def test_dumped_programs_with_weights(command: Callable[..., Any], tmp_path: Pat
     fails_with(command, (tmp_path / "ref", tmp_path / "cand"), "2.0")
     finding = findings(command, tmp_path / "ref", tmp_path / "cand")["compare"][2]
     assert "gives something else on the same input" in finding
+
+
+# --- masks, the largest jump, plain files
+
+
+class Masked(nn.Module):
+    """Attention that a mask of either kind reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList(Layer() for _ in range(4)),
+        )
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        added = attention_mask
+        if added.dtype == torch.bool:
+            added = torch.where(added, 0.0, -1e9).to(x.dtype)
+        scores = x @ x.transpose(-1, -2) / WIDTH + added[:, None, :].to(x.dtype)
+        x = x + torch.softmax(scores, -1) @ x
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["booleans", "floats"])
+def test_masks_that_differ(kind: str, command: Callable[..., Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, mask = Masked(), torch.ones(4, 30, dtype=torch.bool)
+    mask[0, :3] = False
+    other = mask.clone()
+    other[1, :2] = False
+    masks = [mask, other]
+    if kind == "floats":
+        masks = [torch.where(entry, 0.0, -1e9) for entry in masks]
+    pair = (
+        captured(model, tmp_path / "ref", IDS, masks[0]),
+        captured(model, tmp_path / "cand", IDS, masks[1]),
+    )
+    fails_with(command, pair, "the inputs differ already: 'attention_mask'")
+
+
+def test_a_mask_of_booleans_beside_one_of_floats_is_no_difference(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, mask = Masked(), torch.ones(4, 30, dtype=torch.bool)
+    mask[0, :3] = False
+    pair = (
+        captured(model, tmp_path / "ref", IDS, mask),
+        captured(model, tmp_path / "cand", IDS, torch.where(mask, 0.0, -1e9)),
+    )
+    for verb, (code, verdict, finding) in findings(command, *pair).items():
+        assert (code, verdict) == (0, "pass"), (verb, finding)
+
+
+def test_the_largest_jump_elsewhere_is_said(command: Callable[..., Any], tmp_path: Path) -> None:
+    """A small fault first, a gross one later: it begins at the small one."""
+    other = spoiled(model_of(torch.bfloat16), "layers.1.down", lambda made: made * 1.15)
+    spoiled(other, "layers.4.down", lambda made: made * 3.0)
+    pair = (captured(model_of(), tmp_path / "ref", IDS), captured(other, tmp_path / "cand", IDS))
+    fails_with(
+        command,
+        pair,
+        "layers.1.down",
+        "the largest jump is at 'layers.4.down'",
+        "crosses the limit",
+    )
+
+
+@pytest.mark.parametrize(("factor", "fails"), [(1.04, False), (1.5, True)])
+def test_plain_files_have_flat_limits_and_causes(
+    factor: float, fails: bool, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Tensors of a file have nothing that made them: the limit of their format is what judges."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    tensors = {f"layer{number}": torch.randn(64, 32) for number in range(8)}
+    save_file(tensors, str(tmp_path / "ref.safetensors"))
+    coarse = {name: values.bfloat16() for name, values in tensors.items()}
+    coarse["layer3"] = (factor * tensors["layer3"]).bfloat16()
+    save_file(coarse, str(tmp_path / "cand.safetensors"))
+    pair = (tmp_path / "ref.safetensors", tmp_path / "cand.safetensors")
+    for verb, (code, verdict, finding) in findings(command, *pair).items():
+        assert (code, verdict) == ((1, "fail") if fails else (0, "pass")), (verb, finding)
+    if fails:
+        answer = json.loads(command("diagnose", *pair, "--format", "json").out)
+        assert (answer["first_site"], answer["cause"]) == ("layer3", "scale")
+        assert "the output is 1.5" in " ".join(answer["finding"])

@@ -149,13 +149,15 @@ class Assembly:
         """The first sentence; of NaN and Inf that begin at the site it is the comparison's."""
         if self.judgement is not None and self.judgement.certain is not None:
             return _sentence(self.table.finding)
-        return texts.where(
+        sentence = texts.where(
             finding,
             standing.by,
             self._statistic(place),
             self._limit(place, standing),
             standing.call.worst.fused,
         )
+        jump = "" if self.judgement is None else self.judgement.largest_jump
+        return f"{sentence.removesuffix('.')}; {jump}." if jump else sentence
 
     def _needs(self, standing: SiteStatus | None) -> tuple[str, ...]:
         elsewhere = ""

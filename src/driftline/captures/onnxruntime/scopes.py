@@ -107,7 +107,7 @@ def _around(parts: list[str]) -> tuple[str, ...]:
     """`/model/layers.0/mlp` → model, model.layers.0, model.layers.0.mlp.
 
     Of a Sequential the older exporter writes both it and its part: `/layer1/layer1.0/conv`, and
-    of one inside another `/layer1/layer1.0/layer1.0.2/conv`.
+    of one inside another, or inside a list, `/layer1/layer1.0/layer1.0.2/conv`.
     """
     paths: list[str] = []
     for part in filter(None, parts):

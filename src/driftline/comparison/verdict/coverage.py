@@ -80,6 +80,11 @@ class _Site:
         return float(min(max(self.compared), self.leaf[0]))
 
     @property
+    def made_share(self) -> float:
+        """The share of its calls whose output was compared."""
+        return self.compared[_OUTPUT] / max(self.calls[_OUTPUT], 1)
+
+    @property
     def bordered(self) -> float:
         """The share of its calls whose input and output were both compared."""
         if not self.calls[_INPUT] or not self.calls[_OUTPUT]:
@@ -102,6 +107,8 @@ class SideCalls:
         self.compared_calls: set[tuple[str, int]] = set()
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
+        # Containers that the other side calls without calling anything inside.
+        self.pieces: set[str] = set()
         # Operators of the program around the model, which compiled graphs of the model cannot hold.
         self.beside_graphs: set[str] = set()
         self._containers: set[str] | None = None
@@ -170,6 +177,22 @@ class SideCalls:
     def leaves(self) -> Iterator[str]:
         containers = self._containing()
         return (site for site in self.sites if site not in containers)
+
+    def set_pieces(self, other: SideCalls, compiled: Container[str]) -> None:
+        """Find the containers that are leaves of the other side, whose parts nobody could compare.
+
+        Args:
+            other: The other side.
+            compiled: Its modules that were compiled, whose parts were there and not seen.
+        """
+        leaves = set(other.leaves())
+        self.pieces = {
+            site
+            for site in self._containing()
+            if (partner := self.partners.get(site)) in leaves
+            and partner not in ROOTS
+            and partner not in compiled
+        }
 
     def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
         """Calls of leaves in a container, and how many of them were compared.
@@ -288,6 +311,9 @@ class SideCalls:
         for around in _around(leaf):
             if around not in self._containing():
                 continue
+            # The other side has it in one piece, and that was compared.
+            if around in self.pieces:
+                return self.sites[around].made_share
             size, _ = self.calls_inside(around, operators=True)
             if size >= SMALL_CONTAINER * calls:
                 return 0.0
@@ -512,6 +538,9 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
+    if own is not other:
+        own.set_pieces(other, candidate.scope.compiled)
+        other.set_pieces(own, reference.scope.compiled)
     first = _share_of(own, other, reference, modules=modules)
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)

@@ -142,7 +142,16 @@ class SiteJudgement:
         first = self.first
         if first is None or not math.isfinite(first.ratio):
             return ""
-        place = max(self.culprits, key=lambda place: self.statuses[place].ratio)
+        # What comes after a culprit is given an error, and may still make it many times larger.
+        names = innermost(
+            place.site
+            for place, standing in self.statuses.items()
+            if place.direction == "forward"
+            and standing.status in ("introduced", "amplified")
+            and math.isfinite(standing.ratio)
+        )
+        places = [*(Place("forward", name) for name in names), *self.culprits]
+        place = max(places, key=lambda place: self.statuses[place].ratio)
         standing = self.statuses[place]
         if place == self.culprits[0] or standing.ratio < _JUMP * first.ratio:
             return ""
