@@ -19,8 +19,8 @@ import driftline
 from driftline.captures.options import Budgets
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device import places, summaries
-from driftline.captures.torch.device.places import HostPlace, _Reached
 from driftline.captures.torch.device.memory import DeviceMemory, Transfers
+from driftline.captures.torch.device.places import HostPlace, _Reached
 from driftline.captures.torch.framework import capture
 from driftline.errors import BadInput
 from driftline.numerics.gpu.launcher import CannotLaunch, Kernel

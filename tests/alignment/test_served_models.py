@@ -1,4 +1,4 @@
-"""Models as serving engines write them, against transformers' own: clean, and with one fault each."""
+"""Models as serving engines write them, against those of transformers: clean, and with one fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are stored as integers, in a model that computes with floats: what is named, where."""
+"""Weights stored as integers, in a model that computes with floats: what is named, and where."""
 
 from __future__ import annotations
 
