@@ -15,8 +15,7 @@ PROGRAM = """
 import importlib, json
 import torch
 from torch.nn.modules import module as hooks
-from benchmarks.museum.__main__ import FILES
-from benchmarks.museum.networks import CASES, DTYPES, Variant
+from benchmarks.museum.networks import CASES, DTYPES, FILES, Variant
 
 for name in FILES:
     importlib.import_module(f"benchmarks.museum.cases.{name}")

@@ -105,7 +105,7 @@ def _called(command: Sequence[str]) -> None:
 
 def outcome(rows: Sequence[dict[str, str]], site: str) -> dict[str, Any]:
     """What a table of msprobe says of a trial."""
-    flagged = [_site(row["NPU Name"]) for row in rows if row["Result"] == "error"]
+    flagged = [site_of(row["NPU Name"]) for row in rows if row["Result"] == "error"]
     first = flagged[0] if flagged else ""
     around = [f for f in flagged if f and site and (f == site or site.startswith(f"{f}."))]
     return {
@@ -120,7 +120,8 @@ def outcome(rows: Sequence[dict[str, str]], site: str) -> dict[str, Any]:
     }
 
 
-def _site(name: str) -> str:
+def site_of(name: str) -> str:
+    """The site of a row of msprobe's; empty for the model itself."""
     match = _NAME.match(name)
     return (match.group(1) or "") if match else name
 

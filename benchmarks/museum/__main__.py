@@ -4,6 +4,7 @@
     python -m benchmarks.museum --only quick_gelu     some of them
     python -m benchmarks.museum --half report         the half that no rule was tuned on
     python -m benchmarks.museum --clean               also the right program against itself
+    python -m benchmarks.museum --peers               also msprobe, in .bench-venv
 
 Each case is dumped right and wrong, then judged by `compare`, by `diagnose`, and by `diagnose` with
 a replay of the right program. Detected: the verdict is FAIL, or a difference of the two models
@@ -14,6 +15,7 @@ the two models, is the right one. Wrong: a cause was stated and it is another.
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib
 import json
 import os
@@ -26,10 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.museum.networks import CASES, Case
+from benchmarks import peers
+from benchmarks.faults.msprobe import site_of as msprobe_site
+from benchmarks.museum.networks import CASES, FILES, Case
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("positions", "attention", "norms", "training", "ranks")
 WAYS = ("compare", "diagnose", "replay")
 SILENT = ("", "unknown", "noise")
 ROOTS = ("", "(root)", "(program)")
@@ -43,7 +46,8 @@ def half_of(name: str) -> str:
 
 def run_words(words: list[str]) -> tuple[int, str]:
     """A command and what it printed; a case that hangs is a case that failed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     try:
         done = subprocess.run(
             words,
@@ -78,12 +82,19 @@ def document_of(text: str) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
+def is_place(site: str, case: Case) -> bool:
+    """Whether a bug lies at a site."""
+    return site in case.sites or (site in ROOTS and any(name in ROOTS for name in case.sites))
+
+
 def judged(case: Case, code: int, document: dict[str, Any]) -> dict[str, Any]:
     """What one way of judging said, beside what is true."""
     site, cause = document.get("first_site") or "", document.get("cause") or ""
-    differences = json.dumps(document.get("differences") or [])
-    named = any(word in differences for word in case.differences)
-    exact = site in case.sites or (site in ROOTS and any(name in ROOTS for name in case.sites))
+    listed = document.get("differences") or []
+    # With the path of what differs, as `site.name`: a word may name both.
+    paths = [f"{each.get('site', '')}.{each.get('name', '')}" for each in listed]
+    named = any(word in json.dumps([listed, paths]) for word in case.differences)
+    exact = is_place(site, case)
     cause_right = cause in case.causes
     return {
         "code": code,
@@ -164,6 +175,44 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# msprobe: a row is flagged where its result is `error`; the first such row is what it names.
+
+
+def by_msprobe(cases: list[Case], folder: Path) -> str:
+    """How many bugs msprobe flags, at which place, and how many right programs it flags."""
+    peers.install()
+    alone = [case for case in cases if case.ranks == 1]
+    names = [case.name for case in alone]
+    python, command = (str(peers.VENV / "bin" / name) for name in ("python", "msprobe"))
+    script = str(peers.PROGRAMS / "museum_with_msprobe.py")
+    for variant in ("good", "bad", "control"):
+        output = str(folder / variant)
+        code, text = run_words([python, script, "--variant", variant, "--output", output, *names])
+        if code:
+            return f"msprobe could not be run: {text.strip()[-200:]}"
+    counts = dict.fromkeys(("detected", "exact", "alarms"), 0)
+    for number, case in enumerate(alone):
+        for variant in ("bad", "control"):
+            table = folder / f"{variant}{number}"
+            sides = [str(folder / side / f"step{number}") for side in (variant, "good")]
+            run_words([command, "compare", "-tp", sides[0], "-gp", sides[1], "-o", str(table)])
+            flagged = [row for path in table.glob("*.csv") for row in _flagged(path)]
+            if variant == "control":
+                counts["alarms"] += bool(flagged)
+                continue
+            counts["detected"] += bool(flagged)
+            counts["exact"] += bool(flagged) and is_place(msprobe_site(flagged[0]), case)
+    return (
+        f"msprobe: {len(alone)} cases of one process, {counts['detected']} detected, "
+        f"{counts['exact']} exact, {counts['alarms']} right programs called wrong"
+    )
+
+
+def _flagged(path: Path) -> list[str]:
+    with path.open(newline="") as text:
+        return [row["NPU Name"] for row in csv.DictReader(text) if row["Result"] == "error"]
+
+
 def line_of(result: dict[str, Any]) -> str:
     if "trouble" in result:
         return f"{result['case']:<36} could not be run: {result['trouble'].strip()[-120:]}"
@@ -186,8 +235,10 @@ def main() -> None:
     asked.add_argument("--half", choices=("tune", "report"), help="only this half")
     asked.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="ways of judging")
     asked.add_argument("--clean", action="store_true", help="also right against right")
+    asked.add_argument("--peers", action="store_true", help="also msprobe, in .bench-venv")
     asked.add_argument("--workers", type=int, default=2)
     asked.add_argument("--json", type=Path, help="write all that was said to this file")
+    asked.add_argument("--keep", type=Path, help="keep the runs in this folder")
     chosen = asked.parse_args()
     for name in FILES:
         importlib.import_module(f"benchmarks.museum.cases.{name}")
@@ -205,8 +256,9 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="museum-") as folder,
         ThreadPoolExecutor(chosen.workers) as pool,
     ):
+        work = chosen.keep or Path(folder)
         finished: Iterable[dict[str, Any]] = pool.map(
-            lambda case: try_case(case, Path(folder) / case.name, chosen.ways, chosen.clean),
+            lambda case: try_case(case, work / case.name, chosen.ways, chosen.clean),
             cases,
         )
         for result in finished:
@@ -214,6 +266,9 @@ def main() -> None:
             print(line_of(result), flush=True)
     print()
     print(table(results))
+    if chosen.peers:
+        with tempfile.TemporaryDirectory(prefix="museum-") as folder:
+            print(by_msprobe(cases, Path(folder)))
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1))
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
+FILES = ("positions", "attention", "norms", "training", "ranks")
+"""Files of cases."""
 
 
 @dataclass(frozen=True)

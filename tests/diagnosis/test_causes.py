@@ -569,7 +569,7 @@ def test_one_dimensional_and_tiny_tensors_raise_nothing() -> None:
 
 
 def _attention(seed: int = 0, *, rope: bool = True, causal: bool = True) -> Any:
-    from driftline.diagnosis.causes.attention import Attention
+    from driftline.diagnosis.causes.attention_model import Attention, Turn
 
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((2, 24, 4, 16)) * 2
@@ -577,22 +577,23 @@ def _attention(seed: int = 0, *, rope: bool = True, causal: bool = True) -> Any:
     angle = np.outer(np.arange(24), 10.0 ** -np.linspace(0, 2, 8))
     angle = np.concatenate([angle, angle], axis=1)
     seen = np.tri(24, dtype=bool) if causal else np.ones((24, 24), dtype=bool)
-    turn = (np.cos(angle), np.sin(angle)) if rope else (None, None)
-    return Attention(q, k, v, 0.25, seen, *turn)
+    turn = Turn(np.cos(angle), np.sin(angle)) if rope else None
+    return Attention(q, k, v, 0.25, seen[None], turn)
 
 
 def _attention_case(right: Any, wrong: np.ndarray, **more: Any) -> Case:
+    """The names say nothing: what is what must follow from shapes and numbers."""
     parts = {
-        "attn.q_proj": right.q.reshape(2, 24, -1),
-        "attn.k_proj": right.k.reshape(2, 24, -1),
-        "attn.v_proj": right.v.reshape(2, 24, -1),
+        "m.a": right.q.reshape(2, 24, -1),
+        "m.b": right.k.reshape(2, 24, -1),
+        "m.c": right.v.reshape(2, 24, -1),
     }
-    if right.cos is not None:
-        parts |= {
-            "position_embeddings.0": right.cos[None],
-            "position_embeddings.1": right.sin[None],
-        }
-    return case(right.output(), wrong, parts=parts, site="attn", class_name="Attention", **more)
+    if right.turn is not None:
+        parts |= {"u": right.turn.cos[None], "w": right.turn.sin[None]}
+    return case(right.output(), wrong, parts=parts, site="m", class_name="Block", **more)
+
+
+_TRI = np.tri(24, dtype=bool)
 
 
 @pytest.mark.parametrize("coarse", [False, True], ids=["float32", "bfloat16"])
@@ -600,18 +601,30 @@ def _attention_case(right: Any, wrong: np.ndarray, **more: Any) -> Case:
     ("change", "cause", "words"),
     [
         ({"scale": 0.25 * 1.07}, "scale", "scaled by 1.07"),
-        ({"scale": 1.0}, "scale", "scaled by 3.999|scaled by 4"),
-        ({"seen": np.ones((24, 24), dtype=bool)}, "mask", "without its causal mask"),
-        ({"seen": np.tri(24, k=1, dtype=bool)}, "mask", "off by one: tokens see the next one"),
-        ({"interleaved": True}, "permutation", "rotation takes neighbours for halves"),
+        ({"scale": 1.0}, "scale", "scaled by 3.99|scaled by 4"),
+        ({"cap": 3.0}, "soft-cap", r"soft cap of (3|2.99|3.00)\d* in place of none"),
+        ({"seen": np.ones((1, 24, 24), dtype=bool)}, "mask", "without its causal mask"),
+        (
+            {"seen": np.tri(24, k=1, dtype=bool)[None]},
+            "mask",
+            "off by one: tokens see the next one",
+        ),
+        ({"seen": (_TRI & ~np.tri(24, k=-7, dtype=bool))[None]}, "mask", "window of 7 tokens"),
+        ({"turn.pairs": "neighbours"}, "permutation", "pairs neighbours in place of halves"),
         ({"tiled": True}, "permutation", "key heads shared in turns rather than in blocks"),
-        ({"late": 1}, "shift", "keys are rotated to the position before"),
+        ({"turn.late": 1}, "shift", "keys are rotated to the position before"),
+        ({"turn": None}, "positions", "without rotation"),
+        ({"turn.sides": "q"}, "positions", "keys are not rotated"),
+        ({"slopes": np.array([0.5, 0.25, 0.125, 0.0625])}, "positions", "fall by 0.5"),
     ],
 )
 def test_a_mistake_inside_an_attention_is_recomputed_and_named(
     change: dict[str, Any], cause: str, words: str, coarse: bool
 ) -> None:
     right = _attention()
+    ((name, value),) = change.items()
+    if name.startswith("turn."):
+        change = {"turn": right.turn._replace(**{name.removeprefix("turn."): value})}
     found, all_of_them = best_clue(
         _attention_case(right, replace(right, **change).output(), coarse=coarse)
     )
@@ -619,6 +632,25 @@ def test_a_mistake_inside_an_attention_is_recomputed_and_named(
     assert found.cause == cause, all_of_them
     assert found.detail == "attention"
     assert re.search(words, found.sentence), found.sentence
+
+
+@pytest.mark.parametrize("change", [{"scale": 0.4}, {"cap": 4.0}, {"scale": 0.3, "cap": 6.0}])
+def test_an_attention_with_constants_of_its_own_is_read_as_it_is(change: dict[str, Any]) -> None:
+    right = replace(_attention(), **change)
+    found, all_of_them = best_clue(_attention_case(right, replace(right, tiled=True).output()))
+    assert found is not None, all_of_them
+    assert found.cause == "permutation", all_of_them
+
+
+def test_dropout_of_an_attentions_weights_is_dropout() -> None:
+    right = _attention()
+    weights = right.weights()
+    kept = np.random.default_rng(5).random(weights.shape) > 0.2
+    values = np.repeat(right.v, 2, axis=2).transpose(0, 2, 1, 3)
+    made = np.matmul(weights * kept / 0.8, values).transpose(0, 2, 1, 3).reshape(2, 24, -1)
+    found, all_of_them = best_clue(_attention_case(right, made))
+    assert found is not None, all_of_them
+    assert found.cause == "dropout", all_of_them
 
 
 @pytest.mark.parametrize(("one", "other"), [("q", "k"), ("k", "v")])
@@ -636,14 +668,15 @@ def test_a_cache_that_is_one_token_late_is_a_shift() -> None:
     right = _attention()
     behind = np.tri(24, k=-1, dtype=bool)
     behind[0, 0] = True
-    found, all_of_them = best_clue(_attention_case(right, replace(right, seen=behind).output()))
+    late = replace(right, seen=behind[None])
+    found, all_of_them = best_clue(_attention_case(right, late.output()))
     assert found is not None, all_of_them
     assert found.cause == "shift", all_of_them
 
 
 def test_an_attention_without_causal_mask_or_rotation_is_recomputed_too() -> None:
     right = _attention(rope=False, causal=False)
-    masked = replace(right, seen=np.tri(24, dtype=bool)).output()
+    masked = replace(right, seen=np.tri(24, dtype=bool)[None]).output()
     found, _ = best_clue(_attention_case(right, masked))
     assert found is not None
     assert found.cause == "mask"

@@ -47,6 +47,7 @@ def slopes_of(heads: int) -> list[float]:
     "https://github.com/ml-explore/mlx/pull/3071",
     "slopes of linear biases are one geometric series although the heads are no power of two",
     "stack.0.mixer",
+    causes="positions",
     differences="slopes",
     formats="float32 bfloat16",
 )
@@ -61,6 +62,7 @@ def slopes_of_six_heads(variant: Variant) -> None:
     "https://github.com/paiml/aprender/pull/2143",
     "the exponent of the slopes starts at zero instead of one",
     "stack.0.mixer",
+    causes="positions",
     differences="slopes",
 )
 def slopes_begin_at_one(variant: Variant) -> None:
@@ -104,6 +106,7 @@ class PartMixer(Mixer):
     "https://github.com/ml-explore/mlx-lm/pull/1698",
     "the share of a head that turns is ignored: all of it turns",
     "rotation stack.0.mixer",
+    causes="positions",
     differences="frequencies",
 )
 def part_of_a_head_ignored(variant: Variant) -> None:
@@ -116,6 +119,7 @@ def part_of_a_head_ignored(variant: Variant) -> None:
     "https://github.com/labscommunity/cascadia/pull/69",
     "features are paired over the whole head although only half of it turns",
     "stack.0.mixer",
+    causes="permutation",
     formats="float32 bfloat16",
 )
 def part_of_a_head_paired_wrongly(variant: Variant) -> None:
@@ -138,6 +142,7 @@ def stretched(
     "https://github.com/ggml-org/llama.cpp/pull/8676",
     "frequencies are not scaled as the checkpoint's configuration asks for",
     "rotation",
+    causes="positions",
     differences="frequencies",
     formats="float32 bfloat16",
 )
@@ -171,7 +176,7 @@ class Encoder(nn.Module):
 @case(
     "https://github.com/huggingface/sentence-transformers/pull/3879",
     "positions of packed sequences start at 0, the model counts from behind the padding's number",
-    "place_table",
+    "place_table (root)",
     causes="shift",
     differences="first",
 )
@@ -224,6 +229,7 @@ def denoise(variant: Variant, times: Times) -> None:
     "sines and cosines of the time step have changed places",
     "times times.first",
     causes="permutation",
+    differences="swapped",
     formats="float32 bfloat16",
 )
 def sines_before_cosines(variant: Variant) -> None:
@@ -235,6 +241,8 @@ def sines_before_cosines(variant: Variant) -> None:
     "https://github.com/kohya-ss/sd-scripts/pull/1187",
     "frequencies of the time step are spaced over one step too few",
     "times times.first",
+    causes="positions",
+    differences="shift",
 )
 def times_spaced_wrongly(variant: Variant) -> None:
     Times.swapped, Times.shift = False, 1.0 if variant.bad else 0.0
@@ -337,6 +345,7 @@ class CrossMixer(Mixer):
     "https://github.com/huggingface/transformers/pull/8518",
     "a bias by distance is added where one sequence attends to another",
     "stack.0.mixer",
+    causes="positions",
     differences="biased",
 )
 def distance_between_two_sequences(variant: Variant) -> None:

@@ -196,7 +196,7 @@ def decay_after_the_update(variant: Variant) -> None:
     "https://github.com/huggingface/transformers/pull/37830",
     "labels are shifted by the model and once more by the loss",
     "",
-    causes="shift",
+    causes="shift loss",
     dump=ALL_STEPS,
 )
 def labels_shifted_twice(variant: Variant) -> None:

@@ -18,7 +18,7 @@ from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
 from driftline.comparison.verdict.sites import Place, Site, sites_of
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
-from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause
+from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause, name_certain
 from driftline.diagnosis.causes.differences import by_difference
 from driftline.diagnosis.confirmation import (
     Confirmation,
@@ -103,7 +103,7 @@ class Assembly:
                 naming = name_cause(self.runs, self.sites, place, statuses[place], judged)
                 row = statuses[place].call.worst
                 naming = by_device(naming, self.runs, row)
-                named[place] = by_difference(naming, self.runs, self.table, row)
+                named[place] = by_difference(naming, self.runs, self.table, row, place.site)
         findings = tuple(
             self._finding(place, statuses[place], order[place], named.get(place))
             for place in self.sites
@@ -178,6 +178,9 @@ class Assembly:
         if table.verdict == "incomparable":
             needs = ("dump tensors that both runs have, with --keep full or summary",)
         naming = self._cause_in_file()
+        certain = None if self.judgement is None else self.judgement.certain
+        if certain is not None and self.runs is not None and table.verdict == "fail":
+            naming = name_certain(self.runs, certain)
         sentences = [_sentence(table.finding), *map(_sentence, self.notes)]
         if naming.sentence:
             sentences.insert(1, texts.kind(naming.cause, naming.sentence))

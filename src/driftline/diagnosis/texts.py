@@ -34,6 +34,10 @@ _WHERE = {
 }
 
 
+_DROWNED = 0.3
+"""Relative error from which on noise hides whatever there is."""
+
+
 def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
     """The first sentence: which site introduces error, by which evidence.
 
@@ -53,6 +57,8 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
         return f"{name}{of} is the first that is off: its weights differ from the reference's."
     what = _WHERE[site.direction]
     if by in ("bisect", "pattern"):
+        return f"{name}{of} introduces error: {site.reason}."
+    if by == "replay" and site.reason and not math.isfinite(site.ratio):
         return f"{name}{of} introduces error: {site.reason}."
     if by in ("replay", "recomputed"):
         return (
@@ -80,6 +86,12 @@ def share(explains: float | None, final: float, noise: float) -> str:
         return "How much of the final output's error it explains cannot be said."
     if not math.isfinite(final):
         return "The final output is not finite: all of that goes back to it, by order of execution."
+    # Noise as large as the result itself explains nothing; it hides everything.
+    if explains < 0.05 and noise > _DROWNED:
+        return (
+            f"How much of the final output's error ({final:.2g}) it explains cannot be said: noise "
+            f"is as large there ({noise:.2g})."
+        )
     if explains < 0.05:
         return (
             f"The final output is off by {final:.2g}, which noise ({noise:.2g}) explains by itself."

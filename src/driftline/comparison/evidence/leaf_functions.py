@@ -540,6 +540,7 @@ ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
     "silu": lambda x: x * _sigmoid(x),
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
+    "softsign": lambda x: x / (1.0 + np.abs(x)),
     "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
     "leaky relu": lambda x: np.where(x > 0.0, x, 0.01 * x),
     "elu": lambda x: np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0))),

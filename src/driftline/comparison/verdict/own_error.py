@@ -36,6 +36,7 @@ class ReplayResult(NamedTuple):
             is then made after that.
         trouble: Why nothing can be said; empty otherwise.
         failed: Whether that is because it does not give its own output on its own inputs.
+        reason: What it does, where that is no number: another shape, other integers.
     """
 
     introduced: bool
@@ -52,6 +53,7 @@ class ReplayResult(NamedTuple):
     after_parts: bool = False
     trouble: str = ""
     failed: bool = False
+    reason: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -104,6 +106,7 @@ class ReplayResult(NamedTuple):
             bool(shown["after_parts"]),
             str(shown["trouble"]),
             bool(shown["failed"]),
+            str(shown.get("reason", "")),
         )
 
 

@@ -38,6 +38,7 @@ from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_si
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     ROOTS,
+    Call,
     Place,
     Site,
     comparable_steps,
@@ -235,7 +236,8 @@ class SiteJudgement:
         explained = _Explanations(self)
         for row in rows:
             # A lone tensor of the candidate may have the key of a pair.
-            standing = convicted.get(tensors_of(row)) if convicted and row.compared else None
+            judged = row.compared or _has_other_shape(row)
+            standing = convicted.get(tensors_of(row)) if convicted and judged else None
             if standing is not None:
                 says_more = row.status != "fail" or standing.by == "recomputed"
                 yield _convicted(row, standing) if says_more else row
@@ -485,6 +487,7 @@ def judge_sites(
     if not everything:
         return None
     sites, note, left_out = comparable_steps(everything, rows)
+    sites = _with_other_borders(sites, rows, evidence)
     if not sites:
         return None
     transfers = transfers_of(sites, structure)
@@ -525,6 +528,36 @@ def judge_sites(
         sum(entry.drowns for entry in seen_by_growth),
         pattern,
     )
+
+
+def _with_other_borders(
+    sites: dict[Place, Site], rows: Sequence[Row], evidence: Evidence
+) -> dict[Place, Site]:
+    """Sites, and those that an experiment convicts though their outputs have other shapes.
+
+    What has another shape was compared with nothing, so it is no site by its rows.
+    """
+    convicted = {
+        name
+        for name, own in evidence.replayed.items()
+        if own.introduced and own.reason and Place("forward", name) not in sites
+    }
+    if not convicted:
+        return sites
+    more = dict(sites)
+    for row in rows:
+        key = row.key
+        if key.site in convicted and key.port == "output" and _has_other_shape(row):
+            call = Call(key.step, key.rank, row.order, row.order, outs=[row], process=key.process)
+            call.error = math.inf
+            place = Place("forward", key.site)
+            more.setdefault(place, Site(place, row.class_name, row.candidate_class, [call]))
+    return dict(sorted(more.items(), key=lambda item: item[1].order))
+
+
+def _has_other_shape(row: Row) -> bool:
+    shapes = row.reference_shape, row.candidate_shape
+    return row.status == "incomparable" and None not in shapes and shapes[0] != shapes[1]
 
 
 _MEASURED = ("replay", "noise")
@@ -628,6 +661,15 @@ def _convicted(row: Row, standing: SiteStatus) -> Row:
             limit=allowed,
             limit_from=standing.by,
             severity=standing.ratio,
+        )
+    if not row.compared:
+        return row.judged(
+            "fail",
+            standing.reason,
+            decided_by="shape",
+            limit=None,
+            limit_from=standing.by,
+            severity=math.inf,
         )
     value, call = float(row.metrics.get(METRIC, math.nan)), standing.call
     limit = call.error / standing.ratio if standing.ratio > 0.0 else 0.0

@@ -383,7 +383,7 @@ def _by_replay(site: Site, judgement: ReplayResult, *, is_leaf: bool) -> SiteSta
         reason = too_coarse(call.worst.candidate_dtype, judgement.noise)
         ratio = judgement.noise / limit
         return SiteStatus("introduced", "replay", ratio, judgement.noise, call, reason)
-    return SiteStatus(status, "replay", judgement.excess, judgement.noise, call)
+    return SiteStatus(status, "replay", judgement.excess, judgement.noise, call, judgement.reason)
 
 
 def _weights(site: Site) -> SiteStatus:

@@ -33,12 +33,15 @@ class Clue:
         score: Share of the error beyond noise that it explains, from 0 to 1.
         sentence: The evidence in words.
         detail: The exact variant, if it can be told.
+        measured: Whether the score is a share that was measured; otherwise it says how typical the
+            error is of this bug, which is less.
     """
 
     cause: str
     score: float
     sentence: str
     detail: str = ""
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Case:
             shortly before, by name.
         parts: Of a container's own code: what its parts had made by then, by site, and what it was
             given, by slot.
+        past: What the same parts and inputs were in earlier calls, joined along the tokens.
+        right_parts: Parts and inputs as the reference has them, where they are known.
         codes: Integers that it was given, by slot.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
@@ -65,6 +70,7 @@ class Case:
         repeats: What other executions of the same candidate have here.
         pads: Which tokens are padding, [sequences, tokens]; None when not known.
         leaning: Whether it was found by a projection that is smaller than noise.
+        port: Where the tensor was captured.
     """
 
     r: F64
@@ -83,7 +89,10 @@ class Case:
     pads: Flags | None = None
     leaning: bool = False
     parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    past: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    right_parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    port: str = "output"
 
     # Sums are cached: every detector asks for them, and a case is never changed.
     @cached_property

@@ -17,9 +17,10 @@ from driftline.alignment.recipe import Recipe
 from driftline.alignment.recipe_steps import Step
 from driftline.comparison.evidence.error_stats import index, read_whole
 from driftline.comparison.measure.recipes import open_recipes
+from driftline.comparison.verdict.certain_failures import CertainFailure
 from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.own_error import ReplayResult
-from driftline.comparison.verdict.sites import FINE, Call, Place, Site, contains
+from driftline.comparison.verdict.sites import FINE, ROOTS, Call, Place, Site, contains
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
@@ -34,6 +35,12 @@ from driftline.runs.run import Run
 # calls.
 _OTHERS = 12
 _EARLIER = 2
+_RISING = 0.4
+"""Share of neighbours that differ by one in numbers of positions; pads have one number."""
+_NEARLY = 0.1
+"""Relative error up to which an earlier tensor counts as right."""
+_MOST_STEPS = 64
+"""Earlier steps of which parts are joined: a longer past is no small case any more."""
 
 
 class Runs(NamedTuple):
@@ -82,7 +89,7 @@ def name_cause(
     judged: ReplayResult | None,
 ) -> NamedCause:
     """Ask every detector about a guilty site."""
-    builder = _CaseBuilder(runs, sites)
+    builder = CaseBuilder(runs, sites)
     tried: list[NamedCause] = []
     for case, picture in builder.cases(place, standing, judged):
         clue, clues = best_clue(case)
@@ -105,25 +112,79 @@ def name_cause(
     return NamedCause("unknown", "the values at this site were not kept")
 
 
+def name_certain(runs: Runs, certain: CertainFailure) -> NamedCause:
+    """The kind of a failure that no site is to blame for."""
+    row = certain.row
+    if certain.kind == "inputs":
+        return NamedCause("input", "nothing that is computed of them can be judged", 1.0)
+    if certain.kind == "codes":
+        return _of_codes(runs, row.key)
+    if certain.kind != "gradient":
+        return NamedCause("unknown", "nothing known fits")
+    builder = CaseBuilder(runs, {})
+    unit = DTYPES[row.candidate_dtype].unit_roundoff
+    case = builder.plain(row.key, row.site, row.class_name, unit)
+    clue, clues = (None, []) if case is None else best_clue(case)
+    naming = _named(clue, clues, str(row.key))
+    if clue is None or clue.cause in ("weights", "missing-reduction"):
+        sentence = "the model's output agrees and its gradient does not"
+        return naming._replace(cause="loss", sentence=sentence)
+    return naming
+
+
+def _of_codes(runs: Runs, key: TensorKey) -> NamedCause:
+    """Integers that a model's own code made: positions that are late, or others."""
+    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == key), None)
+    if pair is None:
+        return NamedCause("unknown", "the values at this site were not kept")
+    if pair.reference.shape != pair.candidate.shape:
+        shapes = [list(record.shape) for record in (pair.candidate, pair.reference)]
+        sentence = f"the candidate has another number of tokens ({shapes[0]} for {shapes[1]})"
+        return NamedCause("input", sentence, 1.0)
+    try:
+        tensors = [
+            np.asarray(run.raw(record), dtype=np.int64).reshape(record.shape)
+            for run, record in ((runs.reference, pair.reference), (runs.candidate, pair.candidate))
+        ]
+    except (DriftlineError, OSError, ValueError):
+        return NamedCause("unknown", "the values at this site were not kept")
+    r, c = tensors
+    apart = np.unique(c - r)
+    if len(apart) == 1:
+        return NamedCause("shift", f"every number is {int(apart[0]):+d} of what it should be", 1.0)
+    rising = [
+        np.count_nonzero(x[..., 1:] - x[..., :-1] == 1) / max(x[..., 1:].size, 1)
+        for x in tensors
+        if x.ndim
+    ]
+    if rising and min(rising) > _RISING:
+        sentence = f"positions are counted otherwise, by {int(apart[0]):+d} to {int(apart[-1]):+d}"
+        return NamedCause("positions", sentence, 1.0)
+    return NamedCause("unknown", "they are no numbers of positions")
+
+
 def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause:
     others = tuple((other.cause, round(other.score, 3)) for other in clues if other is not clue)[:4]
     if clue is None:
-        if clues:
-            why = f"nothing known fits clearly; nearest is '{clues[0].cause}'"
-            why += f" with {clues[0].score:.0%} of the error"
+        nearest = list({other.cause: other for other in reversed(clues)}.values())[::-1][:2]
+        if nearest:
+            shares = [f"'{other.cause}' with {other.score:.0%} of the error" for other in nearest]
+            are = "are" if len(shares) > 1 else "is"
+            why = f"nothing known fits clearly; nearest {are} {' and '.join(shares)}"
         else:
             why = "nothing known fits"
         return NamedCause("unknown", why, 0.0, "", others, picture)
     return NamedCause(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
 
 
-class _CaseBuilder:
+class CaseBuilder:
     """Finds the tensors that belong to a case."""
 
     def __init__(self, runs: Runs, sites: Mapping[Place, Site]) -> None:
         self.runs = runs
         self.sites = sites
         self.pairs = {pair.reference.key: pair for pair in runs.plan.pairs}
+        self.by_candidate = {pair.candidate.key: pair for pair in runs.plan.pairs}
         none: Mapping[TensorKey, Record] = {}
         self.exact = index(runs.replay.exact) if runs.replay is not None else none
         self.candidate_records = index(runs.candidate)
@@ -135,8 +196,8 @@ class _CaseBuilder:
         cases: list[tuple[Case, str]] = []
         # The tensor passed to a part is tried first: it is the sharper picture.
         handed = self._handed(place, standing)
-        # If replay saw that the error appears after the parts, what was passed to them cannot show
-        # it.
+        # If replay saw that the error appears in an output, what was passed to parts comes last: an
+        # attention that returns its weights shows it in both.
         made_after = judged is not None and judged.after_parts and "/input/" not in judged.slot
         if handed is not None and not made_after:
             cases.append(handed)
@@ -148,6 +209,8 @@ class _CaseBuilder:
             case = self._case(row.key, site, standing, judged)
             if case is not None:
                 cases.append((case, str(row.key)))
+        if handed is not None and made_after:
+            cases.append(handed)
         return cases
 
     def _handed(self, place: Place, standing: SiteStatus) -> tuple[Case, str] | None:
@@ -176,23 +239,19 @@ class _CaseBuilder:
         handed = best[1]
         row, owner = handed.outs[0], self.sites[place]
         noise = max(handed.error_in if math.isfinite(handed.error_in) else 0.0, handed.unit)
-        case = self._plain(row.key, owner, noise)
+        case = self.plain(row.key, owner.name, owner.class_name, noise)
         return None if case is None else (case, str(row.key))
 
-    def _plain(self, key: TensorKey, site: Site, noise: float) -> Case | None:
+    def plain(self, key: TensorKey, parent: str, class_name: str, noise: float) -> Case | None:
         """A case from reference and candidate alone, for a tensor that a site's own code made."""
         pair = self.pairs.get(key)
-        # Recipes rearrange elements; detectors of permutations would see what alignment did.
-        if pair is None or not _is_assembled(pair):
-            return None
-        values = self._values(pair)
-        if values is None or values[0].shape != values[1].shape or values[0].ndim == 0:
+        values = None if pair is None else self._both(pair)
+        if pair is None or values is None:
             return None
         r, c = values
         dtype = DTYPES[pair.candidate.dtype]
-        parent = site.name
         if _is_changed(pair):
-            return Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, site.class_name)
+            return Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, class_name)
         inputs = self._made_before(pair.candidate, parent)
         return Case(
             r,
@@ -201,14 +260,46 @@ class _CaseBuilder:
             dtype.unit_roundoff,
             dtype.name,
             parent,
-            site.class_name,
+            class_name,
             inputs,
             pads=self._pads(pair.candidate, c.shape),
             parts=self._parts(pair.candidate, parent),
+            past=self._past(pair.candidate, parent),
+            right_parts=self._parts(pair.candidate, parent, of_reference=True),
+            port=pair.candidate.key.port,
         )
 
-    def _parts(self, record: Record, parent: str) -> dict[str, F64]:
-        """Inputs of a container, and what its parts had made before a tensor was passed on."""
+    def _past(self, record: Record, parent: str) -> dict[str, F64]:
+        """What a container's parts gave in earlier steps: keys and values that a cache holds."""
+        earlier: dict[str, list[F64]] = {}
+        key = record.key
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.step >= key.step or (of.rank, of.process) != (key.rank, key.process):
+                continue
+            made = of.port == "output" and _is_part(of.site, parent)
+            if len(other.shape) < 2 or not (made or (of.port == "input" and of.site == parent)):
+                continue
+            tensors = earlier.setdefault(_part_name(of) if made else of.slot, [])
+            values = read_whole(self.runs.candidate, other)
+            if values is not None and len(tensors) < _MOST_STEPS:
+                tensors.append(values)
+        joined: dict[str, F64] = {}
+        for name, tensors in earlier.items():
+            axis = 1 if tensors and tensors[0].ndim == 3 else -2
+            shapes = {(*x.shape[:axis], *x.shape[axis:][1:]) for x in tensors}
+            if len(shapes) == 1:
+                joined[name] = np.concatenate(tensors, axis=axis)
+        return joined
+
+    def _parts(self, record: Record, parent: str, *, of_reference: bool = False) -> dict[str, F64]:
+        """Inputs of a container, and what its parts had made before a tensor was passed on.
+
+        Args:
+            record: The candidate's tensor.
+            parent: The container.
+            of_reference: The reference's, under the candidate's names.
+        """
         tensors: dict[str, F64] = {}
         for other in self.runs.candidate.records:
             of = other.key
@@ -216,11 +307,11 @@ class _CaseBuilder:
                 continue
             if other.order >= record.order:
                 continue
-            made = of.port == "output" and of.site.rpartition(".")[0] == parent
+            made = of.port == "output" and _is_part(of.site, parent)
             if made or (of.port == "input" and of.site == parent):
-                values = read_whole(self.runs.candidate, other)
+                values = self._value(other, of_reference=of_reference)
                 if values is not None:
-                    tensors[of.site if made else of.slot] = values
+                    tensors[_part_name(of) if made else of.slot] = values
         return tensors
 
     def _case(
@@ -230,23 +321,17 @@ class _CaseBuilder:
         if pair is None:
             return None
         record = pair.candidate
-        changed = _is_changed(pair)
-        if key.port != "param" and not _is_assembled(pair):
+        values = self._both(pair)
+        if values is None:
             return None
-        # A weight that another framework stores turned is compared as it is used; what ranks and
-        # micro-batches have in parts, as the whole that it is.
-        used = self._as_used(pair) if changed else None
-        c = read_whole(self.runs.candidate, record) if used is None else used[1]
+        right, c = values
         exact = self.exact.get(record.key)
-        right = None
+        replayed = False
         # The exact replay is a better reference: it has the candidate's own input.
         if self.runs.replay is not None and exact is not None and judged is not None:
-            right = read_whole(self.runs.replay.exact, exact)
-        replayed = right is not None
-        if right is None:
-            right = read_whole(self.runs.reference, pair.reference) if used is None else used[0]
-        if c is None or right is None or c.shape != right.shape or c.ndim == 0:
-            return None
+            again = read_whole(self.runs.replay.exact, exact)
+            if again is not None and again.shape == c.shape:
+                right, replayed = again, True
         dtype = DTYPES[record.dtype]
         unit = max(dtype.unit_roundoff, standing.call.unit)
         if replayed and judged is not None:
@@ -258,7 +343,7 @@ class _CaseBuilder:
         leaning = (
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
         ) or standing.leaning
-        if changed and key.port != "param":
+        if _is_changed(pair) and key.port != "param":
             # What lies beside it lies in parts as well; a part explains nothing of the whole.
             return Case(
                 right,
@@ -291,27 +376,46 @@ class _CaseBuilder:
             self._pads(record, c.shape),
             leaning,
             self._parts(record, record.key.site),
+            self._past(record, record.key.site),
+            self._parts(record, record.key.site, of_reference=True),
             self._codes(record),
+            record.key.port,
         )
 
-    def _as_used(self, pair: Pair) -> tuple[F64, F64] | None:
-        """Both sides of a parameter after their recipes; None where they cannot be had."""
-        try:
-            values = open_recipes(self.runs.reference, self.runs.candidate, pair)
-            reference, candidate = values.decoded()
-        except (DriftlineError, OSError, ValueError):
-            return None
-        recipe = pair.reference_recipe or pair.candidate_recipe
-        shape = values.shape or (recipe.shape if recipe is not None else ())
-        return reference.reshape(shape), candidate.reshape(shape)
+    def _both(self, pair: Pair) -> tuple[F64, F64] | None:
+        """Both sides of a pair as they were compared; None where they cannot be had.
 
-    def _values(self, pair: Pair) -> tuple[F64, F64] | None:
-        """Both sides of a pair as they are compared; None where they cannot be had."""
-        if _is_changed(pair):
-            return self._as_used(pair)
-        r = read_whole(self.runs.reference, pair.reference)
-        c = read_whole(self.runs.candidate, pair.candidate)
-        return None if r is None or c is None else (r, c)
+        Shards and micro-batches are joined; a weight that another framework stores turned is turned
+        back.
+        Other recipes rearrange elements: detectors of permutations would see what alignment did.
+        """
+        if pair.candidate.key.port != "param" and not _is_assembled(pair):
+            return None
+        if not _is_changed(pair):
+            r = read_whole(self.runs.reference, pair.reference)
+            c = read_whole(self.runs.candidate, pair.candidate)
+        else:
+            try:
+                values = open_recipes(self.runs.reference, self.runs.candidate, pair)
+                r, c = values.decoded()
+            except (DriftlineError, OSError, ValueError):
+                return None
+            recipe = pair.reference_recipe or pair.candidate_recipe
+            shape = values.shape or (recipe.shape if recipe is not None else ())
+            if math.prod(shape) == r.size == c.size:
+                r, c = r.reshape(shape), c.reshape(shape)
+        if r is None or c is None or r.shape != c.shape or r.ndim == 0:
+            return None
+        return r, c
+
+    def _value(self, record: Record, *, of_reference: bool = False) -> F64 | None:
+        """A tensor of the candidate, or its partner; one that lies in shards is gathered."""
+        pair = self.by_candidate.get(record.key)
+        if pair is not None and (of_reference or pair.candidate_recipe is not None):
+            values = self._both(pair)
+            if values is not None:
+                return values[0 if of_reference else 1]
+        return None if of_reference else read_whole(self.runs.candidate, record)
 
     def _whole_inputs(self, output: Pair) -> dict[str, F64]:
         """What the candidate's site was given in this call, put together from its parts."""
@@ -320,7 +424,7 @@ class _CaseBuilder:
         tensors: dict[str, F64] = {}
         for of, pair in self.pairs.items():
             if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
-                values = self._values(pair) if _is_assembled(pair) else None
+                values = self._both(pair)
                 if values is not None:
                     tensors[of.slot] = values[1]
         return tensors
@@ -334,7 +438,7 @@ class _CaseBuilder:
         for other in self.runs.candidate.records:
             of = other.key
             if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
-                values = read_whole(self.runs.candidate, other)
+                values = self._value(other)
                 if values is not None:
                     tensors[of.slot] = values
         return tensors
@@ -418,9 +522,21 @@ class _CaseBuilder:
             and other.order < record.order
             and other.shape == record.shape
         ]
-        # The latest calls first, since stale values usually come from the call just before.
-        read = [read_whole(self.runs.candidate, other) for other in earlier[: -_EARLIER - 1 : -1]]
+        # The latest calls first, since stale values usually come from the call just before. What
+        # was wrong at the time is no old value that stayed: it has the same fault.
+        read = [self._if_right(other) for other in earlier[: -_EARLIER - 1 : -1]]
         return tuple(values for values in read if values is not None)
+
+    def _if_right(self, record: Record) -> F64 | None:
+        """A tensor of the candidate, if it is nearly what the reference has there."""
+        pair = self.by_candidate.get(record.key)
+        c = read_whole(self.runs.candidate, record)
+        r = None if pair is None else read_whole(self.runs.reference, pair.reference)
+        if c is None or r is None or r.shape != c.shape:
+            return c
+        with np.errstate(invalid="ignore"):
+            apart, size = float(np.sum((c - r) ** 2)), float(np.sum(r * r))
+        return c if apart <= _NEARLY**2 * size else None
 
     def _ranks(self, record: Record) -> tuple[F64, ...]:
         key = record.key
@@ -449,7 +565,7 @@ class _CaseBuilder:
         for other in self.runs.candidate.records:
             if (
                 other.key.port == "input"
-                and "attention_mask" in other.key.slot
+                and "mask" in other.key.slot
                 and len(other.shape) == 2
                 and other.key.step == record.key.step
                 and DTYPES[other.dtype].kind in ("int", "uint", "bool")
@@ -487,6 +603,17 @@ def _steps(recipe: Recipe) -> Iterator[Step]:
     for source in recipe.sources:
         if isinstance(source, Recipe):
             yield from _steps(source)
+
+
+def _is_part(site: str, parent: str) -> bool:
+    """Whether a module is called by another one's own code, and not by a part of it."""
+    outer = site.rpartition(".")[0]
+    return outer == parent or (not outer and parent in ROOTS and site not in ROOTS)
+
+
+def _part_name(key: TensorKey) -> str:
+    """Of what a part gave: its site, and which of several results."""
+    return key.site if key.slot == "0" else f"{key.site}:{key.slot}"
 
 
 def _sub_noise(judged: ReplayResult) -> bool:

@@ -20,6 +20,7 @@ from driftline.comparison.differences.find import placed
 from driftline.comparison.evidence.error_stats import read_whole
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
+from driftline.comparison.verdict.sites import ROOTS
 from driftline.diagnosis.causes.case import F64
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs
 from driftline.numerics.dtypes import DTYPES
@@ -35,20 +36,23 @@ _MOST_PARTS = 8
 _MOST_ELEMENTS = 1 << 24
 
 
-def by_difference(naming: NamedCause, runs: Runs | None, table: Table, row: Row) -> NamedCause:
+def by_difference(
+    naming: NamedCause, runs: Runs | None, table: Table, row: Row, site: str
+) -> NamedCause:
     """The cause at a guilty site, with what differs between the models there.
 
     Args:
         naming: What the detectors concluded from the tensors alone.
         runs: The two runs.
         table: The comparison, with the differences of the models.
-        row: The row that is off.
+        row: The row that is off: of the site, or of a part that its code passes something to.
+        site: The guilty site.
     """
     if runs is None or not table.differences:
         return naming
     near = [
         difference
-        for difference in placed(table.differences, table, row, row.site)
+        for difference in placed(table.differences, table, row, site)
         if difference.counts and difference.position == "at"
     ]
     if not near:
@@ -261,7 +265,9 @@ def _call(run: Run, record: Record) -> _Call | None:
         if (of.step, of.rank, of.process) != (key.step, key.rank, key.process):
             continue
         own = of.site == key.site and of.visit == key.visit and of.port == "input"
-        below = of.port == "output" and of.site.rpartition(".")[0] == key.site
+        outer = of.site.rpartition(".")[0]
+        is_inside = outer == key.site or (not outer and key.site in ROOTS and of.site not in ROOTS)
+        below = of.port == "output" and is_inside
         if (own and of.moment == "before") or (below and other.order < record.order):
             values = read_whole(run, other, _MOST_ELEMENTS)
             if values is None:

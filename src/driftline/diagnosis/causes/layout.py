@@ -21,7 +21,8 @@ Places = npt.NDArray[np.intp]
 
 def permutation(case: Case) -> Clue | None:
     """Columns (or sequences) of the candidate are those of the reference in another order."""
-    clues = [_of_channels(case), _of_sequences(case), _of_sites(case)]
+    clues = [_of_channels(case), _of_sequences(case), _of_sites(case), _of_weight_rows(case)]
+    clues.append(_of_halves(case))
     return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
 
 
@@ -54,6 +55,24 @@ def _of_channels(case: Case) -> Clue | None:
     else:
         what = f"{moved} of {len(order)} channels stand in another order{rest}"
     return Clue("permutation", score, what, "heads" if block > 1 else "channels")
+
+
+def _of_halves(case: Case) -> Clue | None:
+    """Channels in one of a few orders that people confuse; nothing is fitted: one row will do."""
+    width = case.r.shape[-1] if case.r.ndim else 0
+    if width < 8 or width % 2 or case.ratio < 2.0:
+        return None
+    straight = np.arange(width)
+    woven = straight.reshape(2, -1).T.reshape(-1)
+    orders = {
+        "the two halves of the channels have changed places": np.roll(straight, width // 2),
+        "channels are interleaved where they should be split in halves": woven,
+        "channels are split in halves where they should be interleaved": np.argsort(woven),
+        "channels stand in reverse order": straight[::-1],
+    }
+    shares = {what: case.explained(case.r[..., order]) for what, order in orders.items()}
+    what = max(shares, key=lambda name: shares[name])
+    return Clue("permutation", shares[what], what, "channels")
 
 
 def _matched(r: F64, c: F64, noise: float) -> Places | None:
@@ -110,6 +129,20 @@ def _of_sequences(case: Case) -> Clue | None:
         return None
     share = case.explained(case.r[order])
     return Clue("permutation", share, "sequences of the batch stand in another order", "sequences")
+
+
+def _of_weight_rows(case: Case) -> Clue | None:
+    """Rows of a weight, which are output channels, in another order."""
+    if case.port != "param" or case.r.ndim < 2 or case.ratio < 2.0:
+        return None
+    r = np.where(case.finite, case.r, 0.0).reshape(len(case.r), -1)
+    order = _matched(r.T, (r + case.e.reshape(len(case.r), -1)).T, case.noise)
+    if order is None:
+        return None
+    moved, block = int(np.count_nonzero(order != np.arange(len(order)))), _block(order)
+    what = f"blocks of {block} rows" if block > 1 else f"{moved} of {len(order)} rows"
+    share = case.explained(case.r[order])
+    return Clue("permutation", share, f"{what} of the weight stand in another order", "rows")
 
 
 def _of_sites(case: Case) -> Clue | None:

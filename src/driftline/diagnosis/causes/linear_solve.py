@@ -31,6 +31,11 @@ def solved_inputs(case: Case) -> Iterator[Solved]:
             yield Solved(inputs, *solution)
 
 
+def solve(matrix: F64, values: F64) -> F64:
+    """The factors of a matrix's columns that come nearest to some values."""
+    return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0], dtype=np.float64)  # pyright: ignore[reportUnknownArgumentType]
+
+
 def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
     """Weight and bias of the linear map from one to the other; None when there is none."""
     rows, width = inputs.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +34,8 @@ _SHOWN = {
 }
 
 
+_SURE = 0.9
+"""Share of the error from which on a rounded product is measured, and not only likely."""
 _LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
 _CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
 
@@ -62,7 +65,9 @@ def _rounded_product(case: Case) -> Clue | None:
                 score = case.explained((a @ b + bias).reshape(case.r.shape))
                 if score > 0.8 and (best is None or score > best.score):
                     sentence = f"it is the product with {what} rounded to {_SHOWN[name]}"
-                    best = Clue("low-precision", min(score, 0.98), sentence, name)
+                    # The weight is solved for, not known: with few rows a little is left.
+                    sure = score >= _SURE
+                    best = Clue("low-precision", min(score, 0.98), sentence, name, measured=sure)
     return best
 
 
@@ -72,7 +77,7 @@ def norm_precision(case: Case) -> Clue | None:
         return None
     clue = _on_a_grid(case) or _as_noise(case, "norm-precision")
     if clue is not None:
-        return Clue("norm-precision", clue.score, clue.sentence, clue.detail)
+        return replace(clue, cause="norm-precision")
     if case.unit > FINE and 1.2 <= case.ratio <= 5.0:
         return Clue(
             "norm-precision",
@@ -80,6 +85,7 @@ def norm_precision(case: Case) -> Clue | None:
             f"its rounding noise is {case.ratio:.2g} times that of the trusted norm in the same "
             "format: sums or steps in between are rounded too",
             "steps",
+            measured=False,
         )
     return None
 
@@ -148,6 +154,7 @@ def _as_noise(case: Case, cause: str) -> Clue | None:
                 f"the error has no structure and the size of rounding to {shown} "
                 f"({error:.2g} of the output)",
                 name,
+                measured=False,
             )
     return None
 

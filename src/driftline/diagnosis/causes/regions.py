@@ -36,7 +36,8 @@ def stale(case: Case) -> Clue | None:
     if not off.any():
         return None
     for number, earlier in enumerate(case.before):
-        if earlier.shape == case.c.shape:
+        # What stood there must be something else than what is right now, and wrong nowhere else.
+        if earlier.shape == case.c.shape and case.port != "param":
             predicted = np.where(off, earlier, case.r)
             share = case.explained(predicted)
             if share > 0.9:
@@ -67,6 +68,9 @@ def _copied_rows(case: Case) -> Clue | None:
     sources = _nearest(part, wanted)
     # Copies come from few distances (one block moved); many distances are chance matches.
     if np.any(sources == wrong) or len(np.unique(wrong - sources)) > max(4, len(wrong) // 4):
+        return None
+    # If every row is still there, only elsewhere, rows have changed places: nothing is stale.
+    if np.array_equal(np.sort(sources), wrong):
         return None
     predicted = r.copy()
     predicted[np.ix_(wrong, wide)] = part[sources]
@@ -136,7 +140,7 @@ def lost_expert(case: Case) -> Clue | None:
             if lengths > 0.0 and abs(overlap) > 0.25 * lengths:
                 return None
             what = f"only tokens sent to expert {int(expert)} are off, by what it should add"
-            return Clue("zeroed", 0.85, what, "expert")
+            return Clue("zeroed", 0.85, what, "expert", measured=False)
     return None
 
 
@@ -159,6 +163,8 @@ def dropout(case: Case) -> Clue | None:
         return None
     if factor <= 1.0:
         return None
+    if not _by_chance(case.r[live], empty[live]):
+        return None
     share = case.explained(np.where(empty, 0.0, case.r * factor))
     rows = case.rows(empty.astype(np.float64))
     spread = float(rows.mean(axis=0).max()) if len(rows) > 8 else 0.0
@@ -171,6 +177,24 @@ def dropout(case: Case) -> Clue | None:
         f"dropout of {1.0 - 1.0 / factor:.2g}",
         f"p={1.0 - 1.0 / factor:.2g}",
     )
+
+
+def _by_chance(values: F64, empty: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
+    """Whether zeros have nothing to do with what stands there.
+
+    A function that gives zero does so for one sign, or for small numbers; dropout asks neither.
+    """
+    share = float(empty.mean())
+    size = np.abs(values)
+    for group in (values > 0.0, size > np.median(size)):
+        count = int(np.count_nonzero(group))
+        if not 0 < count < len(values):
+            continue
+        apart = abs(float(empty[group].mean()) - share)
+        chance = np.sqrt(share * (1.0 - share) * (1.0 / count + 1.0 / len(values)))
+        if apart > 0.1 * share + 5.0 * chance:
+            return False
+    return True
 
 
 # Masks: only some tokens are off, and their positions say why.
@@ -194,13 +218,15 @@ def mask(case: Case) -> Clue | None:
         agreement = _alike(off, case.pads)
         if agreement >= _AGREE:
             return Clue(
-                "mask", 0.95 * agreement, "the error sits on padding and nowhere else", "pads"
+                *("mask", 0.95 * agreement, "the error sits on padding and nowhere else", "pads"),
+                measured=False,
             )
         if not np.any(off & case.pads) and np.any(off):
             pads_before = np.cumsum(case.pads, axis=1) > 0
             if _alike(off, pads_before & ~case.pads) >= _AGREE:
                 return Clue(
-                    "mask", 0.9, "the error sits on the tokens that can see padding", "pads"
+                    *("mask", 0.9, "the error sits on the tokens that can see padding", "pads"),
+                    measured=False,
                 )
     if not case.is_attention:
         return None
@@ -255,6 +281,7 @@ def _by_position(off: Flags) -> Clue | None:
             f"tokens from position {late[1]} on are off and none before: what they may attend to "
             "is wrong",
             "late",
+            measured=False,
         )
     if early[0] >= _AGREE and early[0] > late[0]:
         last = length - early[1]
@@ -264,5 +291,6 @@ def _by_position(off: Flags) -> Clue | None:
             0.9 * early[0],
             f"every token but {which} is off: earlier tokens see what comes after them",
             "causal",
+            measured=False,
         )
     return None

@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from driftline.diagnosis.causes.attention import attention
+from driftline.diagnosis.causes.attention_model import RECOMPUTED
 from driftline.diagnosis.causes.case import Case, Clue, Rule
+from driftline.diagnosis.causes.combinations import combination, unrelated_weights, zero_point
 from driftline.diagnosis.causes.execution import missing_reduction, nan_birth, nondeterminism
 from driftline.diagnosis.causes.layout import permutation, shift, transpose
+from driftline.diagnosis.causes.normalisation import normalisation
+from driftline.diagnosis.causes.positions import angles
 from driftline.diagnosis.causes.precision import low_precision, norm_precision
 from driftline.diagnosis.causes.regions import dropout, lost_expert, mask, stale, zeroed
 from driftline.diagnosis.causes.values import activation, offset, saturation, scale
@@ -76,11 +80,17 @@ _TABLE = (
     Cause("mask", (mask,),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
-    Cause("scale", (scale,),
-          "everything is too large or too small by a factor, or a norm's epsilon is wrong",
+    Cause("soft-cap", (), "scores of an attention are capped otherwise, or not at all",
+          "a wrong soft cap", freedom=1, exact=True),
+    Cause("positions", (angles,),
+          "angles or distances of positions are others: base, pace, slopes, direction",
+          "wrong positions", freedom=1, exact=True),
+    Cause("scale", (scale, normalisation, combination),
+          "everything, or one term of a sum, is too large or too small by a factor, or a norm's "
+          "constant is wrong",
           "a wrong scale", freedom=10),
-    Cause("offset", (offset,),
-          "a constant is added to every token: a bias missing, doubled or wrong",
+    Cause("offset", (offset, zero_point),
+          "a constant is added to every token: a bias missing, doubled or wrong; or a zero point",
           "a wrong offset or bias", freedom=11),
     Cause("norm-precision", (norm_precision,),
           "a norm computed in a coarser format than declared", "a norm in low precision",
@@ -89,7 +99,11 @@ _TABLE = (
           "lower precision than declared", freedom=13),
     Cause("setting", (), "the models differ in a setting of the module: an attribute, a mode",
           "another setting"),
-    Cause("weights", (), "the models differ in the weights of the module", "other weights"),
+    Cause("weights", (unrelated_weights,), "the models differ in the weights of the module",
+          "other weights", freedom=14),
+    Cause("input", (), "the two programs were given different inputs", "another input"),
+    Cause("loss", (), "the loss, or what is computed behind the model, is another one",
+          "another loss"),
     Cause("code", (), "the models differ in the code of the module", "other code"),
     Cause("noise", (), "nothing but rounding"),
     Cause("unknown", (), "none of the known kinds fits clearly"),
@@ -103,8 +117,10 @@ RULES_FOR_INPUTS: tuple[Rule, ...] = tuple(
 CAUSES = {cause.name: cause for cause in _TABLE if cause.name != "attention"}
 """The causes that can be named, by name."""
 
-# A cause is named only if it explains most of the error, and clearly more than any other cause.
-_CLEAR = 0.8
+# A cause is named only if it explains most of the error, and no rival does. What is typical of a
+# bug without having been measured is asked for less, and gives way to what was measured.
+_CLEAR = 0.9
+_TYPICAL = 0.8
 _MARGIN = 0.08
 _FIRST = [cause.name for cause in sorted(_TABLE, key=lambda c: c.decisive) if cause.decisive]
 
@@ -112,6 +128,9 @@ _FIRST = [cause.name for cause in sorted(_TABLE, key=lambda c: c.decisive) if ca
 def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
     """The clues of all detectors, best first."""
     positive = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
+    # An attention that was computed again tells its mask; where errors begin only hints at it.
+    if any(clue.detail == RECOMPUTED for clue in positive):
+        positive = [clue for clue in positive if clue.cause != "mask" or clue.measured]
     return sorted(positive, key=lambda clue: -clue.score)
 
 
@@ -120,16 +139,18 @@ def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, l
     ranked = clues(case, rules)
     for cause in _FIRST:
         for clue in ranked:
-            if clue.cause == cause and clue.score >= 0.9:
+            if clue.cause == cause and clue.score >= _CLEAR:
                 return clue, ranked
-    if not ranked or ranked[0].score < _CLEAR:
+    recomputed = next((c for c in ranked if c.detail == RECOMPUTED and c.score > _CLEAR), None)
+    if recomputed is not None:
+        return recomputed, ranked  # as a whole, with hardly anything fitted
+    measured = [clue for clue in ranked if clue.measured and clue.score >= _CLEAR]
+    typical = [clue for clue in ranked if not clue.measured and clue.score >= _TYPICAL]
+    eligible = measured or typical
+    if not eligible:
         return None, ranked
-    best = ranked[0]
-    if (
-        inner := next((c for c in ranked if c.detail == "attention" and c.score > 0.9), None)
-    ) is not None:
-        return inner, ranked  # recomputed as a whole, with nothing fitted but a factor
-    for clue in ranked[1:]:
+    best = eligible[0]
+    for clue in eligible[1:]:
         if clue.cause != best.cause and clue.score > best.score - _MARGIN:
             preferred = _preferred(best, clue)
             if preferred is None:

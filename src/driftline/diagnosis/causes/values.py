@@ -14,7 +14,7 @@ from driftline.numerics.dtypes import DTYPES
 
 
 def scale(case: Case) -> Clue | None:
-    """`c = s r`, also with a bias that is not scaled; for norms also one s per token."""
+    """`c = s r`, also with a bias that is not scaled, or with one s per channel."""
     r = np.where(case.finite, case.r, 0.0)
     projection = float(np.sum(case.e * r)) / max(case.size, 1e-300)
     if case.leaning:
@@ -24,19 +24,23 @@ def scale(case: Case) -> Clue | None:
             0.85,
             f"the error leans along the output by {projection:+.2g} of it, less than noise{what}",
             "epsilon" if case.is_norm else "scale",
+            measured=False,
         )
     clues = [
         _one_factor(case, projection),
         _without_bias(case, r),
-        _by_token(case, r),
         _by_channel(case, r),
+        _by_row(case, r),
     ]
     return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
 
 
 def _one_factor(case: Case, projection: float) -> Clue | None:
-    if abs(projection) < 0.25 * case.unit or abs(1.0 + projection) < 0.02:
-        return None  # a factor of nothing, or everything gone: other rules speak of that
+    if abs(projection) < 0.25 * case.unit:
+        return None  # a factor of nothing
+    # Nearly everything is gone: it must still be the reference, made small, and not something else.
+    if abs(1.0 + projection) < 0.02 and not _is_multiple(case, 1.0 + projection):
+        return None
     score = case.fitted((1.0 + projection) * case.r)
     return Clue(
         "scale",
@@ -44,6 +48,33 @@ def _one_factor(case: Case, projection: float) -> Clue | None:
         f"the output is {1.0 + projection:.6g} times what it should be, everywhere alike",
         "scale",
     )
+
+
+_NEARLY_ALL = 0.9
+
+
+def _is_multiple(case: Case, factor: float) -> bool:
+    left = np.where(case.finite, case.c - factor * case.r, 0.0)
+    return float(np.sum(left * left)) < 1e-3 * factor * factor * case.size
+
+
+def _by_row(case: Case, r: F64) -> Clue | None:
+    """One factor per row, as where shares of a sum are not made to add up to one."""
+    rows, e = case.rows(r), case.rows(case.e)
+    if case.r.ndim < 2 or rows.shape[1] < 16 or len(rows) < 4:
+        return None
+    size = np.maximum(np.einsum("ij,ij->i", rows, rows), 1e-300)
+    factors = np.einsum("ij,ij->i", rows, e) / size
+    if float(np.abs(1.0 + factors).min()) < 0.02:
+        return None  # a row that is gone is another fault
+    # Rows that are as they should be tell that it is a matter of which rows, not of a factor.
+    touched = np.abs(factors) > 3.0 * max(case.noise, case.unit)
+    if float(touched.mean()) < _NEARLY_ALL:
+        return None
+    score = case.fitted((rows * (1.0 + factors[:, None])).reshape(case.r.shape))
+    low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
+    what = f"each row is scaled by a factor of its own ({low:.4g} to {high:.4g})"
+    return Clue("scale", max(0.0, min(score - 1.0 / rows.shape[1], 0.9)), what, "rows")
 
 
 def _without_bias(case: Case, r: F64) -> Clue | None:
@@ -95,60 +126,6 @@ def _by_channel(case: Case, r: F64) -> Clue | None:
     low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
     what = f"each channel is scaled by a factor of its own ({low:.4g} to {high:.4g})"
     return Clue("scale", max(0.0, min(score, 0.9)), what, "channels")
-
-
-def _by_token(case: Case, r: F64) -> Clue | None:
-    """A norm whose tokens have factors of their own that follow the law of a wrong epsilon."""
-    if not case.is_norm or case.r.ndim < 2 or case.r.shape[-1] < 8:
-        return None
-    x = next((x for x in case.inputs.values() if x.shape == case.r.shape), None)
-    if x is None or not np.isfinite(x).all():
-        return None
-    best: Clue | None = None
-    rows = case.rows(r)
-    # Once for RMS norms and once for layer norms, which subtract the mean.
-    for inputs in (case.rows(x), case.rows(x) - case.rows(x).mean(axis=1, keepdims=True)):
-        square = np.mean(inputs * inputs, axis=1)
-        core = _without_constants(inputs / np.sqrt(np.maximum(square, 1e-300))[:, None], rows)
-        clue = _epsilon(case, rows, core, square)
-        if clue is not None and (best is None or clue.score > best.score):
-            best = clue
-    return best
-
-
-def _without_constants(normal: F64, rows: F64) -> F64:
-    """The part of a norm's output that depends on its input: without the bias, per channel."""
-    middle = normal - normal.mean(axis=0)
-    size = np.maximum(np.einsum("ij,ij->j", middle, middle), 1e-300)
-    weight = np.einsum("ij,ij->j", middle, rows - rows.mean(axis=0)) / size
-    return normal * weight
-
-
-def _epsilon(case: Case, rows: F64, core: F64, square: F64) -> Clue | None:
-    e = case.rows(case.e)
-    size = np.maximum(np.einsum("ij,ij->i", core, core), 1e-300)
-    factors: F64 = 1.0 + np.einsum("ij,ij->i", core, e) / size
-    if len(factors) < 8 or not (factors > 0.0).all():
-        return None
-    # With another epsilon 1 / factor² - 1 is proportional to 1 / mean square: that proportion is
-    # the proof.
-    law, seen = 1.0 / np.maximum(square, 1e-300), 1.0 / factors**2 - 1.0
-    if float(law.std()) < 1e-6 * float(law.mean()) or float(seen.std()) == 0.0:
-        return None
-    correlation = float(np.corrcoef(law, seen)[0, 1])
-    if not abs(correlation) > 0.9 or not math.isfinite(correlation):
-        return None
-    predicted = rows + core * (factors - 1.0)[:, None]
-    share, left = case.explained_and_left(predicted.reshape(case.r.shape))
-    epsilon = float(np.sum(law * seen) / np.sum(law * law))
-    return Clue(
-        "scale",
-        share if left < 0.05 else min(share, 0.75),
-        f"each token is scaled by a factor of its own ({float(factors.min()):.4g} to "
-        f"{float(factors.max()):.4g}), the smaller its input the more: an epsilon that is off by "
-        f"about {epsilon:.2g}",
-        "epsilon",
-    )
 
 
 # Offsets: the same amount added everywhere, or in each channel.
@@ -338,8 +315,9 @@ def saturation(case: Case) -> Clue | None:
     high, low = float(np.max(case.c)), float(np.min(case.c))
     at_high = int(np.count_nonzero(case.c == high))
     at_low = int(np.count_nonzero(case.c == low))
-    top = high if at_high >= 3 and float(np.max(case.r)) > 1.01 * abs(high) else np.inf
-    bottom = low if at_low >= 3 and float(np.min(case.r)) < -1.01 * abs(low) else -np.inf
+    # What stops at zero is a function that has no other sign (ReLU), not a format that is full.
+    top = high if high and at_high >= 3 and float(np.max(case.r)) > 1.01 * abs(high) else np.inf
+    bottom = low if low and at_low >= 3 and float(np.min(case.r)) < -1.01 * abs(low) else -np.inf
     if high == low or (not np.isfinite(top) and not np.isfinite(bottom)):
         return None
     share = case.explained(np.clip(case.r, bottom, top))

@@ -43,6 +43,10 @@ class ReplayedSite(NamedTuple):
         near: Digests of the candidate's results that are as good as what the replay gave.
         masks: Slots of masks that are of another kind than the reference's and say the same: the
             replay was given the reference's.
+        differs: Which border has another shape or other integers, in words.
+        updated: Whether calls were left out because an optimizer had changed the weights.
+        format_cost: Relative error that the candidate's format of buffers makes by itself, where
+            that is more than a few roundings.
     """
 
     status: str = "replayed"
@@ -52,6 +56,9 @@ class ReplayedSite(NamedTuple):
     noise: Effect | None = None
     near: frozenset[str] = frozenset()
     masks: frozenset[str] = frozenset()
+    differs: str = ""
+    updated: bool = False
+    format_cost: float = 0.0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
@@ -70,6 +77,9 @@ class ReplayedSite(NamedTuple):
             _noise(fields.get("noise")) if fields.get("same_bits") or near else None,
             near,
             _names(fields.get("masks")),
+            str(fields.get("differs") or ""),
+            bool(fields.get("updated_calls")),
+            float(fields.get("format_cost") or 0.0),
         )
 
     @property

@@ -308,10 +308,8 @@ class Limits(NamedTuple):
             else (math.inf if effect.worst_row > 0 else 0.0),
             "projection": self._outside(effect, "projection", times, lean),
             "offset": self._outside(effect, "offset", 8.0, 6.0 * self.lean_floor),
-            "nonfinite": math.inf
-            if effect.nonfinite
-            and not any(trusted_effect.nonfinite for trusted_effect in self.trusted)
-            else 0.0,
+            # Where wide arithmetic has a number: that the format has none is what is wrong.
+            "nonfinite": math.inf if effect.nonfinite else 0.0,
         }
         if self.norm:
             scatter = max(trusted_effect.row_scale for trusted_effect in self.trusted)
@@ -411,11 +409,16 @@ def judge(
     judged: dict[str, ReplayResult] = {}
     for name, records in by_site.items():
         about = replay.sites.get(name)
-        if about is not None and about.trouble:
+        if about is not None and about.differs:
+            judged[name] = ReplayResult(True, "border", math.inf, reason=about.differs)
+        elif about is not None and about.trouble:
             failed = about.reproduced is False
             judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
-            judged[name] = _judged_site(context, name, records, about)
+            judgement = _judged_site(context, name, records, about)
+            # Later calls, with weights that were learnt, are not known: other evidence may speak.
+            if judgement.introduced or about is None or not about.updated:
+                judged[name] = judgement
     return judged
 
 
@@ -437,7 +440,7 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
         classes.setdefault(record.class_name, set()).add(record.key.site)
     allowed = quantised_sites(comparison.reference, candidate, classes)
     judged = judge(candidate, replay, allowed=allowed)
-    if not judged:
+    if not judged and not any(about.updated for about in replay.sites.values()):
         raise BadInput(
             "the replay has no tensor in common with the candidate",
             hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
@@ -521,6 +524,7 @@ def _judged_site(
         # One token that goes another way early is seen by all later ones.
         return ReplayResult(False, trouble=CHOICES)
     settings = _SiteSettings(
+        about is None or not about.format_cost,
         unit,
         0 if alone else parts,
         context.allowed.get(name, 0.0),
@@ -643,6 +647,8 @@ class _SiteSettings(NamedTuple):
     """What is known about a site apart from its values.
 
     Attributes:
+        format_is_right: Whether the candidate's format suffices for what the site holds; if not,
+            its execution in that format is no excuse.
         unit: Unit roundoff of the coarsest format that takes part.
         parts: How many sites lie in it and were computed with it.
         allowed: Relative error that it may have whatever its dtype says.
@@ -651,6 +657,7 @@ class _SiteSettings(NamedTuple):
         attends: The longest sum of an attention; 0 for others.
     """
 
+    format_is_right: bool
     unit: float
     parts: int
     allowed: float
@@ -681,7 +688,7 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
         own = without_worst(own, _FLIPS)
     effect, (first, second) = effect_of(own), halves(own)
     # A trusted run of only some calls would be a null of other rows.
-    complete = len(stream.native) == len(stream.candidate)
+    complete = len(stream.native) == len(stream.candidate) and about.format_is_right
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
     if about.choosing:
         nulls = [without_worst(null, _FLIPS) for null in nulls]
@@ -701,16 +708,34 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
     # A statistic that both halves confirm comes first, however far outside another one is on the
     # whole.
     statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
+    widest = max(limits.trusted, key=lambda trusted: trusted.error).error
+    is_introduced = confirmed.get(statistic, 0.0) > 1.0
     gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
     low, high = limits.span(statistic)
+    # What a trusted execution itself gets wrong by much more than roundings excuses nothing.
+    most = _MOST_NOISE * about.unit * math.sqrt(1.0 + about.parts)
+    if not is_introduced and not gross and not allowed and about.unit > FINE and widest > most:
+        return ReplayResult(False, trouble=_too_wide(widest, about.unit))
     return ReplayResult(
-        confirmed.get(statistic, 0.0) > 1.0 or gross,
+        is_introduced or gross,
         statistic,
         over[statistic],
         (over_first[statistic], over_second[statistic]),
         effect,
         low,
         high,
-        max(limits.trusted, key=lambda trusted: trusted.error).error,
+        widest,
         about.unit,
+    )
+
+
+_MOST_NOISE = 16.0
+"""Units of roundoff that a trusted execution of one module may be off by; beyond them it says
+nothing."""
+
+
+def _too_wide(error: float, unit: float) -> str:
+    return (
+        f"a trusted execution of it in this format is itself off by {error:.2g}, "
+        f"{error / unit:.0f} units of roundoff: a fault could hide in that"
     )

@@ -23,6 +23,7 @@ from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
     OpenCall,
+    OtherBorder,
     Part,
     Slots,
     is_pure,
@@ -31,10 +32,10 @@ from driftline.diagnosis.experiments.live.captured_calls import (
 )
 from driftline.diagnosis.experiments.live.number_formats import Recast, SuppliedTensors
 from driftline.diagnosis.experiments.live.repeat import Script, copied, itself, repeat
+from driftline.diagnosis.experiments.live.report import Report
 from driftline.diagnosis.experiments.live.results import (
     About,
     Native,
-    Noise,
     PassedToParts,
     Results,
     is_a_plain_product,
@@ -44,6 +45,11 @@ from driftline.runs.records import Record, TensorKey
 
 # Random directions that are tried to sort rows by; each leaves fewer rows without a partner.
 _ROUNDS = 12
+_OTHER_CODES, _OTHER_FLAGS = 0.25, 0.01
+"""Shares of integers and of booleans that may differ: a choice may fall either way at a tie."""
+_FEW_UNITS, _SHARE = 4.0, 0.25
+"""Units of roundoff that a result may be off by in the captured run's format; and the share of a
+larger error that must come of the rounding of buffers alone to be blamed on it."""
 _UNITS = 32.0
 """Units of roundoff, relative to its size, by which a row may differ from its partner; different
 rows are as far apart as they are large."""
@@ -180,6 +186,8 @@ class Parts:
             order = None
             for slot, alias, tensor in layers.inputs(binding, args, kwargs, layers.NO_CACHE):
                 record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
+                if record is not None and not supplied.has(tensor):
+                    self._require_same_border(record, tensor)
                 # Tensors that were supplied are the captured ones themselves; only what the code
                 # computed is compared.
                 if (
@@ -203,6 +211,30 @@ class Parts:
             return copied(made, lambda tensor: reordered(tensor, back))
 
         return answer
+
+    def _require_same_border(self, record: Record, tensor: torch.Tensor) -> None:
+        """Raise if code passes another shape to a part than the captured run's did, or other codes.
+
+        Raises:
+            OtherBorder: It does. Integers that are chosen by numbers may differ at near ties.
+        """
+        key = record.key
+        if tuple(tensor.shape) != record.shape:
+            raise OtherBorder(
+                f"on the candidate's inputs it passes '{key.slot}' of shape {tuple(tensor.shape)} "
+                f"to '{key.site}', the candidate passed {record.shape}"
+            )
+        if tensor.is_floating_point() or tensor.is_complex() or record.kept != "full":
+            return
+        captured = self._recast.captured(record, tensor)
+        if captured.is_floating_point() or not tensor.numel():
+            return
+        share = float((captured != tensor).float().mean())
+        if share > (_OTHER_FLAGS if tensor.dtype is torch.bool else _OTHER_CODES):
+            raise OtherBorder(
+                f"on the candidate's inputs it passes other integers as '{key.slot}' to "
+                f"'{key.site}': {share:.0%} of them differ"
+            )
 
     def real(self, opened: OpenCall, way: str, *, own: bool) -> dict[str, nn.Module]:
         """The modules that really run when a call is repeated this way, by path."""
@@ -283,7 +315,7 @@ class CallApplier:
         recast: Decides formats.
         parts: Answers the calls that modules make of others.
         results: Takes what they give.
-        noise: Takes how far the captured run's format is from exact.
+        report: Takes how far the captured run's format is from exact, and what it costs.
         require_room: Raises where as many bytes cannot be held besides.
         one_format: Wide arithmetic alone: it is the captured run's, or the only one wanted.
     """
@@ -294,7 +326,7 @@ class CallApplier:
         recast: Recast,
         parts: Parts,
         results: Results,
-        noise: Noise,
+        report: Report,
         require_room: Callable[[int], None],
         *,
         one_format: bool,
@@ -303,7 +335,8 @@ class CallApplier:
         self._recast = recast
         self._parts = parts
         self._results = results
-        self._noise = noise
+        self._report = report
+        self._noise = report.noise
         self._require_room = require_room
         self._one_format = one_format
 
@@ -396,13 +429,15 @@ class CallApplier:
         check()
         comparable, same = self._comparable_slots(again, native)
         own = comparable == same
-        weights = self._recast.weights({"": module}, exact=False, cast=again.cast)
+        weights = self._recast.weights({"": module}, opened.candidate, exact=False, cast=again.cast)
         with self._recast.arithmetic(module, exact=True):
             some = results.some_of_a_product(opened, weights)
         ((slot, record),) = again.outputs.items()
         apart = None if own else results.nearness(record, native[slot], some)
         about = record, opened.frame.class_name, again.live[0][1]
-        if own or apart is not None:
+        # What overflows in the captured run's format has a number in wide arithmetic.
+        is_finite = bool(torch.isfinite(native[slot]).all())
+        if is_finite and (own or apart is not None):
             self._noise.add(opened.site, slot, some.exact, some.captured)
             results.mention_exact(*about, own=False)
             results.mention_native(*about, own=own)
@@ -422,10 +457,13 @@ class CallApplier:
         comparable, same = self._comparable_slots(again, native)
         near: dict[str, float] = {}
 
+        own_buffers = self._format_cost(again, native, first)
+
         def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
             apart = self._results.settle(
                 *(opened.site, slot, about, tensor, other, self._noise),
                 may_be_near=again.way != "leaf",
+                keep=own_buffers,
             )
             if apart is not None:
                 near[about[0].digest] = apart
@@ -437,7 +475,7 @@ class CallApplier:
                 slot = f"{record.key.site}/input/{record.key.slot}"
                 settle(slot, about, tensor, native_entry[1])
 
-        exact = self._apply(again, hand, exact=True)
+        exact = self._apply(again, hand, exact=True, own_buffers=own_buffers)
         comparable = {slot for slot in comparable if slot in exact}
         _require(comparable)
         for slot, alias, _ in again.live:
@@ -445,6 +483,61 @@ class CallApplier:
                 about = outputs[slot], opened.frame.class_name, alias
                 settle(slot, about, exact[slot], None if slot in same else native[slot])
         return comparable, first.is_its_own and comparable <= same, near
+
+    def _format_cost(
+        self, again: RepeatedCall, native: dict[str, torch.Tensor], first: PassedToParts
+    ) -> bool:
+        """Whether the captured run's format of the buffers makes the result another one.
+
+        Weights are rounded to that format and are what they are; buffers hold frequencies and
+        statistics, of which some lose what matters. If that is more than a few roundings of the
+        result, they keep the program's digits here, and the difference is the candidate's.
+
+        Args:
+            again: The call.
+            native: What it gives in the captured run's format.
+            first: What its own code passed to its parts in that format.
+        """
+        real = self._parts.real(again.opened, again.way, own=False)
+        if not self._recast.rounds_buffers(real, again.opened.candidate):
+            return False
+        exact, rounded = (self._all_of(again, exact=True, own_buffers=own) for own in (True, False))
+        try:
+            kept = self._all_of(again, exact=False, own_buffers=True)
+        except Exception:  # two formats that do not go together: nothing is learnt from that
+            kept = {}
+        narrow: dict[str | TensorKey, torch.Tensor] = {**native}
+        for key, (record, tensor) in first.tensors.items():
+            if key in exact:
+                own = self._recast.captured(record, exact[key])
+                narrow[key] = own if tensor is None else tensor
+        costs: list[float] = []
+        for name, right in exact.items():
+            if name not in narrow or not narrow[name].is_floating_point():
+                continue
+            cost = _apart(right, narrow[name])
+            # Without the rounding of buffers, or of what is computed in their format, it is less.
+            by_values = _apart(right, rounded[name]) > _SHARE * cost if name in rounded else False
+            by_format = _apart(right, kept[name]) < _SHARE * cost if name in kept else False
+            unit = torch.finfo(narrow[name].dtype).eps / 2.0
+            if cost > _FEW_UNITS * unit and (by_values or by_format):
+                costs.append(cost)
+        if not costs:
+            return False
+        self._report.format_cost(again.opened.site, max(costs))
+        return True
+
+    def _all_of(
+        self, again: RepeatedCall, *, exact: bool, own_buffers: bool
+    ) -> dict[str | TensorKey, torch.Tensor]:
+        """What a call gives, by slot, and what its own code passes to its parts, by key."""
+        tensors: dict[str | TensorKey, torch.Tensor] = {}
+
+        def keep(record: Record, tensor: torch.Tensor) -> None:
+            tensors[record.key] = tensor.detach().clone()
+
+        made = self._apply(again, keep, exact=exact, own_buffers=own_buffers)
+        return {**tensors, **made}
 
     def _comparable_slots(
         self, again: RepeatedCall, made: dict[str, torch.Tensor]
@@ -456,8 +549,17 @@ class CallApplier:
             s for s in comparable if self._results.is_its_own(again.outputs[s], made[s])
         }
 
-    def _apply(self, again: RepeatedCall, hand: Hand, *, exact: bool) -> dict[str, torch.Tensor]:
-        """Apply the module to the captured inputs; slot -> tensor."""
+    def _apply(
+        self, again: RepeatedCall, hand: Hand, *, exact: bool, own_buffers: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Apply the module to the captured inputs; slot -> tensor.
+
+        Args:
+            again: The call.
+            hand: Takes what its own code passes to its parts.
+            exact: In wide arithmetic.
+            own_buffers: With buffers as the program has them, not as the captured run's format.
+        """
         opened, module = again.opened, again.opened.frame.module
         source = opened.held or (opened.args, opened.kwargs)
         supplied = SuppliedTensors()
@@ -469,14 +571,19 @@ class CallApplier:
         args, kwargs = copied(source, give)
         if is_table(module):  # which may be huge, to look up a few rows
             rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
-            return {"0": self._recast.looked_up(module, rows, exact=exact)}
+            return {"0": self._recast.looked_up(module, rows, opened.candidate, exact=exact)}
         real = self._parts.real(opened, again.way, own=False)
         with self._recast.arithmetic(module, exact=exact):
             result = repeat(
                 self._parts.captured(opened, again.way, supplied, hand, exact=exact),
                 module,
                 real,
-                self._recast.weights(real, exact=exact, cast=again.cast),
+                self._recast.weights(
+                    *(real, opened.candidate),
+                    exact=exact,
+                    cast={} if own_buffers else again.cast,
+                    own_buffers=own_buffers,
+                ),
                 args,
                 kwargs,
             )
@@ -487,6 +594,14 @@ class CallApplier:
             for slot, _, tensor in layers.outputs(result, again.part)
             if tensor.data_ptr() not in foreign
         }
+
+
+def _apart(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Relative distance of the second from the first."""
+    if not first.is_floating_point() or first.shape != second.shape:
+        return 0.0
+    size = float(first.double().norm())
+    return float((first.double() - second.double()).norm()) / size if size > 0.0 else 0.0
 
 
 def _require(comparable: set[str]) -> None:

@@ -63,11 +63,15 @@ class Candidate:
         self.run = run
         self.calls: dict[Call, CandidateCall] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self._formats: dict[str, set[torch.dtype]] = {}
+        self._weights: dict[tuple[str, str, int], Record] = {}
         self.classes: dict[str, str] = {}
         for record in run.records:
             key = record.key
             if (key.rank, key.process, key.phase) != (rank, process, "forward"):
                 continue
+            if key.port == "param":
+                self._weights[key.site, key.slot, key.step] = record
             # Sites with a slash are operators; only modules can be applied again.
             if "/" in key.site or key.port not in ("input", "output"):
                 continue
@@ -78,6 +82,7 @@ class Candidate:
                 dtype = torch_dtype(record.dtype)
                 if dtype is not None and dtype.is_floating_point:
                     self.dtypes.setdefault(key.site, dtype)
+                    self._formats.setdefault(key.site, set()).add(dtype)
             elif key.moment == "before":
                 call.inputs[key.slot] = record
         self.parameters = _parameters(run.topology(rank, process))
@@ -94,7 +99,7 @@ class Candidate:
             for module_parameters in self.parameters.values()
             for d, _ in module_parameters.values()
         }
-        dtypes = {*self.dtypes.values(), *held}
+        dtypes = {*held, *(dtype for formats in self._formats.values() for dtype in formats)}
         return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
     @property
@@ -107,17 +112,40 @@ class Candidate:
         """Those, and the modules of its tree that were not called, or not captured."""
         return dict.fromkeys([*self.sites, *self.parameters])
 
-    def dtype_of(self, site: str, name: str) -> torch.dtype | None:
+    def dtype_of(
+        self, site: str, name: str, call: CandidateCall | None = None
+    ) -> torch.dtype | None:
         """Element type of a weight or buffer; the site's output type if that is unknown.
 
-        Weights in formats that need more than a cast (8 bits and less) count as unknown.
+        A module that was cast between its calls has the type of each call. Weights in formats that
+        need more than a cast (8 bits and less) count as unknown.
         """
+        if call is not None and len(self._formats.get(site, ())) > 1:
+            types = [torch_dtype(record.dtype) for record in call.outputs.values()]
+            if floats := [
+                dtype for dtype in types if dtype is not None and dtype.is_floating_point
+            ]:
+                return floats[0]
         parameter = self.parameters.get(site, {}).get(name)
         dtype = None if parameter is None else torch_dtype(parameter[0])
         # Rounding to 8 bits involves scales that the dtype alone does not tell.
         if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
             dtype = None
         return dtype or self.dtypes.get(site)
+
+    def has_weights(self, site: str, step: int, module: nn.Module) -> bool:
+        """Whether the run captured the weights of a module in a step, and they are these."""
+        for name, tensor in module._parameters.items():
+            if tensor is None:
+                continue
+            record = self._weights.get((site, name, step))
+            dtype = None if record is None else torch_dtype(record.dtype)
+            if record is None or dtype is None or record.kept != "full":
+                return False
+            captured = self.tensor(record, tensor.device, own=False)
+            if not same_bits(tensor.detach().to(dtype), captured):
+                return False
+        return True
 
     def tensor(
         self,
@@ -215,6 +243,14 @@ _RANDOM = ("Dropout", "RReLU", "FractionalMaxPool")
 
 class NotReplayed(Exception):
     """Why a call cannot be replayed; raised and caught within the replay only."""
+
+
+class OtherBorder(NotReplayed):
+    """A module gives, or passes to a part, something of another shape, or other integers."""
+
+
+class WeightsUpdated(NotReplayed):
+    """An optimizer has changed the weights, and nothing shows that the captured run's are these."""
 
 
 class NotReproduced(NotReplayed):

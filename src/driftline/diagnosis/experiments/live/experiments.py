@@ -221,6 +221,7 @@ class LiveReplay:
             sink.close()
         if self._replayer is None:
             return {"problem": self._problem, "called": bool(self._session.execution_order)}
+        self._replayer.close()
         return {"rank": self._rank()[0], "called": True, **self._replayer.report.to_json()}
 
 

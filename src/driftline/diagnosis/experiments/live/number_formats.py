@@ -285,22 +285,48 @@ class Recast:
         """Begin another module; what was cast for the last one is not needed any more."""
         self._shelf.clear()
 
-    def looked_up(self, module: nn.Module, rows: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    def looked_up(
+        self, module: nn.Module, rows: torch.Tensor, call: CandidateCall | None, *, exact: bool
+    ) -> torch.Tensor:
         """Rows of a table that was not cast, as a cast table would give them."""
-        format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight")
+        format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight", call)
         if format_ is not None and format_.is_floating_point:
             rows = rows.to(format_)
         return widened(rows) if exact else rows
 
+    def rounds_buffers(self, real: Mapping[str, nn.Module], call: CandidateCall | None) -> bool:
+        """Whether the captured run holds a buffer in fewer digits than the program does."""
+        for _, owner, name, tensor, is_buffer in _tensors(real):
+            if is_buffer and tensor.is_floating_point():
+                format_ = self._format(real, owner, name, call)
+                if format_ is not None and format_.itemsize < tensor.dtype.itemsize:
+                    return True
+        return False
+
+    def _format(
+        self, real: Mapping[str, nn.Module], owner: nn.Module, name: str, call: CandidateCall | None
+    ) -> torch.dtype | None:
+        site = self._site_of(owner) or self._site_of(real[""]) or ""
+        format_ = self._candidate.dtype_of(site, name, call)
+        return format_ if format_ is not None and format_.is_floating_point else None
+
     def weights(
-        self, real: Mapping[str, nn.Module], *, exact: bool, cast: dict[int, torch.Tensor]
+        self,
+        real: Mapping[str, nn.Module],
+        call: CandidateCall | None,
+        *,
+        exact: bool,
+        cast: dict[int, torch.Tensor],
+        own_buffers: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Weights and buffers in the format wanted, by their names.
 
         Args:
             real: The modules that run, by their paths below the one that is repeated.
+            call: The captured call that is repeated.
             exact: Wide, after they were rounded to the captured run's format.
             cast: Weights in the captured run's format, kept from one repetition to the next.
+            own_buffers: Leave buffers the digits that they have in the program.
         """
         cast_tensors: dict[str, torch.Tensor] = {}
         for path, owner, name, tensor, is_buffer in _tensors(real):
@@ -311,10 +337,9 @@ class Recast:
                 continue
             value = cast.get(id(tensor))
             if value is None:
-                site = self._site_of(owner) or self._site_of(real[""]) or ""
-                format_ = self._candidate.dtype_of(site, name)
+                format_ = self._format(real, owner, name, call)
                 value = tensor.detach()
-                if format_ is not None and format_.is_floating_point:
+                if format_ is not None and not (own_buffers and is_buffer):
                     value = self._shelf.cast(value, format_)
                 cast[id(tensor)] = value
             if exact and value.dtype not in _WIDE:

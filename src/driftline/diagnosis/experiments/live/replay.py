@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers
@@ -31,8 +33,10 @@ from driftline.diagnosis.experiments.live.captured_calls import (
     NotReplayed,
     NotReproduced,
     OpenCall,
+    OtherBorder,
     Part,
     Slots,
+    WeightsUpdated,
     bytes_of,
     in_bytes,
     in_short,
@@ -107,6 +111,14 @@ class Replayer:
         self._alike: dict[Any, str] = {}
         self._check_each = check_each
         self._thread = _Thread()
+        self._learnt: set[int] = set()
+        learnt = self._learnt
+
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            learnt.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+        # Ends with the replayer, whoever forgets it: the hook is one of the whole process.
+        self.close = weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
         self.report = Report(candidate, partial=partial)
         self._recast = Recast(candidate, self._site_of)
         self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
@@ -115,7 +127,7 @@ class Replayer:
             self._recast,
             self._parts,
             Results(candidate, exact, native, keep_all=keep_all),
-            self.report.noise,
+            self.report,
             self._require_room,
             one_format=candidate.wide or native is None,
         )
@@ -188,7 +200,7 @@ class Replayer:
 
     def _captured_call(self, frame: Frame) -> tuple[str, CandidateCall] | None:
         """The captured site and call of a call of the program; None if it is not to be replayed."""
-        if self.report.clash or frame.recompute:
+        if frame.recompute:
             return None
         names = self._session.names
         # Models may be built late: names are matched again whenever there are new modules.
@@ -196,8 +208,6 @@ class Replayer:
             self._names = names.count
             self._sites = self._match([p.site for p in names.places()], self._candidate.places)
             self.report.look_for_clashes(names, self._sites)
-            if self.report.clash:
-                return None
         site = self._sites.get(frame.site, "")
         candidate = self._candidate.calls.get((site, frame.step, frame.visit))
         if candidate is None or not candidate.outputs:
@@ -249,6 +259,10 @@ class Replayer:
             if opened.reason:
                 raise NotReplayed(opened.reason)
             self._replay(opened, layers.outputs(result, part), part)
+        except OtherBorder as what:
+            self.report.differs(opened.site, str(what))
+        except WeightsUpdated:
+            self.report.updated(opened.site)
         except NotReplayed as reason:
             failed = isinstance(reason, NotReproduced)
             self.report.unknown(opened.site, str(reason), not_reproduced=failed)
@@ -292,6 +306,7 @@ class Replayer:
         # One of torch's own layers draws nothing, so there is nothing to put back.
         with contextlib.nullcontext() if opened.held is None else undrawn() as before:
             way, good = self._way_that_reproduces(opened, wanted, part)
+            self._require_weights(opened, way)
 
             def check() -> None:
                 if before is not None and opened.proven and has_drawn(before):
@@ -307,6 +322,17 @@ class Replayer:
             near=kept.near,
             masks=self._recast.same_masks(opened.site),
         )
+
+    def _require_weights(self, opened: OpenCall, way: str) -> None:
+        """Raise if an optimizer has moved the weights of a call otherwise, for all that is known.
+
+        What a module's own code does with the results of its parts needs no weights.
+        """
+        for module in self._parts.real(opened, way, own=False).values():
+            learnt = any(id(p) in self._learnt for p in module._parameters.values())
+            site = self._site_of(module) or ""
+            if learnt and not self._candidate.has_weights(site, opened.frame.step, module):
+                raise WeightsUpdated
 
     def _way_that_reproduces(
         self, opened: OpenCall, wanted: Slots, part: int

@@ -15,10 +15,15 @@ from driftline.diagnosis.experiments.live.results import Noise
 _MOST_FAULTS = 8
 
 
+_UPDATED = (
+    "an optimizer has changed its weights, and nothing shows that the candidate's are the same"
+)
+
+
 class _Site:
     __slots__ = (
-        *("left_out", "masks", "near", "not_reproduced", "own"),
-        *("reason", "replayed", "unknown", "way"),
+        *("differs", "formats", "left_out", "masks", "near", "not_reproduced", "own"),
+        *("reason", "replayed", "unknown", "updated", "way"),
     )
 
     def __init__(self) -> None:
@@ -31,6 +36,9 @@ class _Site:
         self.reason = ""
         self.way = ""
         self.left_out: set[str] = set()
+        self.differs = ""
+        self.updated = 0
+        self.formats = 0.0
 
 
 class Report:
@@ -96,6 +104,22 @@ class Report:
         entry.not_reproduced += not_reproduced
         entry.reason = entry.reason or reason
 
+    def differs(self, site: str, what: str) -> None:
+        """A border at which a module gave something else than a number that is off."""
+        entry = self._sites.setdefault(site, _Site())
+        entry.differs = entry.differs or what
+        entry.replayed += 1
+        self.calls += 1
+
+    def updated(self, site: str) -> None:
+        """A call of which the weights were learnt, perhaps otherwise than the captured run's."""
+        self._sites.setdefault(site, _Site()).updated += 1
+
+    def format_cost(self, site: str, cost: float) -> None:
+        """Relative error that a module's buffers make by the captured run's format alone."""
+        entry = self._sites.setdefault(site, _Site())
+        entry.formats = max(entry.formats, cost)
+
     def not_selected(self, site: str) -> None:
         """A call that nobody asked for."""
         self._not_selected.add(site)
@@ -110,13 +134,14 @@ class Report:
             self.faults.append(f"{site}: {type(problem).__name__}: {problem} ({trace[-2:-1]})")
 
     def look_for_clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> None:
-        """Compare the two module trees as far as both are known: names, then shapes."""
+        """Compare the two module trees as far as both are known: names, then shapes.
+
+        What is not there yet may be built later, or called by another root: the last look counts.
+        """
         if not self._candidate.parameters:
             return
-        clashes = self._clashes(names, sites)
-        self.clashes = clashes
-        if clashes and not self._partial:
-            self.clash = clashes[0]
+        self.clashes = self._clashes(names, sites)
+        self.clash = self.clashes[0] if self.clashes and not self._partial else ""
 
     def _clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> list[str]:
         parameters = self._candidate.parameters
@@ -192,6 +217,13 @@ class Report:
                 data["noise"] = self.noise.of(site)
             if entry.replayed and entry.unknown:
                 data["unknown_calls"] = entry.unknown
+            if entry.differs:
+                data["differs"] = entry.differs
+            if entry.updated:
+                data["updated_calls"] = entry.updated
+                data["reason"] = data["reason"] or _UPDATED
+            if entry.formats:
+                data["format_cost"] = entry.formats
             if entry.masks:
                 data["masks"] = [*entry.masks]
             if entry.left_out:

@@ -22,6 +22,7 @@ from driftline.diagnosis.experiments.live.captured_calls import (
     Candidate,
     NotReplayed,
     OpenCall,
+    OtherBorder,
     is_pure,
     torch_dtype,
 )
@@ -297,6 +298,7 @@ class Results:
         noise: Noise,
         *,
         may_be_near: bool,
+        keep: bool = False,
     ) -> float | None:
         """Keep a result in both formats, or only its noise where it is as good as the captured one.
 
@@ -308,15 +310,22 @@ class Results:
             native: What came of the captured run's format; None where that is the captured one.
             noise: Where to.
             may_be_near: Whether it suffices to be near.
+            keep: Keep it in any case.
 
         Returns:
             How far the two are apart, where they are near and not the same.
         """
         record = about[0]
         apart = None
-        # Native is None if it equals the captured result: then only the noise is worth recording.
+        # Native is None if it equals the captured result: then only the noise is worth recording,
+        # unless the format itself is what makes it wrong.
+        if native is None and (keep or self.overflows(record, exact)):
+            native = self._candidate.tensor(record, exact.device, own=False)
+            self.put_exact(*about, exact)
+            self.put_native(*about, native)
+            return None
         if native is not None:
-            if may_be_near and exact.dim() > 1 and exact.shape == record.shape:
+            if may_be_near and not keep and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
                 some = Sample(some_rows(exact), some_rows(captured), 1)
                 apart = self.nearness(record, native, some)
@@ -328,6 +337,13 @@ class Results:
         self.mention_exact(*about, own=False)
         self.mention_native(*about, own=apart is None)
         return apart
+
+    def overflows(self, record: Record, exact: torch.Tensor) -> bool:
+        """Whether a captured result has NaN or Inf where wide arithmetic has a number."""
+        captured = self._candidate.tensor(record, exact.device, own=False)
+        if not captured.is_floating_point() or captured.shape != exact.shape:
+            return False
+        return bool((~torch.isfinite(captured) & torch.isfinite(exact)).any())
 
     def nearness(self, record: Record, native: torch.Tensor, some: Sample) -> float | None:
         """Distance of a captured product from a trusted one, as the function `nearness` has it."""
@@ -460,7 +476,7 @@ def _mention(sink: Sink, like: Record, class_name: str, alias: str, dtype: str, 
 
 def _put(sink: Sink, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
     if tuple(tensor.shape) != like.shape:
-        raise NotReplayed(
+        raise OtherBorder(
             f"on the candidate's inputs it gives shape {tuple(tensor.shape)}, "
             f"the candidate gave {like.shape}"
         )

@@ -1,0 +1,488 @@
+"""The attention that a module computes, read out of tensors whose roles are not known.
+
+Which of them are queries, keys and values, how wide a head is, and which two are tables of a
+rotation (their squares add up to one) is tried out: a reading counts if the attention that it
+describes equals what the reference has. No name is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Flags
+
+RECOMPUTED = "attention"
+"""Detail of clues that rest on an attention which was computed again."""
+_FITS = 0.02
+"""Relative error of the recomputed attention that still counts as the same."""
+_WIDTHS = (64, 128, 32, 16, 8, 12, 24, 40, 48, 80, 96, 256, 4)
+"""Widths of heads, common ones first."""
+_FACTORS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
+CAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
+_SLOPES = (0.0, *(sign * 2.0**-power for power in range(9) for sign in (1.0, -1.0)))
+_MOST_READINGS, _MOST_FITTED = 96, 2
+_NEARER = 0.5
+"""Share of what is left that the best of a few values must do away with to be worth a search."""
+_HIDDEN = -1e4
+"""What an additive mask has at most where nothing may be seen."""
+
+
+class Turn(NamedTuple):
+    """A rotation of heads by position.
+
+    Attributes:
+        cos: [tokens, width]; every pair's number twice.
+        sin: The same.
+        pairs: Which features turn together: `halves`, `neighbours`, or `whole` where halves of the
+            whole head are paired though only a part of it turns.
+        late: By how many tokens the keys' positions are late.
+        sides: What is turned: queries, keys, or both.
+    """
+
+    cos: F64
+    sin: F64
+    pairs: str = "halves"
+    late: int = 0
+    sides: str = "qk"
+
+    def of(self, x: F64, side: str, first: int) -> F64:
+        """Heads [sequences, tokens, heads, width], turned; `first` is their first position."""
+        if side not in self.sides:
+            return x
+        late = self.late if side == "k" else 0
+        cos, sin = (np.roll(table, late, axis=0)[first:] for table in (self.cos, self.sin))
+        cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
+        size = cos.shape[-1]
+        if self.pairs == "whole":
+            rest = x.shape[-1] - size
+            cos = np.concatenate([cos, np.ones((*cos.shape[:-1], rest))], axis=-1)
+            sin = np.concatenate([sin, np.zeros((*sin.shape[:-1], rest))], axis=-1)
+            size = x.shape[-1]
+        head, tail = x[..., :size], x[..., size:]
+        half = size // 2
+        if self.pairs == "neighbours":
+            partner = np.stack([-head[..., 1::2], head[..., 0::2]], axis=-1).reshape(head.shape)
+            cos, sin = (np.repeat(table[..., :half], 2, axis=-1) for table in (cos, sin))
+        else:
+            partner = np.concatenate([-head[..., half:], head[..., :half]], axis=-1)
+        return np.concatenate([head * cos + partner * sin, tail], axis=-1)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One way to compute an attention; a mistake is a copy with one field changed.
+
+    Attributes:
+        q: Queries, [sequences, tokens, heads, width].
+        k: Keys, with as many or fewer heads, and as many or more tokens.
+        v: Values.
+        scale: Of the scores.
+        seen: Which key each query may see, [sequences or 1, queries, keys].
+        turn: Rotation by position; None without one.
+        tiled: Queries share keys in turns rather than in blocks.
+        cap: Largest score that a soft cap lets through; 0 without one.
+        slopes: What is taken off the scores of every head for each token of distance.
+    """
+
+    q: F64
+    k: F64
+    v: F64
+    scale: float
+    seen: Flags
+    turn: Turn | None = None
+    tiled: bool = False
+    cap: float = 0.0
+    slopes: F64 | None = None
+
+    def weights(self) -> F64:
+        """What every query takes of every key, [sequences, heads, queries, keys]."""
+        q, k = self.q, self.k
+        behind = k.shape[1] - q.shape[1]
+        if self.turn is not None:
+            q, k = self.turn.of(q, "q", behind), self.turn.of(k, "k", 0)
+        k = self._shared(k)
+        scores = np.matmul(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)) * self.scale
+        if self.cap > 0.0:
+            scores = self.cap * np.tanh(scores / self.cap)
+        if self.slopes is not None:
+            positions = np.arange(k.shape[1], dtype=np.float64)
+            apart: F64 = np.abs(positions[None] - positions[behind:, None])
+            scores = scores - self.slopes[:, None, None] * apart
+        # Finite, so that a row in which everything is hidden gives a mean and not NaN.
+        scores = np.where(self.seen[:, None], scores, -1e30)
+        raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return raised / raised.sum(axis=-1, keepdims=True)
+
+    def output(self) -> F64:
+        """Heads joined, [sequences, queries, heads x width]."""
+        made = np.matmul(self.weights(), self._shared(self.v).transpose(0, 2, 1, 3))
+        return made.transpose(0, 2, 1, 3).reshape(*self.q.shape[:2], -1)
+
+    def _shared(self, x: F64) -> F64:
+        groups = self.q.shape[2] // x.shape[2]
+        if groups == 1:
+            return x
+        return np.concatenate([x] * groups, axis=2) if self.tiled else np.repeat(x, groups, axis=2)
+
+    def by_head(self, left: F64) -> F64:
+        """Energy in every head of something that has the output's shape."""
+        squares = (left * left).reshape(-1, *self.q.shape[2:])
+        return squares.sum(axis=(0, 2))
+
+    @property
+    def is_causal(self) -> bool:
+        shown: Flags = np.any(self.seen, axis=0)
+        return not bool(shown[0, -1])
+
+
+# Which attention the reference has.
+
+
+class Reading(NamedTuple):
+    """An attention that was read out of tensors, to be read out of others of the same kind.
+
+    Attributes:
+        number: Which of the heads that the tensors allow.
+        turn: Which rotation; 0 for none.
+        mask: Which mask, by name.
+        changed: Parameters that are not the usual ones, by name.
+    """
+
+    number: int
+    turn: int
+    mask: str
+    changed: Mapping[str, Any]
+
+    def of(self, reader: Reader) -> Attention | None:
+        """The same attention of a reader's tensors; None if it lacks some of them."""
+        try:
+            q, k, v = next(itertools.islice(reader.heads(), self.number, None))
+            turn = [None, *reader.turns()][self.turn]
+            seen = reader.masks(k.shape[1])[self.mask]
+        except (IndexError, KeyError, StopIteration):
+            return None
+        changed = dict(self.changed)
+        window = changed.pop("window", 0)
+        if window:
+            seen = seen & near_keys(seen.shape[1], k.shape[1], window)
+        scale = changed.pop("scale", 1.0) / math.sqrt(q.shape[-1])
+        return Attention(q, k, v, scale, seen, turn, **changed)
+
+
+class Reader:
+    """Reads an attention out of tensors whose roles are not known.
+
+    Args:
+        case: What it should give.
+        sequences: How many sequences are looked at.
+        tokens: How many tokens.
+        parts: The tensors.
+    """
+
+    def __init__(self, case: Case, sequences: int, tokens: int, parts: Mapping[str, F64]) -> None:
+        self.case = case
+        self.parts = parts
+        self.sequences = min(case.r.shape[0], sequences)
+        self.tokens = min(case.r.shape[1], tokens)
+        self.width = case.r.shape[2]
+        self.r = case.r[: self.sequences, : self.tokens]
+        self.enough = max(_FITS, 3.0 * case.noise) ** 2 * float(np.sum(self.r**2))
+
+    def read(self) -> Reading | None:
+        """The first reading that gives what the reference has; None if there is none."""
+        turns = [None, *self.turns()]
+        rated: list[tuple[float, Reading]] = []
+        for (number, (q, k, v)), (which, turn) in itertools.product(
+            enumerate(self.heads()), enumerate(turns)
+        ):
+            if (
+                self._contradicts(v)
+                or self._copies(v)
+                or (turn is not None and turn.cos.shape[-1] > q.shape[-1])
+            ):
+                continue
+            for mask in self.masks(k.shape[1]):
+                reading = Reading(number, which, mask, {})
+                left = self._left(reading)
+                if left <= self.enough:
+                    return reading
+                rated.append((left, reading))
+        rated.sort(key=lambda entry: entry[0])
+        # Not a plain one: the nearest readings are tried with other factors, caps and slopes.
+        for _, reading in rated[:_MOST_FITTED]:
+            for changed in self._changes(reading):
+                other = reading._replace(changed=changed)
+                if self._left(other) <= self.enough:
+                    return other
+        return None
+
+    def _changes(self, reading: Reading) -> Iterator[Mapping[str, Any]]:
+        plain = reading.of(self)
+        if plain is None:
+            return
+        usual = 1.0 / math.sqrt(plain.q.shape[-1])
+        scaled = with_scale(plain, self._rest)
+        if scaled is not None:
+            yield {"scale": scaled.scale / usual}
+        capped = _with_cap(plain, self._rest)
+        if capped is not None:
+            yield {"scale": capped.scale / usual, "cap": capped.cap}
+        yield {"window": best_window(plain, self._rest)}
+        sloped = with_slopes(plain, self._rests)
+        if sloped is not None:
+            yield {"slopes": sloped}
+
+    def _left(self, reading: Reading) -> float:
+        made = reading.of(self)
+        return math.inf if made is None else self._rest(made)
+
+    def _rest(self, made: Attention) -> float:
+        return float(self._rests(made).sum())
+
+    def _rests(self, made: Attention) -> F64:
+        """What an attention leaves of the reference in every head."""
+        left = made.output() - self.r
+        if self.case.pads is not None:
+            # What padding tokens give is nobody's concern and differs between implementations.
+            pads = self.case.pads[: self.sequences, : self.tokens]
+            left = np.where(pads[..., None], 0.0, left)
+        return made.by_head(left)
+
+    def heads(self) -> Iterator[tuple[F64, F64, F64]]:
+        """Queries, keys and values as the tensors at hand allow."""
+        count = 0
+        for q, k, v in self._projections():
+            for width in _WIDTHS:
+                if any(tensor.shape[-1] % width for tensor in (q, k, v)):
+                    continue
+                split = [x.reshape(*x.shape[:2], -1, width) for x in (q, k, v)]
+                if split[0].shape[2] % split[1].shape[2]:
+                    continue
+                count += 1
+                yield split[0], split[1], split[2]
+                if count >= _MOST_READINGS:
+                    return
+
+    def _contradicts(self, v: F64) -> bool:
+        """Whether the first token, which in a causal attention has its own value, is another.
+
+        An attention that sees everything has a mean of values there: no larger than all of them.
+        """
+        first = self.r[:, 0].reshape(self.sequences, -1, v.shape[-1])
+        return float(np.abs(first).max()) > 1.05 * float(np.abs(v).max()) + 1e-6
+
+    def _copies(self, v: F64) -> bool:
+        """Whether the reference is nothing but these values: no attention is needed for that."""
+        last = v[:, -self.tokens :].reshape(*self.r.shape[:2], -1)
+        if last.shape != self.r.shape:
+            return False
+        return float(np.sum((last - self.r) ** 2)) <= self.enough
+
+    def _projections(self) -> Iterator[tuple[F64, F64, F64]]:
+        rows = [
+            (name, joined)
+            for name, values in self.parts.items()
+            if (joined := self._as_rows(values)) is not None
+        ]
+        for (_, q), (second, k), (third, v) in itertools.combinations(rows, 3):
+            if q.shape[-1] == self.width and k.shape[-1] == v.shape[-1] <= self.width:
+                yield q, self._with_past(second, k), self._with_past(third, v)
+        for name, joined in rows:
+            rest = joined.shape[-1] - self.width
+            if rest <= 0 or rest % 2:
+                continue
+            ends = (self.width, self.width + rest // 2)
+            everything = self._with_past(name, joined)
+            q, k, v = (
+                joined[..., : ends[0]],
+                everything[..., ends[0] : ends[1]],
+                everything[..., ends[1] :],
+            )
+            yield q, k, v
+            # Head by head: queries, keys and values of the first head, then of the second.
+            for width in _WIDTHS:
+                if rest == 2 * self.width and self.width % width == 0:
+                    parts = [
+                        x.reshape(*x.shape[:2], -1, 3, width)[..., number, :].reshape(
+                            *x.shape[:2], -1
+                        )
+                        for number, x in enumerate((joined, everything, everything))
+                    ]
+                    yield parts[0], parts[1], parts[2]
+
+    def _as_rows(self, values: F64) -> F64 | None:
+        """[sequences, tokens, channels] of a tensor that may have its heads apart; else None."""
+        # Asked of the whole case, so that every reader counts the same tensors.
+        sequences, tokens = self.case.r.shape[:2]
+        # Heads may stand before tokens; where both are as many, tokens are taken to come first.
+        if values.ndim == 4 and values.shape[1] != tokens == values.shape[2]:
+            values = values.transpose(0, 2, 1, 3)
+        if values.ndim == 4:
+            values = values.reshape(*values.shape[:2], -1)
+        if values.ndim != 3 or values.shape[:2] != (sequences, tokens):
+            return None
+        return values[: self.sequences, : self.tokens]
+
+    def _with_past(self, name: str, values: F64) -> F64:
+        """Keys and values with those of earlier calls before them, where a cache holds these."""
+        past = self.case.past.get(name)
+        if past is None or past.ndim != 3 or past.shape[0] < self.sequences:
+            return values
+        return np.concatenate([past[: self.sequences], values], axis=1)
+
+    def masks(self, keys: int) -> dict[str, Flags]:
+        """What may be seen: as an input says, what came before, or everything; pads never."""
+        behind = keys - self.tokens
+        pads = np.zeros((1, 1, keys), dtype=np.bool_)
+        if self.case.pads is not None and not behind:
+            pads = self.case.pads[: self.sequences, None, : self.tokens]
+        masks = {
+            "causal": np.tri(self.tokens, keys, behind, dtype=np.bool_)[None] & ~pads,
+            "everything": np.ones((1, self.tokens, keys), dtype=np.bool_) & ~pads,
+        }
+        supplied = self._supplied_mask(keys)
+        return masks if supplied is None else {"supplied": supplied, **masks}
+
+    def _supplied_mask(self, keys: int) -> Flags | None:
+        """What an input lets be seen that holds nothing but zeros and very negative numbers."""
+        # The reference's own: the candidate's may be what is wrong.
+        for values in (self.case.right_parts or self.parts).values():
+            if values.ndim < 2 or values.shape[-2:] != (self.tokens, keys):
+                continue
+            hidden = ~(values > _HIDDEN)
+            if hidden.any() and not np.any(values[~hidden]):
+                flat = ~hidden.reshape(-1, self.tokens, keys)
+                return flat[: self.sequences] if len(flat) >= self.sequences else flat[:1]
+        return None
+
+    def turns(self) -> Iterator[Turn]:
+        tables = list(_tables(self.parts, self.tokens))
+        past = list(_tables(self.case.past, 1)) if self.case.past else []
+        for number, (cos, sin) in enumerate(tables):
+            if number < len(past):
+                cos = np.concatenate([past[number][0], cos])
+                sin = np.concatenate([past[number][1], sin])
+            for pairs in ("halves", "neighbours"):
+                yield Turn(cos, sin, pairs)
+
+
+def _tables(parts: Mapping[str, F64], tokens: int) -> Iterator[tuple[F64, F64]]:
+    """Cosines and sines of positions: two tensors of one shape whose squares add up to one."""
+    tables = [x for x in parts.values() if x.ndim >= 2 and x.shape[-2] >= tokens]
+    for first, second in itertools.combinations(tables, 2):
+        if first.shape != second.shape or first.shape[-1] > 512:
+            continue
+        if not np.allclose(first**2 + second**2, 1.0, atol=0.02):
+            continue
+        a, b = (x.reshape(-1, *x.shape[-2:])[0] for x in (first, second))
+        a, b = (x if tokens == 1 else x[:tokens] for x in (a, b))
+        # Angles begin near zero or change slowly in some feature: cosines are near one there.
+        cos, sin = (a, b) if np.abs(a).mean() >= np.abs(b).mean() else (b, a)
+        yield _doubled(cos, sin)
+
+
+def _doubled(cos: F64, sin: F64) -> tuple[F64, F64]:
+    """Tables in which every pair's number stands twice, in one half and in the other."""
+    width = cos.shape[-1]
+    if width % 2 == 0 and np.array_equal(cos[:, : width // 2], cos[:, width // 2 :]):
+        return cos, sin
+    # Some have it twice side by side, some once.
+    step = 2 if width % 2 == 0 and np.array_equal(cos[:, ::2], cos[:, 1::2]) else 1
+    return np.tile(cos[:, ::step], 2), np.tile(sin[:, ::step], 2)
+
+
+Left = Callable[[Attention], float]
+
+
+def with_scale(reading: Attention, left: Left, *, sure: bool = False) -> Attention | None:
+    """Another factor of the scores, if it helps much; with `sure`, whatever helps."""
+    return searched(
+        lambda factor: replace(reading, scale=reading.scale * factor),
+        (1.0, *_FACTORS, math.sqrt(reading.q.shape[-1])),
+        left,
+        math.inf if sure else left(reading),
+    )
+
+
+def _with_cap(reading: Attention, left: Left) -> Attention | None:
+    """A soft cap together with a factor: each is searched with the other held, in turns."""
+    made = reading
+    for _ in range(3):
+        capped = searched(lambda cap, made=made: replace(made, cap=cap), CAPS, left, math.inf)
+        made = made if capped is None else capped
+        made = with_scale(made, left, sure=True) or made
+    return made if left(made) <= _NEARER * left(reading) else None
+
+
+def with_slopes(reading: Attention, rests: Callable[[Attention], F64]) -> F64 | None:
+    """The best slope of every head; heads do not depend on each other, so all are searched at once.
+
+    Args:
+        reading: The attention without slopes.
+        rests: What an attention leaves unexplained in every head.
+    """
+    heads = reading.q.shape[2]
+
+    def left(slopes: F64) -> F64:
+        return rests(replace(reading, slopes=slopes))
+
+    starts: list[F64] = [np.full(heads, slope, dtype=np.float64) for slope in _SLOPES]
+    tried = np.stack([left(slopes) for slopes in starts])
+    best: F64 = np.asarray(_SLOPES, dtype=np.float64)[np.argmin(tried, axis=0)]
+    low: F64 = best - np.abs(best) / 2.0
+    high: F64 = best + np.abs(best) / 2.0
+    for _ in range(20):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        worse = left(a) > left(b)
+        low, high = np.where(worse, a, low), np.where(worse, high, b)
+    slopes: F64 = (low + high) / 2
+    return slopes if np.any(slopes) else None
+
+
+def best_window(reading: Attention, left: Left) -> int:
+    """How many tokens, itself included, every query sees at most."""
+    queries, keys = reading.seen.shape[1], reading.k.shape[1]
+
+    def rest(width: int) -> float:
+        return left(replace(reading, seen=reading.seen & near_keys(queries, keys, width)))
+
+    return min(range(1, keys + 1), key=rest)
+
+
+def near_keys(queries: int, keys: int, width: int) -> Flags:
+    distance = np.arange(keys - queries, keys)[:, None] - np.arange(keys)[None]
+    return (distance < width)[None]
+
+
+def searched(
+    made: Callable[[float], Attention],
+    starts: Sequence[float],
+    left: Left,
+    unchanged: float,
+) -> Attention | None:
+    """The best of some values of a parameter, refined by a search over thirds.
+
+    Args:
+        made: The attention with a value of the parameter.
+        starts: The values to begin with.
+        left: What an attention leaves unexplained.
+        unchanged: The same of the attention as it is; a parameter that hardly helps is given up.
+    """
+    rest = {value: left(made(value)) for value in starts}
+    best = min(rest, key=lambda value: rest[value])
+    if rest[best] > _NEARER * unchanged:
+        return None
+    low, high = sorted((best / 1.5, best * 1.5))
+    for _ in range(12):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        if left(made(a)) > left(made(b)):
+            low = a
+        else:
+            high = b
+    return made((low + high) / 2)

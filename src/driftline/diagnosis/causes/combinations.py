@@ -1,0 +1,158 @@
+"""Sums of parts: a term that is missing, doubled or has another factor; sums of inputs.
+
+What a container returns is often a combination of what its parts gave and of what it was given:
+residuals, adapters, gates that are open. If the reference's output is one, its factors and the
+candidate's are compared. A linear map of the wrong zero points errs by sums of groups of its
+inputs; one of weights that were never loaded has another map altogether.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.linear_solve import solve, solved_inputs
+
+_MOST_TERMS = 8
+_GROUPS = (16, 32, 64, 128)
+_MOST_OF_IT = 0.9
+_ALIKE = 0.02
+"""Relative distance of two factors that count as the same."""
+
+
+def combination(case: Case) -> Clue | None:
+    """Terms of a sum whose factors differ."""
+    if case.ratio < 2.0 or case.r.ndim < 2:
+        return None
+    terms = {
+        name: values
+        for name, values in {**case.inputs, **case.parts}.items()
+        if values.shape == case.r.shape and np.isfinite(values).all()
+    }
+    names = list(terms)[-_MOST_TERMS:]
+    best = max(
+        (_added(case, name, terms[name]) for name in names),
+        key=lambda clue: clue.score,
+        default=None,
+    )
+    if best is not None and best.score < _MOST_OF_IT:
+        best = None
+    # The sum itself says more; fewer terms are the better explanation, because more of them fit
+    # anything a little better.
+    for count in (1, 2, 3):
+        sums = (
+            _changed(case, chosen, [terms[name] for name in chosen])
+            for chosen in itertools.combinations(names, count)
+        )
+        likely = [clue for clue in sums if clue is not None and clue.score >= _MOST_OF_IT]
+        if likely:
+            return max(likely, key=lambda clue: clue.score)
+    return best
+
+
+def _added(case: Case, name: str, term: F64) -> Clue:
+    """A multiple of one term, whatever the reference's output is made of."""
+    values = np.where(case.finite, term, 0.0)
+    size = float(np.sum(values * values))
+    factor = float(np.sum(values * case.e)) / size if size > 0.0 else 0.0
+    what = f"{factor:+.4g} times what '{name}' gave is added to what is right"
+    return Clue("scale", case.fitted(case.r + factor * values), what, "term")
+
+
+def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | None:
+    matrix = np.stack([np.where(case.finite, term, 0.0).reshape(-1) for term in terms], axis=1)
+    r = np.where(case.finite, case.r, 0.0).reshape(-1)
+    right = solve(matrix, r)
+    left = r - matrix @ right
+    # The reference must be that very sum: its inputs may be off by noise, and no more.
+    if float(left @ left) > (1e-6 + (3.0 * case.noise) ** 2) * case.size:
+        return None
+    c = r + case.e.reshape(-1)
+    wrong = solve(matrix, c)
+    moved = [
+        number
+        for number, (a, b) in enumerate(zip(right, wrong, strict=True))
+        if abs(a - b) > _ALIKE * max(abs(a), abs(b))
+    ]
+    if not moved or len(moved) == len(names) > 1:
+        return None
+    # Several terms count as one change if they have the same factor, as those of one setting have.
+    factors = {tuple(round(float(x[number]), 2) for x in (right, wrong)) for number in moved}
+    if len(factors) != 1:
+        return None
+    predicted = case.r + (matrix[:, moved] @ (wrong - right)[moved]).reshape(case.r.shape)
+    factor, wanted = float(wrong[moved[0]]), float(right[moved[0]])
+    gave = "what " + " and ".join(f"'{names[number]}'" for number in moved) + " gave is"
+    if abs(factor) < 0.01:
+        what = f"{gave} not added"
+    elif abs(wanted) < 0.01:
+        what = f"{gave} added, and should not be"
+    else:
+        what = f"{gave} taken {factor:.4g} times in place of {wanted:.4g}"
+    return Clue("scale", case.fitted(predicted), what, "term")
+
+
+def zero_point(case: Case) -> Clue | None:
+    """A linear map whose error is one of sums over groups of its inputs.
+
+    A matrix of codes, each group of inputs with a zero point of its own, gives with other zero
+    points the same product plus these sums, each times a number of its own for every output.
+    """
+    if case.ratio < 4.0 or case.r.ndim < 2:
+        return None
+    best: Clue | None = None
+    for sums, size in _group_sums(case):
+        e = case.rows(case.e)
+        factors = solve(sums, e)
+        made = (sums @ factors).reshape(case.r.shape)
+        # As many numbers are fitted as there are groups, of as many rows.
+        score = max(0.0, case.fitted(case.r + made) - 2.0 * sums.shape[1] / len(sums))
+        if best is None or score > best.score:
+            what = f"it is off by the sum of every {size} inputs times a constant: a zero point"
+            best = Clue("offset", score, what, "zero point")
+    return best
+
+
+def _group_sums(case: Case) -> Iterator[tuple[F64, int]]:
+    for x in case.inputs.values():
+        if x.shape[:-1] != case.r.shape[:-1] or not np.isfinite(x).all():
+            continue
+        rows = case.rows(x)
+        for size in (*_GROUPS, rows.shape[1]):
+            if rows.shape[1] % size == 0 and len(rows) >= 8 * (rows.shape[1] // size):
+                yield rows.reshape(len(rows), -1, size).sum(axis=-1), size
+
+
+def unrelated_weights(case: Case) -> Clue | None:
+    """A linear map, or a weight itself, that has nothing in common with the right one."""
+    if case.ratio < 8.0 or case.r.ndim < 2:
+        return None
+    if case.port == "param":
+        return _unrelated(case.r, case.c, "the weight")
+    for inputs, weight, _ in solved_inputs(case):
+        wide = np.concatenate([inputs, np.ones((len(inputs), 1))], axis=1)
+        c = case.rows(case.r + case.e)
+        other = solve(wide, c)
+        left = c - wide @ other
+        if float(np.sum(left * left)) <= 1e-3 * float(np.sum(c * c)):
+            return _unrelated(weight, other[:-1], "it is a product with a")
+    return None
+
+
+def _unrelated(right: F64, wrong: F64, what: str) -> Clue | None:
+    sizes = float(np.linalg.norm(right)), float(np.linalg.norm(wrong))
+    if min(sizes) <= 0.0 or right.size < 256:
+        return None
+    alike = abs(float(np.sum(right * wrong))) / (sizes[0] * sizes[1])
+    # Chance alone makes two matrices this much alike, ten times over.
+    if alike > 10.0 / np.sqrt(right.size):
+        return None
+    says = "has" if what == "the weight" else "weight that has"
+    sentence = (
+        f"{what} {says} nothing in common with the right one (they are {alike:.1%} alike): it was "
+        "not loaded, or is another's"
+    )
+    return Clue("weights", 0.95, sentence, "unrelated")

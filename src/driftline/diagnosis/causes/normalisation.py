@@ -1,0 +1,170 @@
+"""Constants of a normalisation: epsilon, the mean that is taken off, how elements are counted.
+
+A module is a normalisation if its output is, channel by channel, a line in its normalised input;
+over which elements (the last axis, groups of channels, the batch) and with which epsilon is tried
+out. Names are not asked. Then one constant at a time is changed until the candidate comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+
+_EPSILONS = (0.0, *(10.0**-power for power in range(12, 2, -1)))
+_MOST_GROUPS = 64
+_SEARCHED = tuple(10.0 ** (power / 2.0) for power in range(-26, 1))
+_FITS = 1e-7
+"""Share of its energy that a normalisation may leave unexplained of the reference's output."""
+
+
+class _Statistics(NamedTuple):
+    """One way to normalise.
+
+    Attributes:
+        over: What is normalised together, in words.
+        centred: The input without its mean, or as it is.
+        square: Mean square of that, of the same number of axes.
+        elements: How many elements that is the mean of.
+        axis: The axis of channels, which have a weight and a bias each.
+    """
+
+    over: str
+    centred: F64
+    square: F64
+    elements: int
+    axis: int
+
+    def normal(self, epsilon: float) -> F64:
+        return self.centred / np.sqrt(self.square + epsilon)
+
+
+class _Norm(NamedTuple):
+    """A way to normalise that gives the reference's output, with its weights."""
+
+    statistics: _Statistics
+    epsilon: float
+    weight: F64
+
+    def output(self, normal: F64) -> F64:
+        """Without the bias, which no constant changes."""
+        return normal * self.weight
+
+
+def normalisation(case: Case) -> Clue | None:
+    """The constant of a normalisation that is another one."""
+    if case.r.ndim < 2 or case.r.shape[-1] < 2:
+        return None
+    for x in case.inputs.values():
+        if x.shape != case.r.shape or not np.isfinite(x).all():
+            continue
+        norm = _norm_of(case, x)
+        if norm is not None:
+            return max(_mistakes(case, norm, x), key=lambda clue: clue.score, default=None)
+    return None
+
+
+def _norm_of(case: Case, x: F64) -> _Norm | None:
+    r = np.where(case.finite, case.r, 0.0)
+    best: tuple[float, _Norm] | None = None
+    for statistics in _ways(x):
+        for epsilon in _EPSILONS:
+            with np.errstate(all="ignore"):
+                normal = statistics.normal(epsilon)
+            if not np.isfinite(normal).all():
+                continue
+            weight, left = _line(normal, r, statistics.axis)
+            if best is None or left < best[0]:
+                best = left, _Norm(statistics, epsilon, weight)
+    if best is None:
+        return None
+    # The reference may have had a slightly other input: that much may be left.
+    varying = float(np.sum((r - r.mean(axis=0)) ** 2))
+    allowed = (_FITS + (3.0 * case.noise) ** 2) * case.size
+    return best[1] if best[0] <= allowed and best[0] < 0.01 * max(varying, 1e-300) else None
+
+
+def _ways(x: F64) -> Iterator[_Statistics]:
+    count = x.shape[-1]
+    if count >= 8:
+        mean = x.mean(axis=-1, keepdims=True)
+        for over, centred in (("", x), (" around its mean", x - mean)):
+            square = np.mean(centred * centred, axis=-1, keepdims=True)
+            yield _Statistics(f"each row{over}", centred, square, count, x.ndim - 1)
+    if x.ndim < 3:
+        return
+    channels = x.shape[1]
+    for groups in range(1, min(channels, _MOST_GROUPS) + 1):
+        if channels % groups:
+            continue
+        grouped = x.reshape(x.shape[0], groups, -1)
+        centred = grouped - grouped.mean(axis=-1, keepdims=True)
+        square = np.mean(centred * centred, axis=-1, keepdims=True)
+        spread = np.broadcast_to(square, grouped.shape).reshape(x.shape)
+        over = f"{groups} groups of channels" if groups > 1 else "each element of the batch"
+        yield _Statistics(over, centred.reshape(x.shape), spread, grouped.shape[-1], 1)
+    axes = (0, *range(2, x.ndim))
+    centred = x - x.mean(axis=axes, keepdims=True)
+    square = np.mean(centred * centred, axis=axes, keepdims=True)
+    yield _Statistics("the batch", centred, square, x.size // channels, 1)
+
+
+def _line(normal: F64, r: F64, axis: int) -> tuple[F64, float]:
+    """Slope of every channel of the one over the other, and what is left of the other."""
+    axes = tuple(number for number in range(r.ndim) if number != axis)
+    middle = normal - normal.mean(axis=axes, keepdims=True)
+    varying = r - r.mean(axis=axes, keepdims=True)
+    size = np.maximum(np.sum(middle * middle, axis=axes, keepdims=True), 1e-300)
+    weight = np.sum(middle * varying, axis=axes, keepdims=True) / size
+    left = varying - weight * middle
+    return weight, float(np.sum(left * left))
+
+
+def _mistakes(case: Case, norm: _Norm, x: F64) -> Iterator[Clue]:
+    statistics = norm.statistics
+    right = norm.output(statistics.normal(norm.epsilon))
+
+    def made(normal: F64) -> F64:
+        return case.r + norm.output(normal) - right
+
+    def left(epsilon: float) -> float:
+        rest = np.where(case.finite, case.c - made(statistics.normal(epsilon)), 0.0)
+        return float(np.sum(rest * rest))
+
+    best = min(_SEARCHED, key=left)
+    low, high = math.log(best) - 1.5, math.log(best) + 1.5
+    for _ in range(20):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        if left(math.exp(a)) > left(math.exp(b)):
+            low = a
+        else:
+            high = b
+    epsilon = math.exp((low + high) / 2)
+    yield Clue(
+        "scale",
+        case.fitted(made(statistics.normal(epsilon))),
+        f"it normalises {statistics.over} with an epsilon of about {epsilon:.2g} in place of "
+        f"{norm.epsilon:.2g}",
+        "epsilon",
+    )
+    if statistics.elements > 1:
+        more = statistics.square * statistics.elements / (statistics.elements - 1)
+        yield Clue(
+            "scale",
+            case.explained(made(statistics._replace(square=more).normal(norm.epsilon))),
+            f"it divides the sum of squares by {statistics.elements - 1} elements in place of "
+            f"{statistics.elements}",
+            "count",
+        )
+    for other in _ways(x):
+        if other.over != statistics.over and other.axis == statistics.axis:
+            yield Clue(
+                "scale",
+                case.explained(made(other.normal(norm.epsilon))),
+                f"it normalises {other.over} in place of {statistics.over}",
+                "statistics",
+            )
