@@ -55,7 +55,7 @@ def program(folder, log, pause):
     model = Model()
     x = torch.ones(8, 64)
     watch = threading.Thread(target=beat, args=(log,), daemon=True)
-    with driftline.capture(model, folder):
+    with driftline.capture(model, folder, steps="*"):
         time.sleep(pause)
         while True:
             x = model(x, log)
@@ -109,7 +109,7 @@ def trial(folder, dice, number):
 torch.set_num_threads(1)
 warm = os.path.join(sys.argv[1], "warm")
 model = Model()
-with driftline.capture(model, warm), open(os.devnull, "wb") as nothing:
+with driftline.capture(model, warm, steps="*"), open(os.devnull, "wb") as nothing:
     model(torch.ones(8, 64), nothing.fileno())
 list(verify(open_run(warm)))
 dice = random.Random(int(sys.argv[2]))
