@@ -356,7 +356,7 @@ class _Rewriter:
             if node.op == "Reshape" and set(node.inputs) <= self._graph.constants
         }
         for node in self._graph.nodes:
-            if node.op in ("QuantizeLinear", "DequantizeLinear"):
+            if node.op in ("QuantizeLinear", "DequantizeLinear") or self._shapes_bias(node, shaped):
                 continue
             if node.op == "DynamicQuantizeLinear":
                 self._names[node.outputs[0]] = self._plain(node.inputs[0])
@@ -404,6 +404,15 @@ class _Rewriter:
             outputs=tuple(map(self._plain, node.outputs)),
             ran_as=node.op,
             rounds=True,
+        )
+
+    def _shapes_bias(self, node: Node, shaped: Mapping[str, str]) -> bool:
+        """Whether a node only shapes the bias that is added to a convolution's sums."""
+        readers = self._graph.behind(node) if node.outputs and node.outputs[0] in shaped else []
+        sums = [self._graph.nodes[number] for number in readers]
+        return bool(sums) and all(
+            after.op == "Add" and any(self._is_biased(value, shaped) for value in after.inputs)
+            for after in sums
         )
 
     def _is_biased(self, value: str, shaped: Mapping[str, str]) -> bool:
