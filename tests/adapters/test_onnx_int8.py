@@ -147,3 +147,24 @@ def test_a_dropped_rectifier_leaves_what_is_before_it_inside_the_node(files: Fil
     alone = [row for row in table.rows if row.status == "missing"]
     assert alone
     assert all("inside a fusion" in row.reason for row in alone)
+
+
+def test_two_files_are_compared_straight_from_the_command_line(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from driftline.cli.main import main
+
+    plain, int8 = str(files.plain(dynamo=False)), str(files.int8(Scheme(False, "QOperator")))
+    assert main(["compare", plain, int8, "--seed", "5"]) == 0
+    assert capsys.readouterr().out.startswith("PASS")
+    given = tmp_path / "x.npz"
+    name = onnx.load(plain).graph.input[0].name
+    np.savez(given, **{name: np.zeros((2, 3, 16, 16), np.float32)})
+    assert main(["compare", plain, plain, "--inputs", str(given), "--optimize", "none"]) == 0
+    assert "none differs" in capsys.readouterr().out
+    assert main(["compare", plain, plain, "--providers", "Nonesuch"]) == 2
+    assert "has no provider 'Nonesuch'" in capsys.readouterr().err
+    # A profile of the session without capture, as ONNX Runtime writes it.
+    words = ["dump", "--model", plain, "--inputs", str(given), "-o", str(tmp_path / "run")]
+    assert main([*words, "--profile", str(tmp_path / "nodes.json")]) == 0
+    assert '"cat"' in (tmp_path / "nodes.json").read_text()

@@ -1,4 +1,4 @@
-"""Models as serving engines write them, against those of transformers: clean, and with one fault."""
+"""Models as serving engines write them, against those of transformers: clean, with one fault."""
 
 from __future__ import annotations
 

@@ -340,9 +340,11 @@ def _agree(
 def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
     """Pair the outputs and inputs of nodes by the values of the two files that they are."""
     own_sites, other_sites = reference.values(), candidate.values()
-    own_outputs, others = _outputs(draft.missing.values()), _outputs(draft.extra.values())
+    # What is paired elsewhere holds the value as well, where nothing else does.
+    candidates = [*draft.extra.values(), *(pair.candidate for pair in draft.pairs)]
+    own_outputs, others = _outputs(draft.missing.values()), _outputs(candidates)
     own_inputs = _inputs_by_value(draft.missing.values())
-    other_inputs = _inputs_by_value(draft.extra.values())
+    other_inputs = _inputs_by_value(candidates)
     for value, partner in partner_values(reference, candidate).items():
         made = others.get(other_sites.get(value, ""), [])
         read = other_inputs.get(value, [])

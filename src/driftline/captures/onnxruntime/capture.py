@@ -254,7 +254,7 @@ class ModelCapture:
             for value in node.outputs if error else ():
                 site = self.traced.site(value)
                 module = self.traced.names.scope(value).module
-                for place in dict.fromkeys((site, *([module] if module else []))):
+                for place in {site, module} - {""}:
                     errors[place] = math.hypot(errors.get(place, 0.0), error)
         return errors
 

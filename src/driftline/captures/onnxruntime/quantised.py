@@ -27,6 +27,8 @@ _PRODUCT = re.compile(r"(?P<product>.+/MatMulAddFusion)(_MatMul)?$")
 """A product that ONNX Runtime joined with the sum behind it; `_MatMul` if it was parted again."""
 _FLATTENS, _RESTORES = "gemm_input_reshape", "gemm_output_reshape"
 """How ONNX Runtime calls the reshapes around it."""
+_OFTEN = 16
+"""So often a constant is rounded and made a float again at most."""
 _SMALLEST = {"uint8": 0.0, "int8": -128.0, "uint16": 0.0, "int16": -32768.0, "uint4": 0.0}
 # Operators that may give numbers below zero, so that integers without a sign clip them.
 _SIGNED = frozenset(
@@ -324,7 +326,18 @@ class _Rewriter:
         clipped = self._clipped(nodes, codes)
         names = {old: new for old, new in self._names.items() if old != new}
         graph = self._graph.rewritten(nodes, names, clipped)
+        # A constant that is rounded while the model runs is a constant under any of its names.
+        graph.constants |= {self._plain(q) for q in self._before if self._is_constant(q)}
         return FloatView(graph, names, holders, codes, weights, self._misread())
+
+    def _is_constant(self, value: str) -> bool:
+        """Whether a value is a constant, rounded and made a float again however often."""
+        # Bounded: a damaged file may have a value that is made of itself.
+        for _ in range(_OFTEN):
+            if value in self._graph.constants:
+                return True
+            value = self._before.get(value, "") or self._integers_of.get(value, "")
+        return False
 
     def _code(self, integers: str, scale_name: str, zero_name: str) -> Code | None:
         graph = self._graph
@@ -356,7 +369,7 @@ class _Rewriter:
             if node.op == "Reshape" and set(node.inputs) <= self._graph.constants
         }
         for node in self._graph.nodes:
-            if node.op in ("QuantizeLinear", "DequantizeLinear"):
+            if node.op in ("QuantizeLinear", "DequantizeLinear") or self._shapes_bias(node, shaped):
                 continue
             if node.op == "DynamicQuantizeLinear":
                 self._names[node.outputs[0]] = self._plain(node.inputs[0])
@@ -406,6 +419,15 @@ class _Rewriter:
             rounds=True,
         )
 
+    def _shapes_bias(self, node: Node, shaped: Mapping[str, str]) -> bool:
+        """Whether a node only shapes the bias that is added to a convolution's sums."""
+        readers = self._graph.behind(node) if node.outputs and node.outputs[0] in shaped else []
+        sums = [self._graph.nodes[number] for number in readers]
+        return bool(sums) and all(
+            after.op == "Add" and any(self._is_biased(value, shaped) for value in after.inputs)
+            for after in sums
+        )
+
     def _is_biased(self, value: str, shaped: Mapping[str, str]) -> bool:
         """Whether all that reads a value is the node that adds a bias of one axis to it."""
         readers = [self._graph.nodes[number] for number in self._graph.readers.get(value, ())]
@@ -427,7 +449,8 @@ class _Rewriter:
     def _name_weights(self, values: Iterable[str]) -> None:
         for value in values:
             if value in self._graph.constants and _GENERATED.search(value):
-                self._names[value] = _GENERATED.sub("", value)
+                # One that several nodes make numbers of has its name already.
+                self._names.setdefault(value, _GENERATED.sub("", value))
 
     def _float_node(self, node: Node) -> Node:
         about = _OPERATORS.get(node.op)

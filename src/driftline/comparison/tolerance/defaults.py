@@ -162,16 +162,21 @@ WEIGHT_ROUNDINGS = 2.5
 """The same of a weight. Rounding to the nearest step is 1; methods that move weights to make up for
 the rounding of others (GPTQ) are up to 2; a zero point that is off by one is 3.6."""
 _STEP = re.compile(r"dequantise\(axis \d+, times ([-+.0-9e]+)")
+_SINGLE = re.compile(r" of (\d+(x\d+)*|scalar)$")
 
 
 def step_of(recipe: str) -> float:
     """The step of integers that a recipe makes numbers of with a single scale; 0 without one.
 
-    >>> step_of("int8 of 'a' -> dequantise(axis 0, times 0.02, minus 3)")
+    With several sources the number multiplies a tensor of scales, and is no step.
+
+    >>> step_of("dequantise(axis 0, times 0.02, minus 3) of 2x8")
     0.02
+    >>> step_of("dequantise(axis 0, times 40.4) of 1, 2")
+    0.0
     """
     match = _STEP.search(recipe)
-    return abs(float(match[1])) if match else 0.0
+    return abs(float(match[1])) if match and _SINGLE.search(recipe) else 0.0
 
 
 def rounding_to_steps(step: float, count: int, reference_l2: float) -> float:

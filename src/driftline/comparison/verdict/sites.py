@@ -20,7 +20,7 @@ from driftline.alignment.plan import Plan
 from driftline.alignment.sites.values import edges_of
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Flow, Makers, Structure
-from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest, step_of
 from driftline.comparison.tolerance.tolerance import GIVEN, error_on_scale
 from driftline.comparison.verdict.module_kinds import length_of
 from driftline.errors import DriftlineError
@@ -348,8 +348,11 @@ def same_kind(row: Row) -> bool:
     A mask of booleans beside one of floats is no error: it says the same in another form.
     """
     candidate = DTYPES.get(row.candidate_dtype)
-    is_number = candidate is None or candidate.is_floating
-    return is_number or "dequantise" in row.candidate_recipe
+    if candidate is None or candidate.is_floating:
+        return True
+    # With one scale for all of it: a tensor of scales beside it makes it a weight, and a wrong
+    # weight excuses nothing.
+    return step_of(row.candidate_recipe) > 0.0
 
 
 def place_of(row: Row) -> Place | None:

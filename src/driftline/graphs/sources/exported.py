@@ -13,6 +13,8 @@ from driftline.runs.facts import first_records
 from driftline.runs.run import Run
 
 ROOT = "(root)"
+# A scale of 0 means that nothing is known.
+_NO_INTEGERS = ("", 0, "", "", 0.0, 0.0)
 _REPEATED = re.compile(r"_(\d+)$")
 
 
@@ -161,15 +163,17 @@ def _fusion(data: Mapping[str, Any]) -> Fusion:
 
 
 def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:
-    site, visit, port, slot, scale, zero = (*listed(entry), "", 0, "", "", 0.0, 0.0)[:6]
+    fields: list[Any] = [*listed(entry), *_NO_INTEGERS[len(listed(entry)) :]]
+    site, visit, port, slot, scale, zero = fields[:6]
     numbers = [float(n) if isinstance(n, int | float) else 0.0 for n in (scale, zero)]
-    visit = visit if _whole(visit) else 0
-    return (str(site), visit, str(port), str(slot)), (numbers[0], numbers[1])
+    place: Tensor = (str(site), int(visit) if _whole(visit) else 0, str(port), str(slot))
+    return place, (numbers[0], numbers[1])
 
 
 def _read(entry: object) -> tuple[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    name, inputs, outputs = (*listed(entry), "", [], [])[:3]
-    return str(name), (tuple(map(str, listed(inputs))), tuple(map(str, listed(outputs))))
+    fields: list[Any] = [*listed(entry), "", "", ""]
+    inputs, outputs = (tuple(map(str, listed(values))) for values in fields[1:3])
+    return str(fields[0]), (inputs, outputs)
 
 
 def _whole(value: object) -> bool:
