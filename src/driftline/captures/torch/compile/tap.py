@@ -363,9 +363,8 @@ class GraphTap:
 
     def _way(self, backend: str) -> Literal["fx", "inductor"]:
         """How the graphs of a backend are recorded."""
-        if self.engine == "auto":
-            return "inductor" if backend == INDUCTOR else "fx"
-        return self.engine
+        by_kernels = backend == INDUCTOR if self.engine == "auto" else self.engine == INDUCTOR
+        return "inductor" if by_kernels else "fx"
 
     def not_recorded(self, error: Exception) -> None:
         self.session.event_once(

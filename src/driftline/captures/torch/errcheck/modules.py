@@ -196,7 +196,7 @@ class ModuleTap:
         """
         on_device: list[tuple[str, torch.Tensor]] = []
         wrong: list[Part] = []
-        known = False
+        reported = False
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             gradient: torch.Tensor | None = parameter.grad
@@ -212,11 +212,11 @@ class ModuleTap:
                 self._origins.overwritten(value)
             else:
                 # Reported before, or the consequence of something that was.
-                known = known or self._origins.of(value) is not Origin.UNKNOWN
+                reported = reported or self._origins.of(value) is not Origin.UNKNOWN
                 self._origins.add(value, Origin.MADE)
                 parts, _ = self._read([(slot, "", gradient)], with_origin=False)
                 wrong += parts
-        found, self._found_before = self._found_before, self._found
+        findings, self._found_before = self._found_before, self._found
         added, self._added_before = self._added_before, self._device.added
         name = type(optimizer).__name__
         call = Call(name, name, name, "backward", self.session.step, 0, stack())
@@ -231,7 +231,7 @@ class ModuleTap:
             [(part.reading, Origin.UNKNOWN) for part in wrong if part.reading is not None],
             self.reporter.options.types,
             numbers=Numbers(),
-            inside=known or found != self._found,
+            inside=reported or findings != self._found,
             earlier=bool(self._found),
         )
         self._found += 1
