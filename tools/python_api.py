@@ -20,7 +20,10 @@ Everything that `import driftline` offers. Each command prints its own program w
 This page is made from the docstrings by `tools/python_api.py`.
 """
 GROUPS = {
-    "Capture": ("capture", "step", "capture_onnx", "watch_errors", "open_run", "convert", "push"),
+    "Capture": (
+        *("capture", "step", "capture_onnx", "run_onnx", "watch_errors", "open_run"),
+        *("convert", "push"),
+    ),
     "Compare": (
         *("compare", "compare_models", "lockstep", "assert_no_drift", "align", "open_table"),
         *("compare_shard", "merge", "calibrate", "check", "load_thresholds"),

@@ -175,12 +175,12 @@ COMMANDS: dict[str, Command] = {
         "a figure of every layer over steps or releases: when did it start to grow",
     ),
     "show": Command("look:show", LOOK, "what is in a run, a comparison table or a tensor file"),
-    "demo": Command("demo:demo", LOOK, "a tour: two small programs, a planted fault, a report"),
+    "demo": Command("setup:demo", LOOK, "a tour: two small programs, a planted fault, a report"),
     "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
     "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
     "completion": Command(
-        "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
+        "setup:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
     ),
     "compat": Command(
         "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"

@@ -143,7 +143,10 @@ class ModelPairOptions:
         is_model = [path.suffix == ".onnx" and path.is_file() for path in paths]
         if not any(is_model):
             if self != ModelPairOptions():
-                raise BadInput("--inputs, --seed, --optimize and --providers are for .onnx files")
+                raise BadInput(
+                    "--inputs, --seed, --optimize and --providers are for .onnx files",
+                    hint="leave them out, or give an .onnx file",
+                )
             return script.part(open_run, paths[0]), script.part(open_run, paths[1])
         # The side that is a run already says what the other one is given.
         if is_model[0] and not is_model[1]:
