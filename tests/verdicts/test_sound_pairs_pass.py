@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from two_runs import decoder
 
 import driftline
-from conftest import Fault, decoder
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 from driftline.testing.faults import Specimen
 from driftline.testing.faults.trials import replayed
 
 WIDTH = 32
+Fault = Callable[[nn.Module], None]
 
 
 def run_of(model: nn.Module, *inputs: torch.Tensor, sink: Any = None, **named: Any) -> Run:
