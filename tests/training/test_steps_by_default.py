@@ -114,14 +114,14 @@ def test_all_models_of_a_process_share_one_budget():
 def test_an_input_that_differs_between_two_rungs_is_found_with_its_step(tmp_path: Path):
     reference = run_of(tmp_path / "ref")
     candidate = run_of(tmp_path / "cand", changed=25)
-    assert len(read_step_facts(candidate).calls) == 39
+    assert len(read_step_facts(candidate).calls) == 24
     table = driftline.compare(reference, candidate)
     assert table.verdict == "fail"
     assert "the inputs differ in step 25, and not before" in table.finding
 
 
 def test_damaged_lines_about_steps_are_passed_over(tmp_path: Path):
-    run_of(tmp_path / "run", 4)
+    run_of(tmp_path / "run", 20)
     file = tmp_path / "run" / "rank0" / STEPS
     text = file.read_text()
     junk = [
@@ -135,7 +135,7 @@ def test_damaged_lines_about_steps_are_passed_over(tmp_path: Path):
     ]
     file.write_text("\n".join(junk) + "\n" + text + text[: len(text) // 2])
     facts = read_step_facts(driftline.open_run(tmp_path / "run"))
-    assert {step for _, step in facts.calls} >= {1, 2, 3}
+    assert {step for _, step in facts.calls} >= {16, 17, 18, 19}
 
 
 # What two programs may differ in without being two programs.

@@ -150,11 +150,11 @@ class Trainings:
         for path in own[0].before.keys() & own[1].before.keys() - trained:
             errors.others[path] = _distance(now, (path,))
         self._measure_gradients(errors, own[0].gradients, own[1].gradients)
-        for mine, other in ((0, 1), (1, 0)):
+        for side, other in ((0, 1), (1, 0)):
             # A parameter that the other optimizer does not know is a matter of its update.
-            errors.lone_gradients[mine].extend(
+            errors.lone_gradients[side].extend(
                 path
-                for path, tensor in own[mine].gradients.items()
+                for path, tensor in own[side].gradients.items()
                 if path not in own[other].gradients
                 and path in own[other].after
                 and tensor.norm > 0.0
@@ -166,11 +166,11 @@ class Trainings:
                 grads = own[0].gradients.get(path), own[1].gradients.get(path)
                 errors.updates.append(self._change(path, befores, afters, grads))
         if own[0].after and own[1].after:
-            for mine, other in ((0, 1), (1, 0)):
-                errors.lone_updates[mine].extend(
+            for side, other in ((0, 1), (1, 0)):
+                errors.lone_updates[side].extend(
                     path
-                    for path in own[mine].after.keys() - own[other].after.keys()
-                    if _is_moved(now[mine].get(path), own[mine].after[path])
+                    for path in own[side].after.keys() - own[other].after.keys()
+                    if _is_moved(now[side].get(path), own[side].after[path])
                 )
 
     def _measure_gradients(self, errors: StepErrors, first: Weights, second: Weights) -> None:

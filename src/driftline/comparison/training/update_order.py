@@ -114,7 +114,7 @@ def training_report(
     return TrainingReport(
         tuple(sorted(compared)),
         lacking,
-        min(breaks, key=lambda each: each.position, default=None),
+        min(breaks, key=lambda broken: broken.position, default=None),
         weights_off,
         thinned,
     )
