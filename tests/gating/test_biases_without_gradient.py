@@ -82,7 +82,7 @@ def trained(model, folder, plant=None, *, optimizer=torch.optim.Adam, **asked):
     given = torch.randn(4, 3, 9, 9) if isinstance(model, Pictures) else torch.arange(18).view(2, 9)
     count = len(given) if isinstance(model, Pictures) else given.numel()
     step = optimizer(model.parameters(), 0.01)
-    with driftline.capture(model, folder, levels=LEVELS, **asked):
+    with driftline.capture(model, folder, levels=LEVELS, **{"steps": "*", **asked}):
         for number in range(STEPS):
             if plant is not None:
                 plant(model, number)

@@ -97,7 +97,7 @@ def trained(
     model, x = Net(last, parts), torch.randn(3, 16, WIDTH)
     if plant is not None:
         plant(model)
-    with driftline.capture(model, path, levels=["modules", "gradients"]):
+    with driftline.capture(model, path, levels=["modules", "gradients"], steps="*"):
         out = model(x)
         (out.square().mean() if loss == "squares" else out.sum()).backward()
     return path
@@ -180,7 +180,7 @@ def test_steps_after_it_are_not_alarms_and_a_fault_in_them_is_named(tmp_path: Pa
         torch.manual_seed(0)
         model, x = Net(LayerNorm(), parts), torch.randn(3, 16, WIDTH)
         optimizer = torch.optim.Adam(model.parameters(), 0.03)
-        with driftline.capture(model, path, levels=["modules", "gradients"]):
+        with driftline.capture(model, path, levels=["modules", "gradients"], steps="*"):
             for number in range(2):
                 if wrong and number:
                     model.up.weight.data *= 1.3
@@ -221,7 +221,7 @@ def test_a_gradient_that_did_not_cancel_has_the_usual_limit(tmp_path: Path) -> N
     def loss(path: Path, parts: int, size: float) -> Path:
         torch.manual_seed(0)
         model, x = Net(LayerNorm(after=lambda one: size * one), parts), torch.randn(3, 16, WIDTH)
-        with driftline.capture(model, path, levels=["modules", "gradients"]):
+        with driftline.capture(model, path, levels=["modules", "gradients"], steps="*"):
             model(x)[..., 0].sum().backward()
         return path
 

@@ -55,7 +55,9 @@ def optimizer_of(model: Net, fault: str) -> Any:
     )
 
 
-def train(folder: Path, fault: str = "", *, steps: int = STEPS, **options: Any) -> Path:
+def train(
+    folder: Path, fault: str = "", *, steps: int = STEPS, steps_kept: Any = None, **options: Any
+) -> Path:
     """A training of some steps, with accumulation, scaling, clipping and an average of weights."""
     path = folder / (fault or "good")
     if path.exists():
@@ -72,7 +74,7 @@ def train(folder: Path, fault: str = "", *, steps: int = STEPS, **options: Any) 
     loss_of = nn.CrossEntropyLoss(
         ignore_index=0, label_smoothing=0.1 if fault == "smoothing" else 0.0
     )
-    with driftline.capture(model, path, **options):
+    with driftline.capture(model, path, steps=steps_kept, **options):
         for step in range(steps):
             if fault != "zero_grad":
                 optimizer.zero_grad()
@@ -204,3 +206,13 @@ def test_a_training_of_other_weights_is_not_blamed_on_a_stage(good: Path, tmp_pa
     table = driftline.compare(good, run)
     assert table.training is not None and table.training.broken is None
     assert table.verdict == "fail" and "the drift starts at 'embed'" in table.finding
+
+
+def test_parameters_are_stored_after_every_update_that_is_captured(tmp_path: Path):
+    path = train(tmp_path, "stored", levels=("modules", "params"), steps_kept="*")
+    run = driftline.open_run(path)
+    heads = [r for r in run.records if (r.key.port, r.key.site) == ("param", "head")]
+    after = {r.key.step: r.digest for r in heads if r.key.moment == "after" if r.key.slot == "bias"}
+    assert sorted(after) == [*range(STEPS)] and len(set(after.values())) == STEPS
+    before = [r for r in heads if r.key.moment == "before"]
+    assert {r.key.step for r in before} == {0} and all(r.kept == "full" for r in heads)

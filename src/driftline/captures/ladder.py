@@ -13,7 +13,7 @@ LADDER = "ladder"
 """What a selection of steps says instead of numbers."""
 BUDGET = 1 << 30
 """Bytes of disk that all steps after the first may take."""
-_EVERY_STEP = 16
+EVERY_STEP = 16
 """As many steps at the beginning are all rungs."""
 
 
@@ -26,7 +26,7 @@ def is_rung(step: int) -> bool:
     >>> [step for step in range(14, 140) if is_rung(step)]
     [14, 15, 16, 17, 32, 33, 64, 65, 128, 129]
     """
-    if step < _EVERY_STEP:
+    if step < EVERY_STEP:
         return step >= 0
     return step & (step - 1) == 0 or (step - 1) & (step - 2) == 0
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from driftline.comparison.differences.difference import Difference
     from driftline.comparison.evidence.second_look import SecondLook
     from driftline.comparison.tolerance.thresholds import Thresholds
-    from driftline.comparison.training.training_report import TrainingReport
     from driftline.execution.jobs import Executor
 
 Source: TypeAlias = "Run | StrPath"
@@ -251,6 +250,9 @@ class Comparison:
     def table(self, measured: MeasuredRows) -> Table:
         """The table of all pairs and lone tensors, not judged yet."""
         reference, candidate = sides_of(self.plan, self.reference, self.candidate)
+        # Loaded late: most runs of other tools have nothing to say of a training.
+        from driftline.comparison.training.update_order import training_report
+
         differences = self.differences()
         return Table(
             rows=with_lone_rows(self.plan, measured.rows, measured.missing, measured.extra),
@@ -260,7 +262,7 @@ class Comparison:
             notes=self.plan.notes,
             differences=differences,
             structure=self.structure(measured.rows),
-            training=self.training(differences),
+            training=training_report(self.reference, self.candidate, self.plan, differences),
         )
 
     def differences(self) -> tuple[Difference, ...] | None:
@@ -269,12 +271,6 @@ class Comparison:
         from driftline.comparison.differences.find import differences_of
 
         return differences_of(self.reference, self.candidate, self.plan)
-
-    def training(self, differences: Sequence[Difference] | None) -> TrainingReport | None:
-        """What two trainings say of each other; None where nothing was trained."""
-        from driftline.comparison.training.update_order import training_report
-
-        return training_report(self.reference, self.candidate, self.plan, differences)
 
     def structure(self, rows: Iterable[Row] | None = None) -> Structure:
         """What the runs know of their model; nothing where limits were asked for.

@@ -38,6 +38,7 @@ from driftline.comparison.table.part import Part, open_parts, plan_digest
 from driftline.comparison.table.row import MANY, Row, tensors_of
 from driftline.comparison.table.structure import NO_STRUCTURE
 from driftline.comparison.table.table import Table
+from driftline.comparison.training.update_order import training_report
 from driftline.comparison.verdict.judge import judge
 from driftline.errors import BadFile, BadInput
 from driftline.execution.slicing import Shard, parse_shard, slice_of
@@ -158,7 +159,9 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
         looks,
         tuple(look.notes),
         differences,
-        comparison.training(differences) if shard.number == 1 else None,
+        training_report(comparison.reference, comparison.candidate, plan, differences)
+        if shard.number == 1
+        else None,
     )
 
 

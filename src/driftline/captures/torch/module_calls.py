@@ -93,6 +93,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     sessions = _sessions
     # One session is the usual case; no closure is made for it.
     if len(sessions) == 1:
+        if sessions[0].thread.quiet:
+            return _original(self, *args, **kwargs)
         return _watched(sessions[0], _original, self, *args, **kwargs)
     call = _original
     for session in sessions:
@@ -107,8 +109,6 @@ def _watched(
     # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
     # itself.
     thread = session.thread
-    if thread.quiet:
-        return call(self, *args, **kwargs)
     compiler = _set_eval_frame(None)
     stack = thread.stack
     depth = len(stack)
@@ -134,8 +134,7 @@ def _watched(
         return call(self, *args, **kwargs)
     room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
-        # Between the steps that are captured the parts of a model are called as they are.
-        thread.quiet = not depth and not frame.recompute and session.is_quiet(frame.step)
+        thread.quiet = _is_quiet(session, frame, depth)
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
         else:
@@ -166,6 +165,11 @@ def _watched(
         if compiler is not None:
             _set_eval_frame(compiler)
     return result
+
+
+def _is_quiet(session: CaptureSession, frame: Frame, depth: int) -> bool:
+    """Whether the parts of a model are called as they are: between the steps that are captured."""
+    return not depth and not frame.recompute and session.is_quiet(frame.step)
 
 
 def _is_usual(session: CaptureSession, module: nn.Module, depth: int) -> bool:
@@ -289,22 +293,33 @@ def enter(
     session.execution_order.setdefault(place.site)
     if module._compiled_call_impl is not None or (place.wraps and is_compiled(module)):
         explain(session, place)
-    look = place.look
-    taps = session.taps
-    facts = session.model_facts
+    _take_inputs(session, stack, frame, args, kwargs)
+    return frame
+
+
+def _take_inputs(
+    session: CaptureSession,
+    stack: list[Frame],
+    frame: Frame,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Take what a module is given, as far as somebody wants it, and tell the taps."""
+    place, module, taps = frame.place, frame.module, session.taps
+    look, facts = place.look, session.model_facts
     digested = len(stack) == 1 and facts is not None and facts.digests_call(frame)
     # Flattening is skipped where nobody looks at the inputs.
-    if digested or look.inputs_before or look.inputs_after or taps:
-        forward = unwrapped(module).forward if place.wraps else module.forward
-        binding = layers.binding_of(forward)
-        frame.inputs = layers.inputs(binding, args, kwargs, layers.cache_part(module, stack))
-        if digested and facts is not None:
-            session.guarded(frame.site, facts.note_tensors, frame, "input", frame.inputs)
-        if look.inputs_before and frame.inputs and session.wants_step(step):
-            _take_all(session, frame, "input", frame.inputs, "before")
-        if taps:
-            tell_taps(session, frame, outermost=len(stack) == 1)
-    return frame
+    if not (digested or look.inputs_before or look.inputs_after or taps):
+        return
+    forward = unwrapped(module).forward if place.wraps else module.forward
+    binding = layers.binding_of(forward)
+    frame.inputs = layers.inputs(binding, args, kwargs, layers.cache_part(module, stack))
+    if digested and facts is not None:
+        session.guarded(frame.site, facts.note_tensors, frame, "input", frame.inputs)
+    if look.inputs_before and frame.inputs and session.wants_step(frame.step):
+        _take_all(session, frame, "input", frame.inputs, "before")
+    if taps:
+        tell_taps(session, frame, outermost=len(stack) == 1)
 
 
 def _enter_root(session: CaptureSession, place: Place, module: nn.Module) -> None:

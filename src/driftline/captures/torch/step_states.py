@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from driftline.captures.calls import Frame
+from driftline.captures.ladder import EVERY_STEP
 from driftline.captures.model_facts import FactsFile
 from driftline.captures.recorder import Snapshot, every_nth
 from driftline.captures.torch.tensors import recording, snapshot, undisturbed
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 _NO_NUMBERS = np.empty(0)
 _LARGEST_TENSOR = 1 << 30
 """Bytes of a tensor that is read as a whole; of a larger one only samples are looked at."""
-_FEW_STEPS = 16
 _SHARE = 20
 """After the first steps, reading may take one part in so many of the time since it began."""
 
@@ -133,7 +133,7 @@ class StepStates:
         if not self._session.watches_state(step):
             return False
         # A large model that takes small steps: reading it must not be what the program does.
-        if step >= _FEW_STEPS and self._spent * _SHARE > time.monotonic() - self._begun:
+        if step >= EVERY_STEP and self._spent * _SHARE > time.monotonic() - self._begun:
             self._left_out += self._looked.get("left out") != step
             self._looked["left out"] = step
             return False
@@ -221,8 +221,8 @@ class CallDigests:
 
     def begins(self, frame: Frame) -> bool:
         """Whether an outermost call is looked at."""
-        # Step 0 is captured as a whole.
-        if not frame.step or frame.recompute or frame.place.root.helper or self._left <= 0:
+        # The first steps are captured as a whole, and have digests in the index.
+        if frame.step < EVERY_STEP or frame.recompute or frame.place.root.helper or self._left <= 0:
             return False
         # A model of short calls is timed again now and then: it may be given more to do.
         if self._took.get(frame.site, 1.0) < _SHORT and frame.step % _TIMED_AGAIN:

@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from driftline.comparison.differences.models import ModelPair
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.sidecars.model_facts import ModelFacts
 from driftline.runs.sidecars.step_facts import F64, State, StepFacts, TensorState
+
+_AGREEING, _MEANING, _FEWEST = 0.1, 1e-4, 4
+"""Elements of two gradients that differ by less agree; those that are smaller, of the largest, may
+be rounding alone; and so few of them say nothing."""
 
 Weights = Mapping[str, TensorState]
 
@@ -150,11 +155,11 @@ class Trainings:
         for path in own[0].before.keys() & own[1].before.keys() - trained:
             errors.others[path] = _distance(now, (path,))
         self._measure_gradients(errors, own[0].gradients, own[1].gradients)
-        for mine, other in ((0, 1), (1, 0)):
+        for side, other in ((0, 1), (1, 0)):
             # A parameter that the other optimizer does not know is a matter of its update.
-            errors.lone_gradients[mine].extend(
+            errors.lone_gradients[side].extend(
                 path
-                for path, tensor in own[mine].gradients.items()
+                for path, tensor in own[side].gradients.items()
                 if path not in own[other].gradients
                 and path in own[other].after
                 and tensor.norm > 0.0
@@ -166,11 +171,11 @@ class Trainings:
                 grads = own[0].gradients.get(path), own[1].gradients.get(path)
                 errors.updates.append(self._change(path, befores, afters, grads))
         if own[0].after and own[1].after:
-            for mine, other in ((0, 1), (1, 0)):
-                errors.lone_updates[mine].extend(
+            for side, other in ((0, 1), (1, 0)):
+                errors.lone_updates[side].extend(
                     path
-                    for path in own[mine].after.keys() - own[other].after.keys()
-                    if _is_moved(now[mine].get(path), own[mine].after[path])
+                    for path in own[side].after.keys() - own[other].after.keys()
+                    if _is_moved(now[side].get(path), own[side].after[path])
                 )
 
     def _measure_gradients(self, errors: StepErrors, first: Weights, second: Weights) -> None:
@@ -194,9 +199,8 @@ class Trainings:
         afters: tuple[TensorState, TensorState],
         gradients: tuple[TensorState | None, TensorState | None],
     ) -> Change:
-        a0, b0 = _vectors(*befores)
-        a1, b1 = _vectors(*afters)
         gradient, same_gradient = math.nan, False
+        clear: npt.NDArray[np.bool_] | None = None
         if gradients[0] is not None and gradients[1] is not None:
             g, h = _vectors(gradients[0], gradients[1])
             same_gradient = bool(gradients[0].digest) and (
@@ -205,6 +209,16 @@ class Trainings:
             if g is not None and h is not None:
                 gap = 0.0 if same_gradient else float(np.linalg.norm(g - h))
                 gradient = _ratio(gap, float(np.linalg.norm(g)))
+            if not same_gradient:
+                clear = _clear_elements(gradients[0].samples, gradients[1].samples)
+        if clear is None:
+            (a0, b0), (a1, b1) = _vectors(*befores), _vectors(*afters)
+        else:
+            # Optimizers that divide by the size of a gradient make steps of gradients that are
+            # nothing but rounding: only elements that are more than that are compared.
+            sampled = [tensor.samples for tensor in (*befores, *afters)]
+            fits = clear.any() and all(len(samples) == len(clear) for samples in sampled)
+            a0, b0, a1, b1 = (samples[clear] if fits else None for samples in sampled)
         same_weights = bool(befores[0].digest) and befores[0].digest == befores[1].digest
         same_after = bool(afters[0].digest) and afters[0].digest == afters[1].digest
         vectors = (a0, b0, a1, b1)
@@ -221,6 +235,17 @@ class Trainings:
         rounding = 2.0 * unit * float(np.linalg.norm(a0))
         norms = float(np.linalg.norm(moved)), float(np.linalg.norm(other))
         return Change(path, gradient, same_gradient, same_weights, error, norms, rounding)
+
+
+def _clear_elements(first: F64, second: F64) -> npt.NDArray[np.bool_]:
+    """Elements whose gradients agree, and are large enough to mean something."""
+    if len(first) != len(second):
+        return np.zeros(0, np.bool_)
+    size = np.maximum(np.abs(first), np.abs(second))
+    largest = float(size.max(initial=0.0))
+    clear = (np.abs(first - second) <= _AGREEING * size) & (size > _MEANING * largest)
+    few = np.count_nonzero(clear) < min(_FEWEST, len(first))
+    return np.zeros(len(first), np.bool_) if few else clear
 
 
 class _Parts(NamedTuple):

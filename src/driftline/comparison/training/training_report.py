@@ -205,6 +205,10 @@ def _with_later_rows_excused(
     Two sound trainings move apart, as rounding errors of one step are the weights of the next. How
     far they have is measured; what is not much further off than that shows no fault.
     """
+    first = judged.first
+    # A fault of another kind comes first: what follows it is no noise.
+    if first is None or not _is_explained(first, report):
+        return judged
     excused: dict[Tensors, Row] = {}
     while judged.verdict == "fail":
         # Without some of the rows that fail, others may come to the front.

@@ -35,9 +35,10 @@ _COARSE = (0.1, 0.7)
 """The same for formats of eight bits and fewer."""
 _LOSS_BY_WAY, _GRADIENTS_BY_WAY = 3.0, 10.0
 """Times so much as weights are apart, of their way, a loss and gradients may be."""
-_SAME_KERNELS = 20.0
-"""Gradients of a loss that is equal to the bit may be off by so many times less; so may a loss that
-other functions compute from equal weights."""
+_SAME_KERNELS = 4.0
+"""Gradients of a loss that is equal to the bit may be off by so many times less."""
+_OTHER_LOSS = 20.0
+"""A loss that other functions compute from equal weights may be off by so many times less."""
 _SAME_UPDATE = 1e-3
 """Relative error of an update that equal gradients and weights may have: other kernels, no more."""
 _SIGNS = 1.5
@@ -114,7 +115,7 @@ def training_report(
     return TrainingReport(
         tuple(sorted(compared)),
         lacking,
-        min(breaks, key=lambda each: each.position, default=None),
+        min(breaks, key=lambda broken: broken.position, default=None),
         weights_off,
         thinned,
     )
@@ -337,7 +338,7 @@ class _Finder:
         most = max(self._allowed.loss, _LOSS_BY_WAY * errors.weights)
         if errors.weights == 0.0 and errors.distance == 0.0 and self._other_loss(errors.step):
             # Weights are equal to the bit, and the loss is made by other functions.
-            most /= _SAME_KERNELS
+            most /= _OTHER_LOSS
         if len(first) != len(second):
             words = (
                 f"there are {len(first)} backward passes in step {errors.step} of the reference "
