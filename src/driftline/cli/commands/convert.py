@@ -55,6 +55,14 @@ def convert(
     print(f"{done.path}: {counted(done.tensors, 'tensor')}, {size(done.size)}, as {to}")
     if not done.left_out:
         return EXIT_FINE
+    # Every dump keeps later steps as summaries unless steps were named; nothing was lost.
+    if done.tensors and all(
+        key.step and reason == "only its summary was kept" for key, reason in done.left_out
+    ):
+        number = counted(len(done.left_out), "tensor")
+        words = "of later steps left out: only summaries were kept; dump --step '*' keeps values"
+        print(f"driftline: {number} {words}", file=sys.stderr)
+        return EXIT_FINE
     fate = "left out"
     if to == "run":
         fate = f"{'has' if len(done.left_out) == 1 else 'have'} no values in it"
