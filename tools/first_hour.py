@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # One command may not take longer: nothing may hang.
 SECONDS = 900
 # A page is read: of long outputs its beginning and its end.
-HEAD, TAIL = 28, 6
+HEAD, TAIL = 28, 10
 TEST = """import torch
 import driftline
 
