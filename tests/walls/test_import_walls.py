@@ -84,6 +84,7 @@ VENDORS_IN_THE_CORE: dict[tuple[str, str], str] = {
     ("cli/commands/compare.py", "ait"): "`compare -gp -mp` writes the report of `ait compare`",
     ("cli/commands/check.py", "decoders"): "layer files of a decoder are a table to be judged",
     ("cli/commands/dump.py", "ONNX Runtime"): "`dump --engine onnxruntime` hands over to it",
+    ("cli/commands/compare.py", "ONNX Runtime"): "`compare a.onnx b.onnx` runs the two files",
     ("reporting/html/report.py", "decoders"): "a decoder's folder has a page of its own",
     ("cli/commands/look.py", "torch"): "`doctor` lists the devices that torch sees",
     ("cli/commands/setup.py", "torch"): "`doctor --aiu` tries one compiled layer",
