@@ -341,7 +341,9 @@ class _Learnt:
     def gradient(self, row: Row) -> float:
         """Of the parameter that a row is about; 0 before anything was learnt."""
         errors = self._errors.get(_parameter(row), ())
-        return max((error for step, error in errors if step < row.key.step), default=0.0)
+        # A parameter may have been captured after the update of its step.
+        end = row.key.step + (row.key.moment == "after")
+        return max((error for step, error in errors if step < end), default=0.0)
 
 
 def _parameter(row: Row) -> tuple[str, str, int, int]:
