@@ -18,7 +18,7 @@ from driftline.comparison.table.row_spool import RowSpool
 from driftline.errors import Unreachable
 from driftline.runs import index as kept_lines
 from driftline.runs import index as kept_records
-from driftline.runs import local_files
+from driftline.runs.files import local_files
 from driftline.runs.reader import open_run
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter

@@ -23,8 +23,8 @@ from driftline.formats.convert.targets import FilePerTensor, TensorList, write_s
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.layout import MODEL, STEPS, WEIGHTS
-from driftline.runs.local_files import reason_of
 from driftline.runs.provenance import check_room, create_run
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage
