@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.plan import Pair
+from driftline.alignment.plan import Pair, Plan, execution
+from driftline.alignment.rules.accidental_names import in_doubt, still_alone
 from driftline.alignment.rules.containers import Tree, link_across, link_containers, link_uncalled
 from driftline.alignment.rules.fused_projections import (
     Interleaving,
@@ -24,6 +25,7 @@ from driftline.alignment.rules.fused_projections import (
     pair_reordered,
 )
 from driftline.alignment.rules.leaves import Link, link_leaves
+from driftline.alignment.rules.maps import mapped_classes
 from driftline.alignment.rules.same_value import ForwardedInputs
 from driftline.alignment.sites.kinds import MAPPED, is_known
 from driftline.alignment.sites.roles import infer_elementwise_kinds, infer_roles
@@ -52,6 +54,9 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 # Relative difference that counts as close: wider than the noise of half precision.
 _CLOSE = 0.02
@@ -591,3 +596,57 @@ class Fingerprints:
 
 def _near(reference: float, candidate: float, scale: float) -> bool:
     return abs(reference - candidate) <= _CLOSE * max(abs(reference), abs(candidate), scale * 1e-3)
+
+
+def by_structure(plan: Plan, context: Context) -> Plan:
+    """Pairs by class, shape and order of execution."""
+    # Names that agree may still be accidents: such pairs are released, and structure decides
+    # them again.
+    doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
+    if not doubted and not (plan.missing and plan.extra):
+        return plan
+    if doubted:
+        loose = {id(pair) for pair in doubted}
+        kept = tuple(pair for pair in plan.pairs if id(pair) not in loose)
+        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=execution)
+        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=execution)
+        plan = plan._replace(pairs=kept, missing=tuple(missing), extra=tuple(extra))
+    structural = align_by_structure(
+        context.reference,
+        context.candidate,
+        plan.pairs,
+        plan.missing,
+        plan.extra,
+        mapped_classes(context.options.mapping_file),
+    )
+    again = still_alone(doubted, structural.pairs)
+    notes = structural.notes
+    # Released pairs that structure has not made again were accidents; the user is told which
+    # rule decided.
+    moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
+    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *structural.pairs)}
+    if moved:
+        notes = [
+            *notes,
+            f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
+            "do other work or are in another place, so structure decides; --map overrides it",
+        ]
+    plan = plan.with_pairs([*structural.pairs, *again])
+    least, most = sorted((len(plan.missing), len(plan.extra)))
+    # Half as many tensors without partner as pairs: more likely two models than two runs of
+    # one.
+    if 2 * least > len(plan.pairs) > 0:
+        notes = [
+            *notes,
+            f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
+            "pairs): are these runs of one model?",
+        ]
+    # A reason is kept only for a tensor that is still unpaired after the released pairs came
+    # back.
+    reasons = {
+        (side, record.key): structural.reasons[side, record.key]
+        for side, records in plan.unpaired()
+        for record in records
+        if (side, record.key) in structural.reasons
+    }
+    return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
