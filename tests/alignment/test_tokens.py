@@ -451,10 +451,10 @@ class Decoder(nn.Module):
 def test_a_captured_model_with_a_warm_up_and_pads_is_aligned(tmp_path: Path) -> None:
     model = Decoder()
     with torch.no_grad():
-        with driftline.capture(model, tmp_path / "plain"):
+        with driftline.capture(model, tmp_path / "plain", steps="*"):
             model(torch.tensor([[1, 2, 3]]))
             model(torch.tensor([[4]]))
-        with driftline.capture(model, tmp_path / "warm"):
+        with driftline.capture(model, tmp_path / "warm", steps="*"):
             model(torch.zeros(1, 7, dtype=torch.long))
             model(torch.tensor([[1, 2, 3]]))
             model(torch.tensor([[4]]))
@@ -481,7 +481,8 @@ def test_a_padded_generation_of_a_llama_agrees_and_a_fault_in_it_is_named(tmp_pa
     how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": 63}
 
     def generate(name: str, ids: torch.Tensor) -> Path:
-        with driftline.capture(model, tmp_path / name):
+        # By default later steps are summaries, out of which pads cannot be taken.
+        with driftline.capture(model, tmp_path / name, steps="*"):
             model.generate(ids, attention_mask=(ids != 0).long(), **how)
         return tmp_path / name
 

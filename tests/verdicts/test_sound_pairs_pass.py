@@ -230,26 +230,32 @@ def test_a_norm_that_adds_error_itself_is_found() -> None:
 class Positions(nn.Module):
     """Sines of positions: angles of hundreds have no digits left in bfloat16."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, learnt: bool) -> None:
         super().__init__()
-        self.register_buffer("rates", 10_000.0 ** -(torch.arange(WIDTH) / WIDTH))
+        rates = 10_000.0 ** -(torch.arange(WIDTH) / WIDTH)
+        if learnt:
+            self.rates = nn.Parameter(rates)
+        else:
+            self.register_buffer("rates", rates)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.sin(ids[..., None].to(self.rates.dtype) * self.rates)
 
 
 class Positioned(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, learnt: bool) -> None:
         super().__init__()
-        self.positions, self.linear = Positions(), nn.Linear(WIDTH, WIDTH)
+        self.positions, self.linear = Positions(learnt=learnt), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.linear(self.positions(ids))
 
 
-def test_a_replay_that_is_as_wrong_does_not_acquit_a_format() -> None:
+@pytest.mark.parametrize("learnt", [False, True], ids=["buffer", "parameter"])
+def test_a_replay_that_is_as_wrong_does_not_acquit_a_format(learnt: bool) -> None:
+    """Replay keeps the digits of buffers; weights are rounded, and the trusted module errs, too."""
     torch.manual_seed(0)
-    model = Positioned()
+    model = Positioned(learnt=learnt)
     ids = torch.arange(400)[None]
     reference = run_of(model, ids)
     candidate = run_of(copy.deepcopy(model).bfloat16(), ids)

@@ -27,7 +27,8 @@ class ReplayResult(NamedTuple):
         effect: The candidate's effect.
         low: The least that trusted executions have of that statistic (error: of noise).
         high: The most they have.
-        noise: Relative error of the trusted execution that errs most.
+        noise: Relative error of the trusted execution that errs most, also where that is so much
+            that nothing else can be said.
         unit: Unit roundoff of the candidate's format.
         slot: Which output.
         own_code_only: Whether its output alone was looked at while its own code was repeated: what
@@ -36,7 +37,8 @@ class ReplayResult(NamedTuple):
             is then made after that.
         trouble: Why nothing can be said; empty otherwise.
         failed: Whether that is because it does not give its own output on its own inputs.
-        reason: What it does, where that is no number: another shape, other integers.
+        reason: What it does, where that is no number: another shape, other integers, buffers in a
+            format that is too coarse for them.
     """
 
     introduced: bool

@@ -494,7 +494,7 @@ def judge_sites(
         return None
     transfers = transfers_of(sites, structure)
     growth = growths(sites, transfers, structure)
-    statuses = site_statuses(sites, transfers, growth, evidence)
+    statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:

@@ -155,6 +155,7 @@ class SiteStatus(NamedTuple):
 
 
 _NO_REPLAY: Mapping[str, ReplayResult] = {}
+_NO_INTEGERS: Mapping[str, float] = {}
 
 
 class Evidence(NamedTuple):
@@ -215,9 +216,18 @@ def site_statuses(
     transfers: Mapping[Place, Sequence[Transfer]],
     growth: Mapping[Place, Growth],
     evidence: Evidence,
+    quantised: Mapping[str, float] = _NO_INTEGERS,
 ) -> dict[Place, SiteStatus]:
-    """Status of every site: own evidence first, then other evidence, then inheritance."""
-    statuses = _own_evidence(sites, transfers, growth, evidence)
+    """Status of every site: own evidence first, then other evidence, then inheritance.
+
+    Args:
+        sites: What is judged.
+        transfers: What came into each of them and what it made of it.
+        growth: What its error is compared with what came in.
+        evidence: What is known besides.
+        quantised: Relative error that sites may have because they compute with integers.
+    """
+    statuses = _own_evidence(sites, transfers, growth, evidence, quantised)
     # Replay is the better evidence: as soon as it convicts a site, weaker evidence may not add
     # others.
     if not any(
@@ -262,6 +272,7 @@ def _own_evidence(
     transfers: Mapping[Place, Sequence[Transfer]],
     growth: Mapping[Place, Growth],
     evidence: Evidence,
+    quantised: Mapping[str, float],
 ) -> dict[Place, SiteStatus]:
     """The status of every site by the best evidence there is for it."""
     floor = evidence.floor
@@ -271,7 +282,8 @@ def _own_evidence(
     for place, site in sites.items():
         judgement = evidence.replayed.get(place.site) if place.direction == "forward" else None
         if judgement is not None:
-            statuses[place] = _by_replay(site, judgement, is_leaf=place.site not in parts)
+            codes = quantised.get(place.site, 0.0)
+            statuses[place] = _by_replay(site, judgement, codes, is_leaf=place.site not in parts)
             # Replay of a container's own code looks at its output only; what it passes to parts is
             # judged apart.
             if statuses[place].status == "clean" and place in within:
@@ -442,18 +454,20 @@ def _within(
     return convicted
 
 
-def _by_replay(site: Site, judgement: ReplayResult, *, is_leaf: bool) -> SiteStatus:
+def _by_replay(site: Site, judgement: ReplayResult, codes: float, *, is_leaf: bool) -> SiteStatus:
+    """Status by what a replay says of a site; `codes` is what its integers may be off by."""
     call = site.worst
+    limit = max(flat_limit(call), codes)
+    # A trusted module that was put into this format is as wrong: the format is what is wrong. Of a
+    # container it is what all of its parts add up to, and says nothing.
+    as_wrong = is_leaf and not judgement.introduced and not judgement.failed
+    if as_wrong and min(judgement.noise, call.error) > limit > 0.0:
+        name = "a format of integers" if codes else call.worst.candidate_dtype
+        reason, ratio = too_coarse(name, judgement.noise), judgement.noise / limit
+        return SiteStatus("introduced", "replay", ratio, judgement.noise, call, reason)
     if judgement.trouble:
         return SiteStatus("unknown", "replay", math.nan, math.nan, call, judgement.trouble)
     status: Status = "introduced" if judgement.introduced else "clean"
-    limit = flat_limit(call)
-    # A trusted module that was put into this format is as wrong: the format is what is wrong. Of a
-    # container it is what all of its parts add up to, and says nothing.
-    if is_leaf and status == "clean" and min(judgement.noise, call.error) > limit > 0.0:
-        reason = too_coarse(call.worst.candidate_dtype, judgement.noise)
-        ratio = judgement.noise / limit
-        return SiteStatus("introduced", "replay", ratio, judgement.noise, call, reason)
     return SiteStatus(status, "replay", judgement.excess, judgement.noise, call, judgement.reason)
 
 

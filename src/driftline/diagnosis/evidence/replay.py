@@ -34,6 +34,7 @@ from driftline.comparison.verdict.growth import quantised_sites
 from driftline.comparison.verdict.module_kinds import attends
 from driftline.comparison.verdict.own_error import CHOICES, ReplayResult
 from driftline.comparison.verdict.sites import FINE, ancestors, parts_of
+from driftline.comparison.verdict.status import too_coarse
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
 from driftline.diagnosis.evidence.other_function import FINEST, another_function
 from driftline.errors import BadInput
@@ -395,7 +396,20 @@ def _judged_site(
             judgement = judgement._replace(
                 introduced=True, statistic="function", excess=other.excess, halves=other.halves
             )
+    if about is not None and _is_by_format(judgement, about.format_cost):
+        judgement = judgement._replace(reason=too_coarse(_format_of(unit), about.format_cost))
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
+
+
+def _is_by_format(judgement: ReplayResult, cost: float) -> bool:
+    """Whether a site errs by no more than its buffers' format costs a trusted module."""
+    effect = judgement.effect
+    return judgement.introduced and effect is not None and 0.0 < effect.error <= _ERROR * cost
+
+
+def _format_of(unit: float) -> str:
+    """The number format with a unit roundoff."""
+    return next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
 
 
 def _is_its_own(
@@ -452,7 +466,7 @@ def _streams(
     unit: float,
 ) -> dict[tuple[str, int], _Stream]:
     streams: dict[tuple[str, int], _Stream] = {}
-    coarse = next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
+    coarse = _format_of(unit)
     # Many calls share one budget of elements, so that a site costs the same however often it was
     # called.
     budget = max(1, len(records))
@@ -568,7 +582,7 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
     # What a trusted execution itself gets wrong by much more than roundings excuses nothing.
     most = _MOST_NOISE * about.unit * math.sqrt(1.0 + about.parts)
     if not is_introduced and not gross and not allowed and about.unit > FINE and widest > most:
-        return ReplayResult(False, trouble=_too_wide(widest, about.unit))
+        return ReplayResult(False, noise=widest, trouble=_too_wide(widest, about.unit))
     return ReplayResult(
         is_introduced or gross,
         statistic,
