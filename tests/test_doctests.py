@@ -20,7 +20,7 @@ MODULES = sorted(
         "driftline.numerics._kernel",
         "driftline.formats._read_ahead",
         "driftline.numerics.gpu._launch",
-        "driftline.runs._mapped_file",
+        "driftline.runs.files._mapped_file",
     )
 )
 

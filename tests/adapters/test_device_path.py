@@ -58,7 +58,7 @@ def run(
     torch.manual_seed(0)
     model, x = Net(), torch.randn(3, 8)
     sink = sink or MemorySink()
-    watching = capture(model, sink, keep=keep, ports=ports)
+    watching = capture(model, sink, keep=keep, ports=ports, steps="*")
     watching.session.device_backend.pretends = pretend
     if budgets is not None:
         watching.session.device_backend.budgets = budgets
@@ -112,7 +112,10 @@ def test_later_calls_are_recorded_as_the_first_was(tmp_path: Any, keep: str) -> 
     model = Repeated()
     given = [torch.randn(n, 8) for n in (3, 3, 2, 4, 2)]  # another shape, then an exception
     for pretend in (False, True):
-        watching = driftline.capture(model, tmp_path / str(pretend), keep=keep, ports="output")
+        # Every call as it is asked for: where no steps are named, later ones are summaries.
+        watching = driftline.capture(
+            model, tmp_path / str(pretend), keep=keep, ports="output", steps="*"
+        )
         watching.session.device_backend.pretends = pretend
         with torch.no_grad(), watching:
             for x in given:

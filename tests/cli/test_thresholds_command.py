@@ -243,14 +243,14 @@ def test_layer_files_are_checked_against_layer_thresholds(driftline, layers, tmp
     assert driftline("check", layers, "--thresholds", known, "-q").code == 1
 
 
-def test_what_cannot_be_checked_is_a_sentence(driftline, tables, tokens):
+def test_what_cannot_be_checked_is_a_sentence(driftline, tables, layers, tokens):
     driftline("calibrate", tables / "clean", "-o", tables / "t.json")
     other = tables / "other.json"
     other.write_text('{"model_id": "acme--large", "abs_diff": {"model.encoder.0": 1.0}}')
     whole = tables / "whole.json"
     whole.write_text('{"model_id": "acme--large", "ce": 1.0}')
     for words, sentence in {
-        (tables / "clean",): "nothing says what is allowed",
+        (layers,): "nothing says what is allowed",
         (tables / "clean", "--thresholds", tables / "none.json"): "cannot be read",
         (tables / "clean", "--thresholds", other): "seems to be for another model ('acme--large')",
         (tables / "clean", "--thresholds", whole): "for the model as a whole (ce)",

@@ -550,13 +550,13 @@ def test_another_random_tensor_gets_no_name(seed: int) -> None:
 
 def test_a_linear_layer_that_was_given_other_heads_is_understood_from_its_output() -> None:
     from driftline.diagnosis.causes.linear_solve import implied_input
-    from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS
+    from driftline.diagnosis.causes.registry import rules_for_inputs
 
     rng = np.random.default_rng(0)
     x, w = tensor(), rng.standard_normal((64, 64))
     seen = implied_input(case(x @ w, heads(x) @ w, inputs={"input": x}))
     assert seen is not None
-    found, _ = best_clue(seen, RULES_FOR_INPUTS)
+    found, _ = best_clue(seen, rules_for_inputs())
     assert found is not None
     assert found.cause == "permutation"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from driftline.diagnosis.evidence.replay import on_the_grid
+from driftline.diagnosis.evidence.other_function import on_the_grid
 from driftline.testing.faults import FAULTS, Setting
 from driftline.testing.faults.trials import METHODS, planted
 

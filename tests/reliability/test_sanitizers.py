@@ -25,7 +25,7 @@ def test_the_sanitizers_find_nothing_in_what_reads_files(tmp_path: Path) -> None
     driver = Path(__file__).with_name("sanitized_files.c")
     program, folder = tmp_path / "program", tmp_path / "files"
     folder.mkdir()
-    places = ["-I", str(SOURCE / "formats"), "-I", str(SOURCE / "runs")]
+    places = ["-I", str(SOURCE / "formats"), "-I", str(SOURCE / "runs" / "files")]
     subprocess.run(
         ["gcc", *FLAGS, *places, driver, "-o", program, "-lpthread"], check=True, timeout=110
     )

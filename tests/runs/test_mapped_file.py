@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 from support.programs import running
@@ -38,7 +38,7 @@ def write_run(path: Path, *, shift: float = 0.0, count: int = 6) -> Path:
 
 CUTTING = """
 import os, sys
-from driftline.runs import local_files
+from driftline.runs.files import local_files
 from driftline.cli.main import main
 
 real = local_files.Shards._map
@@ -119,7 +119,7 @@ def test_the_count_of_faults_and_the_names(tmp_path: Path) -> None:
 def test_another_programs_map_still_ends_as_it_would() -> None:
     program = """
 import mmap, os, sys, tempfile
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 with tempfile.NamedTemporaryFile() as file:
     file.write(b"1" * (1 << 20)); file.flush()
     guarded = mapped_file.map_range(file.name, 0, 1000)
@@ -137,7 +137,7 @@ def test_a_library_that_takes_the_signal_for_itself_does_not_keep_it(tmp_path: P
     """Paddle takes it when it is imported; faulthandler does, too, and starts faster."""
     program = f"""
 import faulthandler, os
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 path = {str(tmp_path / "file")!r}
 with open(path, "wb") as file:
     file.write(b"1" * (1 << 20))
@@ -182,7 +182,7 @@ def test_a_child_forked_while_others_map_files_maps_its_own() -> None:
     """It hung in C, where no exception and no handler ends it, in four of seven forks."""
     program = """
 import os, signal, threading
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 
 library = mapped_file._library()
 
@@ -209,7 +209,7 @@ def test_a_torch_file_is_guarded_too(tmp_path: Path) -> None:
     program = f"""
 import os, sys, torch
 from driftline import open_run
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 path = {str(tmp_path / "x.pt")!r}
 torch.save({{"a": torch.ones(1 << 20), "b": torch.ones(7)}}, path)
 run = open_run(path)

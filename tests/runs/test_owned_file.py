@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driftline.runs.owned_file import FileTaken, OwnedFile, UnnamedFile
+from driftline.runs.files.owned_file import FileTaken, OwnedFile, UnnamedFile
 from driftline.runs.reader import DiskRun, open_run
 from driftline.runs.verify import verify
 

@@ -9,10 +9,10 @@ feeds which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from driftline.alignment.normalise.pipeline import (
     Views,
@@ -21,10 +21,10 @@ from driftline.alignment.normalise.pipeline import (
     is_compiled,
     keeps_graphs,
 )
-from driftline.alignment.plan import Pair, Plan, Rule, execution
-from driftline.alignment.rules.names import nothing_in_common, pair_by_name, select
+from driftline.alignment.plan import Pair, Plan, execution
+from driftline.alignment.rules.names import refuse_unrelated, select
 from driftline.errors import BadInput
-from driftline.runs.records import Record
+from driftline.registry import Address
 from driftline.runs.run import Run
 
 LONG = 4_000
@@ -137,7 +137,9 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
     )
     plan = Plan((), tuple(seen.reference.records), tuple(seen.candidate.records))
     if options.maps or options.mapping_file is not None:
-        plan = _by_map(plan, options)
+        from driftline.alignment.rules.maps import pair_by_map
+
+        plan = pair_by_map(plan, options)
     graph_plan = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
     if graph_plan is None:
         return None
@@ -149,7 +151,7 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
     return narrowed(plan, options.sites, options.ports)
 
 
-class _Context:
+class Context:
     """The two runs and the options, as matching rules ask for them.
 
     Attributes:
@@ -179,22 +181,27 @@ class MatchingRule(NamedTuple):
     Attributes:
         name: For readers of this list.
         applies: Whether the rule is asked, given the plan so far.
-        propose: The plan with more pairs; None if the rule has nothing to say.
+        place: Where the function is that gives the plan with more pairs, or None if it has nothing
+            to say: `file:function`, in `rules`.
         final: If the rule proposes a plan, no weaker rule is asked.
     """
 
     name: str
-    applies: Callable[[Plan, _Context], bool]
-    propose: Callable[[Plan, _Context], Plan | None]
+    applies: Callable[[Plan, Context], bool]
+    place: str
     final: bool = False
+
+    def proposed(self, plan: Plan, context: Context) -> Plan | None:
+        """What the rule makes of the plan so far; imports it."""
+        return Address(f"driftline.alignment.rules.{self.place}").load()(plan, context)
 
 
 def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
     """Apply the rules, strongest first; each sees what the ones before left unpaired."""
-    context = _Context(reference, candidate, options)
+    context = Context(reference, candidate, options)
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     for rule in RULES:
-        proposed = rule.propose(plan, context) if rule.applies(plan, context) else None
+        proposed = rule.proposed(plan, context) if rule.applies(plan, context) else None
         if proposed is not None:
             plan = proposed
             if rule.final:
@@ -204,7 +211,7 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
 
         plan = release_wider(reassign_inputs(plan))
     plan = plan._replace(notes=(*plan.notes, *context.notes))
-    return plan if plan.pairs else _refuse_unrelated(plan)
+    return plan if plan.pairs else refuse_unrelated(plan)
 
 
 def _differ_in_width(pair: Pair) -> bool:
@@ -213,192 +220,44 @@ def _differ_in_width(pair: Pair) -> bool:
     return pair.reference.key.port == "input" and widths[0] != widths[1]
 
 
-def _has_map(plan: Plan, context: _Context) -> bool:
+def _has_map(plan: Plan, context: Context) -> bool:
     del plan
     return bool(context.options.maps) or context.options.mapping_file is not None
 
 
-def _has_compiled_graphs(plan: Plan, context: _Context) -> bool:
+def _has_compiled_graphs(plan: Plan, context: Context) -> bool:
     del plan
     return is_compiled(context.reference) or is_compiled(context.candidate)
 
 
-def _names_apply(plan: Plan, context: _Context) -> bool:
+def _names_apply(plan: Plan, context: Context) -> bool:
     del plan
     return context.names_count
 
 
-def _more_names_apply(plan: Plan, context: _Context) -> bool:
+def _more_names_apply(plan: Plan, context: Context) -> bool:
     return context.names_count and _both_have_more(plan)
 
 
-def _order_applies(plan: Plan, context: _Context) -> bool:
+def _order_applies(plan: Plan, context: Context) -> bool:
     return context.structural and _both_have_more(plan)
 
 
-def _structure_applies(plan: Plan, context: _Context) -> bool:
+def _structure_applies(plan: Plan, context: Context) -> bool:
     return context.structural and bool(plan.missing or plan.extra)
 
 
-def _guesses_apply(plan: Plan, context: _Context) -> bool:
+def _guesses_apply(plan: Plan, context: Context) -> bool:
     return _structure_applies(plan, context) and not context.operators_named
 
 
-def _projections_apply(plan: Plan, context: _Context) -> bool:
+def _projections_apply(plan: Plan, context: Context) -> bool:
     return context.options.structural and bool(plan.pairs) and _both_have_more(plan)
-
-
-def _by_user_map(plan: Plan, context: _Context) -> Plan:
-    return _by_map(plan, context.options)
-
-
-def _by_name(plan: Plan, context: _Context) -> Plan:
-    del context
-    by_name = pair_by_name(plan.missing, plan.extra)
-    return _with_pairs(plan, by_name.pairs, by_name) if plan.pairs else by_name
-
-
-def _by_compiled_graphs(plan: Plan, context: _Context) -> Plan:
-    """Pairs by the calls that a compiler lists, with the program lines they come from."""
-    from driftline.alignment.annotate.compiled_graphs import with_lines
-    from driftline.alignment.rules.exported import with_calls
-    from driftline.alignment.rules.operator_calls import align_compiled
-    from driftline.alignment.sites.compiled_graphs import graphs_of
-
-    graphs = graphs_of(context.reference), graphs_of(context.candidate)
-    plan = with_calls(align_compiled(*graphs, plan), context.reference, context.candidate)
-    return with_lines(plan, *graphs) if plan.pairs else _refuse_unrelated(plan)
-
-
-def _by_operators(plan: Plan, context: _Context) -> Plan | None:
-    """Pairs of modules with the operators that ran in them, by the names of these."""
-    from driftline.alignment.rules.module_operators import (
-        names_modules,
-        pair_modules_with_operators,
-    )
-
-    runs = context.reference, context.candidate
-    context.operators_named = names_modules(*runs) or names_modules(*reversed(runs))
-    pairs = pair_modules_with_operators(plan, *runs) if context.operators_named else []
-    return _with_pairs(plan, pairs) if pairs else None
 
 
 def _both_have_more(plan: Plan) -> bool:
     """Whether both sides still have unpaired tensors: else no rule has anything to pair."""
     return bool(plan.missing and plan.extra)
-
-
-def _refuse_unrelated(plan: Plan) -> NoReturn:
-    """Say that the two runs have nothing in common, and what was tried."""
-    trouble = nothing_in_common(plan.missing, plan.extra)
-    if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
-        message = f"{trouble}; structure cannot tell them apart either: {tried}"
-        raise BadInput(message, hint=f"{trouble.hint}; --map says which site is which")
-    raise trouble
-
-
-def _by_export(plan: Plan, context: _Context) -> Plan | None:
-    """Pairs of an exported graph whose names fit."""
-    from driftline.alignment.rules.exported import align_exported
-
-    return align_exported(plan, context.reference, context.candidate)
-
-
-def _by_export_order(plan: Plan, context: _Context) -> Plan | None:
-    """Pairs of an exported graph whose names do not fit: layers with weights, in order."""
-    from driftline.alignment.rules.exported import align_exported
-
-    return align_exported(plan, context.reference, context.candidate, structural=True)
-
-
-def _by_projections(plan: Plan, context: _Context) -> Plan | None:
-    """Pairs of fused parameters (`in_proj_weight`) with separate ones."""
-    del context
-    from driftline.alignment.rules.fused_projections import pair_in_projections
-
-    projections = pair_in_projections(plan)
-    return _without_reasons(_with_pairs(plan, projections)) if projections else None
-
-
-def _by_structure(plan: Plan, context: _Context) -> Plan:
-    from driftline.alignment.rules.accidental_names import in_doubt, still_alone
-
-    # Names that agree may still be accidents: such pairs are released, and structure decides
-    # them again.
-    doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
-    if not doubted and not (plan.missing and plan.extra):
-        return plan
-    if doubted:
-        loose = {id(pair) for pair in doubted}
-        kept = tuple(pair for pair in plan.pairs if id(pair) not in loose)
-        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=execution)
-        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=execution)
-        plan = plan._replace(pairs=kept, missing=tuple(missing), extra=tuple(extra))
-    from driftline.alignment.rules.structure import align_by_structure
-
-    structural = align_by_structure(
-        context.reference,
-        context.candidate,
-        plan.pairs,
-        plan.missing,
-        plan.extra,
-        _same_class(context.options.mapping_file),
-    )
-    again = still_alone(doubted, structural.pairs)
-    notes = structural.notes
-    # Released pairs that structure has not made again were accidents; the user is told which
-    # rule decided.
-    moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
-    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *structural.pairs)}
-    if moved:
-        notes = [
-            *notes,
-            f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
-            "do other work or are in another place, so structure decides; --map overrides it",
-        ]
-    plan = _with_pairs(plan, [*structural.pairs, *again])
-    least, most = sorted((len(plan.missing), len(plan.extra)))
-    # Half as many tensors without partner as pairs: more likely two models than two runs of
-    # one.
-    if 2 * least > len(plan.pairs) > 0:
-        notes = [
-            *notes,
-            f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
-            "pairs): are these runs of one model?",
-        ]
-    # A reason is kept only for a tensor that is still unpaired after the released pairs came
-    # back.
-    reasons = {
-        (side, record.key): structural.reasons[side, record.key]
-        for side, records in _unpaired(plan)
-        for record in records
-        if (side, record.key) in structural.reasons
-    }
-    return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))
-
-
-def _passed_on(plan: Plan, context: _Context) -> Plan:
-    """The plan with pairs for unpaired sites that return their input, such as dropouts."""
-    if not plan.pairs or not (plan.missing or plan.extra):
-        return plan
-    from driftline.alignment.rules.same_value import pair_passed
-
-    passed = pair_passed(plan, context.reference, context.candidate)
-    if not passed:
-        return plan
-    return _without_reasons(_with_pairs(plan, passed))
-
-
-def _without_reasons(plan: Plan) -> Plan:
-    """The plan with reasons only for tensors that are still unpaired."""
-    alone = {(side, r.key) for side, left in _unpaired(plan) for r in left}
-    return plan._replace(
-        reasons={tensor: why for tensor, why in plan.reasons.items() if tensor in alone}
-    )
-
-
-def _unpaired(plan: Plan) -> tuple[tuple[str, Sequence[Record]], ...]:
-    return ("reference", plan.missing), ("candidate", plan.extra)
 
 
 def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
@@ -450,107 +309,23 @@ def _inputs_differ(reference: Run, candidate: Run) -> bool:
     return any(inputs[0][site] != inputs[1][site] for site in common_sites)
 
 
-def _same_class(mapping: Path | None) -> list[tuple[str, str]]:
-    if mapping is None:
-        return []
-    from driftline.alignment.rules.maps import read_mapping
-
-    return [(link.left, link.right) for link in read_mapping(mapping).classes]
-
-
-def _by_map(plan: Plan, options: AlignOptions) -> Plan:
-    from driftline.alignment.rules.maps import link_sites, parse_map, read_mapping
-
-    maps = [parse_map(text) for text in options.maps]
-    mapping = None if options.mapping_file is None else read_mapping(options.mapping_file)
-    if mapping is not None:
-        # Maps of the command line come first, so that they win over those of the file.
-        maps += mapping.sites
-    sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
-    links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
-    return _with_pairs(plan, _of_sites(plan, links, "map", 1.0))
-
-
-def _by_class_map(plan: Plan, context: _Context) -> Plan | None:
-    """Pairs of mapped classes for what structure has left alone.
-
-    A map of classes says which classes do the same work; who does whose work is a question of
-    structure, which has been asked by now. Order alone decides only where nothing better is known.
-    """
-    from driftline.alignment.rules.maps import link_classes, read_mapping, unmatched
-
-    path = context.options.mapping_file
-    classes = () if path is None else read_mapping(path).classes
-    if not classes:
-        return None
-    notes = unmatched(classes, context.reference.records, context.candidate.records)
-    context.notes.extend(f"{path}: {note}" for note in notes)
-    # Without an order of execution on both sides the nth of one need not be the nth of the other.
-    runs = (context.reference, context.candidate)
-    if context.structural and any(run.facts.order != "execution" for run in runs):
-        return None
-    linked = link_classes(classes, plan.missing, plan.extra)
-    pairs = [Pair(reference, candidate, "map") for reference, candidate in linked]
-    return _without_reasons(_with_pairs(plan, pairs)) if pairs else None
-
-
-def _by_plain_name(plan: Plan, context: _Context) -> Plan:
-    del context
-    from driftline.alignment.rules.names import link_names
-
-    # A site that has a pair by its full name keeps it; only whole sites are renamed.
-    paired_reference = {pair.reference.key.site for pair in plan.pairs}
-    paired_candidate = {pair.candidate.key.site for pair in plan.pairs}
-    links = link_names(
-        dict.fromkeys(r.key.site for r in plan.missing if r.key.site not in paired_reference),
-        dict.fromkeys(r.key.site for r in plan.extra if r.key.site not in paired_candidate),
-    )
-    return _with_pairs(plan, _of_sites(plan, links, "normalised", 0.95)) if links else plan
-
-
-def _of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) -> list[Pair]:
-    """Pairs of the tensors of sites that belong together, call by call."""
-    from driftline.alignment.sites.tensors import pair_tensors
-
-    reference_calls: dict[tuple[object, ...], list[Record]] = {}
-    candidate_calls: dict[tuple[object, ...], list[Record]] = {}
-    for side, records, name in (
-        (reference_calls, plan.missing, links.get),
-        (candidate_calls, plan.extra, {site: site for site in links.values()}.get),
-    ):
-        for record in records:
-            key = record.key
-            if (site := name(key.site)) is not None:
-                call = (key.rank, key.process, key.step, site, key.visit)
-                side.setdefault(call, []).append(record)
-    return [
-        Pair(reference, candidate, by, confidence)
-        for call, records in reference_calls.items()
-        for reference, candidate in pair_tensors(records, candidate_calls.get(call, []))
-    ]
-
-
-def _with_pairs(plan: Plan, pairs: Sequence[Pair], rest: Plan | None = None) -> Plan:
-    """A plan with more pairs, and the tensors that are then still unpaired."""
-    more = plan.with_pairs(pairs)
-    return more if rest is None else more._replace(missing=rest.missing, extra=rest.extra)
-
-
 RULES: tuple[MatchingRule, ...] = (
-    MatchingRule("map", _has_map, _by_user_map),
+    MatchingRule("map", _has_map, "maps:by_map"),
     # Compiled graphs end the matching: a tensor that they leave unpaired has no partner.
-    MatchingRule("compiled calls", _has_compiled_graphs, _by_compiled_graphs, final=True),
-    MatchingRule("name", _names_apply, _by_name),
-    MatchingRule("operators of modules", _order_applies, _by_operators),
+    MatchingRule(
+        "compiled calls", _has_compiled_graphs, "operator_calls:by_compiled_graphs", final=True
+    ),
+    MatchingRule("name", _names_apply, "names:by_name"),
+    MatchingRule("operators of modules", _order_applies, "module_operators:by_operators"),
     # An exported graph is asked after either kind of name: it needs some named pairs to start
     # from, and its own node names are stronger than normalised ones.
-    MatchingRule("exported names", _more_names_apply, _by_export, final=True),
-    MatchingRule("normalised name", _more_names_apply, _by_plain_name),
-    MatchingRule("exported names", _more_names_apply, _by_export, final=True),
-    MatchingRule("exported order", _order_applies, _by_export_order, final=True),
-    MatchingRule("structure", _guesses_apply, _by_structure),
-    MatchingRule("same value", _structure_applies, _passed_on),
-    MatchingRule("fused parameters", _projections_apply, _by_projections),
-    MatchingRule("map of classes", _has_map, _by_class_map),
+    MatchingRule("exported names", _more_names_apply, "exported:by_export", final=True),
+    MatchingRule("normalised name", _more_names_apply, "names:by_plain_name"),
+    MatchingRule("exported names", _more_names_apply, "exported:by_export", final=True),
+    MatchingRule("exported order", _order_applies, "exported:by_export_order", final=True),
+    MatchingRule("structure", _guesses_apply, "structure:by_structure"),
+    MatchingRule("same value", _structure_applies, "same_value:by_same_value"),
+    MatchingRule("fused parameters", _projections_apply, "fused_projections:by_projections"),
+    MatchingRule("map of classes", _has_map, "maps:by_class_map"),
 )
 """The matching rules, strongest first. A new rule is a function in `rules` and a line here."""

@@ -152,6 +152,17 @@ class Plan(NamedTuple):
             extra=tuple(record for record in self.extra if id(record) not in used),
         )
 
+    def unpaired(self) -> tuple[tuple[str, Sequence[Record]], ...]:
+        """The tensors without a partner, by side."""
+        return ("reference", self.missing), ("candidate", self.extra)
+
+    def with_reasons_of_unpaired(self) -> Plan:
+        """The plan with reasons only for tensors that are still unpaired."""
+        alone = {(side, record.key) for side, left in self.unpaired() for record in left}
+        return self._replace(
+            reasons={tensor: why for tensor, why in self.reasons.items() if tensor in alone}
+        )
+
     def lines(self) -> Iterator[str]:
         """The plan as `--dry-run` prints it."""
         yield str(self)

@@ -32,7 +32,7 @@ from driftline.runs.records import Record, TensorKey, usual_moment, usual_phase
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:
-    from driftline.runs.local_files import Listed
+    from driftline.runs.files.local_files import Listed
 
 _MOST_UNPAIRED = 20_000
 """Most tensors that may wait for their partner or stay unpaired before the rules must decide."""

@@ -21,6 +21,7 @@ from driftline.captures.naming import ModuleNames, ModuleStructure, Place, Root
 from driftline.captures.options import LEVELS, Reduction, checked_levels
 from driftline.captures.recorder import TensorAddress
 from driftline.captures.selection import Selection
+from driftline.registry import Address
 from driftline.runs.records import usual_moment, usual_phase
 from driftline.runs.redaction import redact_message
 from driftline.runs.sinks import JSON
@@ -71,11 +72,14 @@ class Adapter(NamedTuple):
         structure: Access to the structure of the framework's modules.
         look: Makes a snapshot of one of its tensors.
         clock: Makes the clock that counts steps, from the models and what to call after a step.
+        description: Where the class is that describes its models; None if nothing does. Loaded on
+            use: experiments, the error check and the saving hook need none of it.
     """
 
     structure: ModuleStructure
     look: recorder.Look
     clock: Callable[[list[Root], Callable[[int], None]], StepClock]
+    description: Address | None = None
 
 
 class ModelDescription(Protocol):
@@ -156,7 +160,7 @@ class Session(ABC):
         self.clock = adapter.clock(self.names.roots, self._step_done)
         self.global_scope = model is None
         self.taps: list[Any] = []
-        # Describes the models as data; a framework's session makes it in `describe_models`.
+        self._description = adapter.description
         self.model_facts: ModelDescription | None = None
         self.running = False
         # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
@@ -201,7 +205,8 @@ class Session(ABC):
 
     def describe_models(self, options: FactOptions) -> None:
         """Also write what the models are: attributes, code, state, training; not by default."""
-        del options
+        describing = self._description if options.model else None
+        self.model_facts = None if describing is None else describing.load()(self, options)
 
     def facts_of_models(self) -> dict[str, JSON]:
         """Facts about this process that need named models; none by default."""

@@ -81,7 +81,7 @@ def _guarded(words: list[str]) -> int:
 
 def _unless_cut(code: int) -> int:
     """The exit code, unless a file became shorter while it was read: then nothing above is sure."""
-    mapped: Any = sys.modules.get("driftline.runs.mapped_file")
+    mapped: Any = sys.modules.get("driftline.runs.files.mapped_file")
     files: list[str] = mapped.cut_files() if mapped is not None else []
     if not files:
         return code

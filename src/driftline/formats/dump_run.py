@@ -18,8 +18,8 @@ from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats import read_ahead
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
-from driftline.runs import mapped_file
 from driftline.runs.facts import Order
+from driftline.runs.files import mapped_file
 from driftline.runs.records import Blob, Kept, Record, TensorKey, shape_trouble
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
 from driftline.runs.sinks import JSON

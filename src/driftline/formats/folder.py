@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from driftline.formats import read_ahead
-from driftline.runs.local_files import open_inside
-from driftline.runs.mapped_file import map_file
+from driftline.runs.files.local_files import open_inside
+from driftline.runs.files.mapped_file import map_file
 
 # Deeper than any tool nests its folders, and shallow enough for recursion.
 DEEPEST = 64

@@ -23,7 +23,7 @@ from driftline.formats.folder import Folder, pread
 from driftline.formats.tensors import npy, torch_zip
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.kernel import address_of
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Memory
 

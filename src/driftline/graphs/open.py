@@ -14,8 +14,8 @@ from driftline.errors import AlreadyThere, BadFile, BadInput, BadRun
 from driftline.graphs.model import Graph, TensorInfo, at_level, require_level
 from driftline.graphs.writers.atb import LARGEST, Shapes, atb_graph
 from driftline.graphs.writers.onnx import onnx_bytes
+from driftline.runs.files.local_files import read_inside, reason_of
 from driftline.runs.layout import folder_name, parse_folder
-from driftline.runs.local_files import read_inside, reason_of
 from driftline.runs.sidecars.calls import CALLS, LARGEST_CALLS, Call, read_calls
 from driftline.runs.sidecars.operator_sheets import FOLDERS, READ_OPERATIONS, kind_of_sheet
 from driftline.runs.stores.addresses import url_of

@@ -25,7 +25,7 @@ from driftline.operators.definitions.call import Unfit
 from driftline.operators.definitions.registry import definition_of, results
 from driftline.operators.result import OperatorCall
 from driftline.operators.source import Reproduction
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Generator, Iterator, MutableSequence, Sequ
 from typing import TYPE_CHECKING, BinaryIO, overload
 
 from driftline.errors import BadRun
+from driftline.runs.files.owned_file import FileTaken, UnnamedFile
 from driftline.runs.index_lines import Line, decoder, record_of
-from driftline.runs.owned_file import FileTaken, UnnamedFile
 from driftline.runs.records import Record
 
 if TYPE_CHECKING:
-    from driftline.runs.local_files import Listed
+    from driftline.runs.files.local_files import Listed
 
 
 _interned = sys.intern

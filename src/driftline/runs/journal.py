@@ -19,12 +19,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+from driftline.runs.files.owned_file import FileTaken
+from driftline.runs.files.shard_writer import Shard
 from driftline.runs.index_lines import bytes_end, encode_line, without_bytes
 from driftline.runs.layout import ALIGNMENT, LARGEST_HEADER, align
-from driftline.runs.owned_file import FileTaken
 from driftline.runs.process_folder import Part
 from driftline.runs.records import Blob, Record
-from driftline.runs.shard_writer import Shard
 from driftline.runs.sinks import Bytes, Group
 
 # Six buffers of 8 MB: enough to hide a disk's pauses, and all that a kill can lose.

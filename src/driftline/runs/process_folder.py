@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from driftline.runs.files.owned_file import OwnedFile, write_file
 from driftline.runs.jobs import membership
 from driftline.runs.layout import (
     EVENTS,
@@ -20,7 +21,6 @@ from driftline.runs.layout import (
     TOPOLOGY,
     folder_name,
 )
-from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.provenance import dump_json, ensure_manifest, process_facts
 from driftline.runs.sinks import JSON
 

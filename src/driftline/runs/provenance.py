@@ -27,8 +27,8 @@ from typing import Any, cast
 
 from driftline import settings
 from driftline.errors import AlreadyThere, BadInput
+from driftline.runs.files.owned_file import OwnedFile, write_file
 from driftline.runs.layout import FORMAT, INDEX, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
-from driftline.runs.owned_file import OwnedFile, write_file
 from driftline.runs.redaction import redact_argv, redact_message, redact_value
 from driftline.runs.sinks import JSON
 

@@ -17,6 +17,13 @@ import numpy as np
 
 from driftline.errors import BadFile, BadRun
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.files.local_files import (
+    FolderFiles,
+    is_inside,
+    object_in,
+    read_object,
+    reason_of,
+)
 from driftline.runs.index import IndexLines, IndexRecords, MemoryBudget, uncollected
 from driftline.runs.index_lines import SHORT, Line, check_line, decode_together, decoder, record_of
 from driftline.runs.jobs import gaps, refuse_mixed
@@ -36,12 +43,11 @@ from driftline.runs.layout import (
     is_shard_name,
     parse_folder,
 )
-from driftline.runs.local_files import FolderFiles, is_inside, object_in, read_object, reason_of
 from driftline.runs.records import Record
 from driftline.runs.run import Loss, Memory, ReadAhead, Run, Storage, no_values
 
 if TYPE_CHECKING:
-    from driftline.runs.local_files import Files
+    from driftline.runs.files.local_files import Files
     from driftline.runs.sinks import JSON
 
 

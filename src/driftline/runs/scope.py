@@ -135,7 +135,7 @@ def ending_words(status: int) -> str:
 
 def note_end(folder: Path, status: int) -> None:
     """Note the exit status of a program in its run; a disk that is full keeps it from that."""
-    from driftline.runs.owned_file import OwnedFile
+    from driftline.runs.files.owned_file import OwnedFile
     from driftline.runs.provenance import event_line
 
     line = event_line(ENDED, f"the program {ending_words(status)}", 0, {"status": status})

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-from driftline.runs.owned_file import print_to_stderr
+from driftline.runs.files.owned_file import print_to_stderr
 from driftline.runs.records import Record
 from driftline.units import size_text
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from driftline.numerics.kernel import digest as digest_of
+from driftline.runs.files.owned_file import OwnedFile, print_to_stderr
 from driftline.runs.journal import Journal
 from driftline.runs.layout import FIRST_HEADER, ORPHAN_EVENTS, SHARD_BYTES
-from driftline.runs.owned_file import OwnedFile, print_to_stderr
 from driftline.runs.process_folder import Part
 from driftline.runs.provenance import ensure_manifest, event_line, library_versions, now
 from driftline.runs.records import Blob, Record

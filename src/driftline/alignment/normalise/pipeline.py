@@ -131,6 +131,16 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         notes += more_notes
     if any(_late(record.key) for run in (reference, candidate) for record in run.records):
         reference, candidate = align_moments(reference, candidate)
+    reference, candidate = _decoded(reference, candidate)
+    if _may_add_residuals(reference) != _may_add_residuals(candidate):
+        from driftline.alignment.normalise.residuals import add_residuals
+
+        reference, candidate = add_residuals(reference, candidate)
+    return Views(reference, candidate, tuple(notes))
+
+
+def _decoded(reference: Run, candidate: Run) -> tuple[Run, Run]:
+    """Both runs with numbers where one of them has packed, wrapped or plain integer codes."""
     # Cheap looks at names decide whether a normaliser is imported at all.
     if any(
         record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
@@ -152,11 +162,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         from driftline.alignment.normalise.encodings import decode_integers
 
         reference, candidate = decode_integers(reference), decode_integers(candidate)
-    if _may_add_residuals(reference) != _may_add_residuals(candidate):
-        from driftline.alignment.normalise.residuals import add_residuals
-
-        reference, candidate = add_residuals(reference, candidate)
-    return Views(reference, candidate, tuple(notes))
+    return reference, candidate
 
 
 def _may_add_residuals(run: Run) -> bool:

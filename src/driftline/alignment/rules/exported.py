@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from driftline.graphs.sources.exported import (
 )
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 # Only these kinds carry weights in every exported file; anything else may be folded or fused away.
 _KINDS = ("linear", "conv", "embedding", "norm", "norm.layer", "norm.rms", "norm.batch")
@@ -668,3 +671,13 @@ def with_calls(plan: Plan, reference: Run, candidate: Run) -> Plan:
             plan = plan.with_pairs(pairs)
             plan = plan._replace(reasons={**plan.reasons, **reasons})
     return plan
+
+
+def by_export(plan: Plan, context: Context) -> Plan | None:
+    """Pairs of an exported graph whose names fit."""
+    return align_exported(plan, context.reference, context.candidate)
+
+
+def by_export_order(plan: Plan, context: Context) -> Plan | None:
+    """Pairs of an exported graph whose names do not fit: layers with weights, in order."""
+    return align_exported(plan, context.reference, context.candidate, structural=True)

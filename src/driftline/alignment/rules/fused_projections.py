@@ -17,7 +17,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 # Relative distances: below 0.05 counts as agreement, well above the rounding of half precision;
 # above 0.5 the data are unrelated. What lies between is a faulty tensor, and no reason to choose
@@ -762,3 +765,10 @@ def _pairs(
 
 def _place(key: TensorKey) -> tuple[object, ...]:
     return (key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot)
+
+
+def by_projections(plan: Plan, context: Context) -> Plan | None:
+    """Pairs of fused parameters (`in_proj_weight`) with separate ones."""
+    del context
+    projections = pair_in_projections(plan)
+    return plan.with_pairs(projections).with_reasons_of_unpaired() if projections else None

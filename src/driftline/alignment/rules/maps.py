@@ -11,10 +11,15 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.rules.names import pairs_of_sites
 from driftline.errors import BadFile, BadInput, did_you_mean
 from driftline.runs.records import Record
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import AlignOptions, Context
 
 AIT_FILE_NAME = "op_mapping_file.json"
 # Room for about a million pairs of names; a larger file is a mistake.
@@ -282,3 +287,48 @@ def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -
             if which in (key.slot, record.alias) or (which == "0" and place not in first):
                 first[place] = record
     return list(first.values())
+
+
+def by_map(plan: Plan, context: Context) -> Plan:
+    """Pairs by the maps of the command line and of a file."""
+    return pair_by_map(plan, context.options)
+
+
+def pair_by_map(plan: Plan, options: AlignOptions) -> Plan:
+    """The plan with pairs of the sites that the user's maps name."""
+    maps = [parse_map(text) for text in options.maps]
+    mapping = None if options.mapping_file is None else read_mapping(options.mapping_file)
+    if mapping is not None:
+        # Maps of the command line come first, so that they win over those of the file.
+        maps += mapping.sites
+    sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
+    links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
+    return plan.with_pairs(pairs_of_sites(plan, links, "map", 1.0))
+
+
+def by_class_map(plan: Plan, context: Context) -> Plan | None:
+    """Pairs of mapped classes for what structure has left alone.
+
+    A map of classes says which classes do the same work; who does whose work is a question of
+    structure, which has been asked by now. Order alone decides only where nothing better is known.
+    """
+    path = context.options.mapping_file
+    classes = () if path is None else read_mapping(path).classes
+    if not classes:
+        return None
+    notes = unmatched(classes, context.reference.records, context.candidate.records)
+    context.notes.extend(f"{path}: {note}" for note in notes)
+    # Without an order of execution on both sides the nth of one need not be the nth of the other.
+    runs = (context.reference, context.candidate)
+    if context.structural and any(run.facts.order != "execution" for run in runs):
+        return None
+    linked = link_classes(classes, plan.missing, plan.extra)
+    pairs = [Pair(reference, candidate, "map") for reference, candidate in linked]
+    return plan.with_pairs(pairs).with_reasons_of_unpaired() if pairs else None
+
+
+def mapped_classes(mapping: Path | None) -> list[tuple[str, str]]:
+    """Classes that a file says do the same work, by pairs; none without a file."""
+    if mapping is None:
+        return []
+    return [(link.left, link.right) for link in read_mapping(mapping).classes]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from driftline.alignment.plan import Pair, Plan, execution
 from driftline.alignment.reconcile.layout import merges
@@ -20,6 +20,9 @@ from driftline.alignment.sites.site_graph import ROOTS
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 _CONFIDENCE = 0.95
 _Frame: TypeAlias = tuple[int, int, int]
@@ -207,3 +210,11 @@ def _modules_around(site: str) -> Iterator[str]:
 
 def _frame(record: Record) -> _Frame:
     return record.key.rank, record.key.process, record.key.step
+
+
+def by_operators(plan: Plan, context: Context) -> Plan | None:
+    """Pairs of modules with the operators that ran in them, by the names of these."""
+    runs = context.reference, context.candidate
+    context.operators_named = names_modules(*runs) or names_modules(*reversed(runs))
+    pairs = pair_modules_with_operators(plan, *runs) if context.operators_named else []
+    return plan.with_pairs(pairs) if pairs else None

@@ -13,10 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, NoReturn
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair, Plan, Rule
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.records import Record, TensorKey
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 _WRAPPERS = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
@@ -236,3 +240,56 @@ def _map_for(side: str, prefix: str) -> str:
 def _some(values: set[object]) -> str:
     shown = sorted(str(value) for value in values)
     return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
+
+
+def refuse_unrelated(plan: Plan) -> NoReturn:
+    """Say that the two runs have nothing in common, and what was tried."""
+    trouble = nothing_in_common(plan.missing, plan.extra)
+    if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
+        message = f"{trouble}; structure cannot tell them apart either: {tried}"
+        raise BadInput(message, hint=f"{trouble.hint}; --map says which site is which")
+    raise trouble
+
+
+def by_name(plan: Plan, context: Context) -> Plan:
+    """Pairs by equal names."""
+    del context
+    named = pair_by_name(plan.missing, plan.extra)
+    if not plan.pairs:
+        return named
+    return plan.with_pairs(named.pairs)._replace(missing=named.missing, extra=named.extra)
+
+
+def by_plain_name(plan: Plan, context: Context) -> Plan:
+    """Pairs by names without what exporters and wrappers add to them."""
+    del context
+    # A site that has a pair by its full name keeps it; only whole sites are renamed.
+    paired_reference = {pair.reference.key.site for pair in plan.pairs}
+    paired_candidate = {pair.candidate.key.site for pair in plan.pairs}
+    links = link_names(
+        dict.fromkeys(r.key.site for r in plan.missing if r.key.site not in paired_reference),
+        dict.fromkeys(r.key.site for r in plan.extra if r.key.site not in paired_candidate),
+    )
+    return plan.with_pairs(pairs_of_sites(plan, links, "normalised", 0.95)) if links else plan
+
+
+def pairs_of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) -> list[Pair]:
+    """Pairs of the tensors of sites that belong together, call by call."""
+    from driftline.alignment.sites.tensors import pair_tensors
+
+    reference_calls: dict[tuple[object, ...], list[Record]] = {}
+    candidate_calls: dict[tuple[object, ...], list[Record]] = {}
+    for side, records, name in (
+        (reference_calls, plan.missing, links.get),
+        (candidate_calls, plan.extra, {site: site for site in links.values()}.get),
+    ):
+        for record in records:
+            key = record.key
+            if (site := name(key.site)) is not None:
+                call = (key.rank, key.process, key.step, site, key.visit)
+                side.setdefault(call, []).append(record)
+    return [
+        Pair(reference, candidate, by, confidence)
+        for call, records in reference_calls.items()
+        for reference, candidate in pair_tensors(records, candidate_calls.get(call, []))
+    ]

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.annotate.compiled_graphs import Owners
+from driftline.alignment.annotate.compiled_graphs import Owners, with_lines
 from driftline.alignment.plan import NO_NODE, NOT_KEPT, Pair, Plan
 from driftline.alignment.rules.module_borders import pair_modules, reshaped
-from driftline.alignment.rules.names import pair_by_name
+from driftline.alignment.rules.names import pair_by_name, refuse_unrelated
 from driftline.alignment.sites.compiled_graphs import (
     SAVED,
     Graphs,
@@ -26,10 +26,14 @@ from driftline.alignment.sites.compiled_graphs import (
     Piece,
     Place,
     Value,
+    graphs_of,
     why_unpaired,
 )
 from driftline.graphs.sources.graph_files import Graph, GraphNode, Origin
 from driftline.runs.records import Record, TensorKey
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 _Calls = Mapping[tuple[int, str, str, str], Mapping[int, Mapping[str, Record]]]
 
@@ -485,3 +489,12 @@ def _owners(
 
 def _execution(record: Record) -> tuple[int, int, int]:
     return (record.key.rank, record.key.process, record.order)
+
+
+def by_compiled_graphs(plan: Plan, context: Context) -> Plan:
+    """Pairs by the calls that a compiler lists, with the program lines they come from."""
+    from driftline.alignment.rules.exported import with_calls
+
+    graphs = graphs_of(context.reference), graphs_of(context.candidate)
+    plan = with_calls(align_compiled(*graphs, plan), context.reference, context.candidate)
+    return with_lines(plan, *graphs) if plan.pairs else refuse_unrelated(plan)

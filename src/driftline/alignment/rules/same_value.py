@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe
@@ -26,6 +27,9 @@ from driftline.alignment.sites.site_graph import (
 from driftline.alignment.sites.values import Dataflow, bytes_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
 
 MOST_CONFIDENT = 0.8
 """Upper bound of the confidence of these pairs."""
@@ -260,3 +264,13 @@ def _with_source(recipe: Recipe | None, old: Record, new: Record) -> Recipe | No
         return None
     sources = tuple(new if source is old else source for source in recipe.sources)
     return recipe._replace(sources=sources)
+
+
+def by_same_value(plan: Plan, context: Context) -> Plan:
+    """The plan with pairs for unpaired sites that return their input, such as dropouts."""
+    if not plan.pairs or not (plan.missing or plan.extra):
+        return plan
+    passed = pair_passed(plan, context.reference, context.candidate)
+    if not passed:
+        return plan
+    return plan.with_pairs(passed).with_reasons_of_unpaired()

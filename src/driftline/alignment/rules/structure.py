@@ -8,12 +8,13 @@ with a reason.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.fingerprints import Fingerprints
-from driftline.alignment.plan import Pair
+from driftline.alignment.plan import Pair, Plan, execution
+from driftline.alignment.rules.accidental_names import in_doubt, still_alone
 from driftline.alignment.rules.containers import Tree, link_across, link_containers, link_uncalled
 from driftline.alignment.rules.fused_projections import (
     Interleaving,
@@ -24,6 +25,7 @@ from driftline.alignment.rules.fused_projections import (
     pair_reordered,
 )
 from driftline.alignment.rules.leaves import Link, link_leaves
+from driftline.alignment.rules.maps import mapped_classes
 from driftline.alignment.rules.same_value import ForwardedInputs
 from driftline.alignment.sites.kinds import MAPPED, is_known
 from driftline.alignment.sites.roles import infer_elementwise_kinds, infer_roles
@@ -46,8 +48,20 @@ from driftline.alignment.sites.tensors import (
     pair_weights,
 )
 from driftline.alignment.sites.values import Dataflow, Dataflows
+from driftline.errors import DriftlineError
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+
+if TYPE_CHECKING:
+    from driftline.alignment.align import Context
+
+# Relative difference that counts as close: wider than the noise of half precision.
+_CLOSE = 0.02
+_LARGEST = 1 << 26
+"""Most elements of a tensor that is read to break a tie; a larger tensor breaks none."""
 
 Reasons = dict[tuple[str, TensorKey], str]
 _Name = tuple[str, int]
@@ -519,3 +533,120 @@ def _partners(
         partner: reference_calls[name] for name, partner in pairs if name in reference_calls
     }
     return of_reference, of_candidate
+
+
+class Fingerprints:
+    """Summaries of the tensors of two runs; each is read or computed once.
+
+    Are two tensors close in norm, minimum and maximum? Asked only where order and shape leave a
+    tie. A fingerprint that decided more would hide the faults that the comparison looks for: a
+    swapped q and k have each other's values. Nothing here overrides what structure says.
+    """
+
+    def __init__(self, reference: Run, candidate: Run) -> None:
+        self._runs = (reference, candidate)
+        self._summaries: dict[tuple[int, int], Summary | None] = {}
+
+    def alike(self, reference: Record | None, candidate: Record | None) -> bool:
+        """Whether two tensors are equal or close; False where their values are not known."""
+        if reference is None or candidate is None:
+            return False
+        # Equal digests need no values. The type must be equal too, because a digest is of
+        # bytes.
+        if (
+            reference.digest
+            and reference.digest == candidate.digest
+            and reference.dtype == candidate.dtype
+        ):
+            return True
+        reference_summary, candidate_summary = (
+            self._summary(0, reference),
+            self._summary(1, candidate),
+        )
+        if reference_summary is None or candidate_summary is None:
+            return False
+        scale = max(abs(reference_summary.l2), abs(candidate_summary.l2))
+        # With a NaN or an infinity in it, a norm says nothing about the other tensor.
+        if not math.isfinite(scale):
+            return False
+        return (
+            abs(reference_summary.l2 - candidate_summary.l2) <= _CLOSE * scale
+            and _near(reference_summary.min, candidate_summary.min, scale)
+            and _near(reference_summary.max, candidate_summary.max, scale)
+        )
+
+    def _summary(self, side: int, record: Record) -> Summary | None:
+        if record.summary is not None:
+            return record.summary
+        # By identity, which is cheaper than hashing a key of nine fields.
+        place = (side, id(record))
+        if place not in self._summaries:
+            self._summaries[place] = self._read(self._runs[side], record)
+        return self._summaries[place]
+
+    def _read(self, run: Run, record: Record) -> Summary | None:
+        count = math.prod(record.shape)
+        if record.kept != "full" or record.dtype not in DTYPES or not 0 < count <= _LARGEST:
+            return None
+        try:
+            return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
+        except (DriftlineError, OSError, ValueError):
+            return None  # what cannot be read settles no tie; comparing it will say why
+
+
+def _near(reference: float, candidate: float, scale: float) -> bool:
+    return abs(reference - candidate) <= _CLOSE * max(abs(reference), abs(candidate), scale * 1e-3)
+
+
+def by_structure(plan: Plan, context: Context) -> Plan:
+    """Pairs by class, shape and order of execution."""
+    # Names that agree may still be accidents: such pairs are released, and structure decides
+    # them again.
+    doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
+    if not doubted and not (plan.missing and plan.extra):
+        return plan
+    if doubted:
+        loose = {id(pair) for pair in doubted}
+        kept = tuple(pair for pair in plan.pairs if id(pair) not in loose)
+        missing = sorted([*plan.missing, *(pair.reference for pair in doubted)], key=execution)
+        extra = sorted([*plan.extra, *(pair.candidate for pair in doubted)], key=execution)
+        plan = plan._replace(pairs=kept, missing=tuple(missing), extra=tuple(extra))
+    structural = align_by_structure(
+        context.reference,
+        context.candidate,
+        plan.pairs,
+        plan.missing,
+        plan.extra,
+        mapped_classes(context.options.mapping_file),
+    )
+    again = still_alone(doubted, structural.pairs)
+    notes = structural.notes
+    # Released pairs that structure has not made again were accidents; the user is told which
+    # rule decided.
+    moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
+    moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *structural.pairs)}
+    if moved:
+        notes = [
+            *notes,
+            f"the names of {len(moved)} sites agree by accident (such as '{min(moved)[0]}'): they "
+            "do other work or are in another place, so structure decides; --map overrides it",
+        ]
+    plan = plan.with_pairs([*structural.pairs, *again])
+    least, most = sorted((len(plan.missing), len(plan.extra)))
+    # Half as many tensors without partner as pairs: more likely two models than two runs of
+    # one.
+    if 2 * least > len(plan.pairs) > 0:
+        notes = [
+            *notes,
+            f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
+            "pairs): are these runs of one model?",
+        ]
+    # A reason is kept only for a tensor that is still unpaired after the released pairs came
+    # back.
+    reasons = {
+        (side, record.key): structural.reasons[side, record.key]
+        for side, records in plan.unpaired()
+        for record in records
+        if (side, record.key) in structural.reasons
+    }
+    return plan._replace(reasons=reasons, notes=(*plan.notes, *notes))

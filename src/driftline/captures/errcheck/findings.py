@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from driftline.runs.owned_file import OwnedFile
+from driftline.runs.files.owned_file import OwnedFile
 
 # Words a user may ask for; `overflow` and `all` are groups, expanded by `_MEANS`.
 TYPES = ("overflow", "nan", "inf", "saturation", "underflow", "all")

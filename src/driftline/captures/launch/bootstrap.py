@@ -68,7 +68,7 @@ def send_message(plan_path: str, kind: str, text: str) -> None:
     if text:
         # Threads of the program may open and close files meanwhile. Not at the top: most processes
         # leave nothing but an empty message.
-        from driftline.runs.owned_file import OwnedFile
+        from driftline.runs.files.owned_file import OwnedFile
 
         with OwnedFile(name) as file:
             file.append_all(text.encode("utf-8", "replace"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.errors import DriftlineError
+from driftline.runs.files.local_files import read_inside, reason_of
 from driftline.runs.layout import parse_folder
-from driftline.runs.local_files import read_inside, reason_of
 from driftline.runs.records import TensorKey, usual_moment
 from driftline.runs.sidecars.calls import CALLS, LARGEST_CALLS, Call, CallTensor, read_calls
 from driftline.runs.sidecars.operator_sheets import ONNX, kind_of_sheet

@@ -34,8 +34,8 @@ from driftline.captures.model_facts import GOODBYE, FactOptions
 from driftline.captures.module_calls import exception_words
 from driftline.captures.options import Reduction
 from driftline.errors import BadInput
+from driftline.runs.files.owned_file import print_to_stderr
 from driftline.runs.layout import SHARD_BYTES
-from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.sidecars.calls import CALLS, GRAPHS
 from driftline.runs.sinks import Late, Limited, Nowhere
 

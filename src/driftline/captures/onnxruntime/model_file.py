@@ -21,7 +21,7 @@ from driftline.errors import BadFile, NotInstalled
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import require
-from driftline.runs.mapped_file import map_file, map_range
+from driftline.runs.files.mapped_file import map_file, map_range
 
 INSTALL = "onnxruntime onnx"
 SMALL = 1024

@@ -363,11 +363,7 @@ class _Rewriter:
         scales = {scale for scale, _ in self._scale_of.values()}
         # Sums of a convolution become its result only when its bias was added, by another node.
         biased: dict[str, Node] = {}
-        shaped = {
-            node.outputs[0]: node.inputs[0]
-            for node in self._graph.nodes
-            if node.op == "Reshape" and set(node.inputs) <= self._graph.constants
-        }
+        shaped = self._shaped_constants()
         for node in self._graph.nodes:
             if node.op in ("QuantizeLinear", "DequantizeLinear") or self._shapes_bias(node, shaped):
                 continue
@@ -377,34 +373,54 @@ class _Rewriter:
             elif node.op in _ROUNDING_PRODUCTS:
                 yield self._rounding_product(node)
             elif node.op in _SUMS_OF_INTEGERS:
-                self._name_weights(node.inputs[:2])
-                sums[node.outputs[0]] = node._replace(
-                    name=plain_token(node.name),
-                    op=_SUMS_OF_INTEGERS[node.op],
-                    inputs=tuple(map(self._plain, node.inputs[:2])),
-                    ran_as=node.op,
-                    integers=tuple(v for v in node.inputs[:2] if v in self._graph.constants),
-                    rounds=True,
-                )
+                sums[node.outputs[0]] = self._sum_of_integers(node)
             elif node.op == "Cast" and node.inputs[0] in sums:
                 sums[node.outputs[0]] = sums[node.inputs[0]]
             elif node.op == "Mul" and any(value in sums for value in node.inputs):
-                made = next(sums[value] for value in node.inputs if value in sums)
-                made = made._replace(outputs=tuple(map(self._plain, node.outputs)))
+                made = self._scaled_sum(node, sums)
                 if made.op == "Conv" and self._is_biased(node.outputs[0], shaped):
                     biased[node.outputs[0]] = made
                 else:
                     yield made
             elif node.op == "Add" and any(value in biased for value in node.inputs):
-                made = next(biased[value] for value in node.inputs if value in biased)
-                bias = next(shaped.get(v, v) for v in node.inputs if v not in biased)
-                yield made._replace(
-                    inputs=(*made.inputs, bias), outputs=tuple(map(self._plain, node.outputs))
-                )
+                yield self._with_bias(node, biased, shaped)
             elif node.op == "Mul" and self._multiplies_scales(node, scales):
                 scales.update(node.outputs)
             else:
                 yield self._float_node(node)
+
+    def _shaped_constants(self) -> dict[str, str]:
+        """Constants that a node only gives another shape: what it makes, and of what."""
+        return {
+            node.outputs[0]: node.inputs[0]
+            for node in self._graph.nodes
+            if node.op == "Reshape" and set(node.inputs) <= self._graph.constants
+        }
+
+    def _sum_of_integers(self, node: Node) -> Node:
+        """The float operator whose sums of integer products a node makes."""
+        self._name_weights(node.inputs[:2])
+        return node._replace(
+            name=plain_token(node.name),
+            op=_SUMS_OF_INTEGERS[node.op],
+            inputs=tuple(map(self._plain, node.inputs[:2])),
+            ran_as=node.op,
+            integers=tuple(v for v in node.inputs[:2] if v in self._graph.constants),
+            rounds=True,
+        )
+
+    def _scaled_sum(self, node: Node, sums: dict[str, Node]) -> Node:
+        """Sums of integers that a node multiplies by their scale: the operator with its result."""
+        made = next(sums[value] for value in node.inputs if value in sums)
+        return made._replace(outputs=tuple(map(self._plain, node.outputs)))
+
+    def _with_bias(self, node: Node, biased: dict[str, Node], shaped: dict[str, str]) -> Node:
+        """A convolution with the bias that another node adds to it."""
+        made = next(biased[value] for value in node.inputs if value in biased)
+        bias = next(shaped.get(v, v) for v in node.inputs if v not in biased)
+        return made._replace(
+            inputs=(*made.inputs, bias), outputs=tuple(map(self._plain, node.outputs))
+        )
 
     def _rounding_product(self, node: Node) -> Node:
         places = [p for p in _ROUNDING_PRODUCTS[node.op] if p < len(node.inputs)]

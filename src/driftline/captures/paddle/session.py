@@ -21,10 +21,10 @@ from driftline.captures.paddle.layers import STRUCTURE, layer_tree
 from driftline.captures.paddle.tensors import grad_enabled, snapshot, undisturbed
 from driftline.captures.selection import Selection
 from driftline.captures.session import Adapter, Session
+from driftline.registry import Address
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
-    from driftline.captures.model_facts import FactOptions
     from driftline.runs.sinks import Sink
 
 # Imported by level, because wrapping optimizers costs programs that need no gradients.
@@ -75,6 +75,7 @@ class PaddleSession(Session):
                     grad_enabled=grad_enabled,
                     optimizer=paddle.optimizer.Optimizer,
                 ),
+                Address("driftline.captures.paddle.model_facts:PaddleFacts"),
             ),
         )
 
@@ -93,12 +94,6 @@ class PaddleSession(Session):
         from driftline.captures.paddle import module_calls
 
         module_calls.unwatch(self)
-
-    def describe_models(self, options: FactOptions) -> None:
-        # Loaded on use: the saving hook needs none of it.
-        from driftline.captures.paddle.model_facts import PaddleFacts
-
-        self.model_facts = PaddleFacts(self, options) if options.model else None
 
     def undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed()

@@ -26,11 +26,12 @@ from driftline.captures.torch.device.backend import TorchDeviceBackend
 from driftline.captures.torch.distributed import continues_batch, job_facts
 from driftline.captures.torch.layers import STRUCTURE, compiled_graphs, module_tree, unwrapped
 from driftline.captures.torch.tensors import snapshot, undisturbed
+from driftline.registry import Address
 from driftline.runs.sinks import JSON
 
 if TYPE_CHECKING:
-    from driftline.captures.model_facts import FactOptions
     from driftline.runs.sinks import Sink
+
 __all__ = [
     "LEVELS",
     "CaptureSession",
@@ -125,7 +126,12 @@ class CaptureSession(Session):
             levels,
             model=model,
             rank=rank,
-            adapter=Adapter(STRUCTURE, snapshot, functools.partial(StepClock, steps_by)),
+            adapter=Adapter(
+                STRUCTURE,
+                snapshot,
+                functools.partial(StepClock, steps_by),
+                Address("driftline.captures.torch.model_facts:TorchFacts"),
+            ),
         )
         self.device_backend = self.recorder.device_backend = TorchDeviceBackend(
             self.recorder, self.selection, self.reduction, rank
@@ -159,12 +165,6 @@ class CaptureSession(Session):
 
     def undisturbed(self) -> AbstractContextManager[None]:
         return undisturbed()
-
-    def describe_models(self, options: FactOptions) -> None:
-        # Loaded on use: experiments and the error check need none of it.
-        from driftline.captures.torch.model_facts import TorchFacts
-
-        self.model_facts = TorchFacts(self, options) if options.model else None
 
     def tree(self) -> dict[str, JSON]:
         with undisturbed():  # even reading a shape shows in the program's own modes

@@ -18,7 +18,7 @@ from driftline.comparison.differences.models import (
     folded,
     names_by_prefix,
 )
-from driftline.comparison.differences.training import of_config, of_process, of_training
+from driftline.comparison.differences.training_settings import of_config, of_process, of_training
 from driftline.comparison.training.training_report import SITES
 from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 

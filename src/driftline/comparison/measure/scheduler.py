@@ -40,7 +40,7 @@ from driftline.errors import DriftlineError, Unreachable
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES, DType
 from driftline.numerics.fields import PairMoments
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
 

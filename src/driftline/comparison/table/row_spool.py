@@ -19,7 +19,7 @@ from typing import Any, cast, overload
 from driftline.comparison.table.row import Number, Row
 from driftline.comparison.table.table import Coverage
 from driftline.errors import DriftlineError
-from driftline.runs.owned_file import UnnamedFile
+from driftline.runs.files.owned_file import UnnamedFile
 from driftline.runs.records import TensorKey
 
 _BLOCK = 256

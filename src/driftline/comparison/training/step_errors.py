@@ -199,18 +199,7 @@ class Trainings:
         afters: tuple[TensorState, TensorState],
         gradients: tuple[TensorState | None, TensorState | None],
     ) -> Change:
-        gradient, same_gradient = math.nan, False
-        clear: npt.NDArray[np.bool_] | None = None
-        if gradients[0] is not None and gradients[1] is not None:
-            g, h = _vectors(gradients[0], gradients[1])
-            same_gradient = bool(gradients[0].digest) and (
-                gradients[0].digest == gradients[1].digest
-            )
-            if g is not None and h is not None:
-                gap = 0.0 if same_gradient else float(np.linalg.norm(g - h))
-                gradient = _ratio(gap, float(np.linalg.norm(g)))
-            if not same_gradient:
-                clear = _clear_elements(gradients[0].samples, gradients[1].samples)
+        gradient, same_gradient, clear = _gradient_error(*gradients)
         if clear is None:
             (a0, b0), (a1, b1) = _vectors(*befores), _vectors(*afters)
         else:
@@ -219,8 +208,7 @@ class Trainings:
             sampled = [tensor.samples for tensor in (*befores, *afters)]
             fits = clear.any() and all(len(samples) == len(clear) for samples in sampled)
             a0, b0, a1, b1 = (samples[clear] if fits else None for samples in sampled)
-        same_weights = bool(befores[0].digest) and befores[0].digest == befores[1].digest
-        same_after = bool(afters[0].digest) and afters[0].digest == afters[1].digest
+        same_weights, same_after = _are_same(*befores), _are_same(*afters)
         vectors = (a0, b0, a1, b1)
         if any(v is None for v in vectors) or len({len(v) for v in vectors if v is not None}) > 1:
             return Change(path, gradient, same_gradient, same_weights, 0.0, (0.0, 0.0), math.inf)
@@ -235,6 +223,25 @@ class Trainings:
         rounding = 2.0 * unit * float(np.linalg.norm(a0))
         norms = float(np.linalg.norm(moved)), float(np.linalg.norm(other))
         return Change(path, gradient, same_gradient, same_weights, error, norms, rounding)
+
+
+def _are_same(first: TensorState, second: TensorState) -> bool:
+    return bool(first.digest) and first.digest == second.digest
+
+
+def _gradient_error(
+    first: TensorState | None, second: TensorState | None
+) -> tuple[float, bool, npt.NDArray[np.bool_] | None]:
+    """How far two gradients are apart, whether they are the same, and else their clear elements."""
+    error = math.nan
+    if first is None or second is None:
+        return error, False, None
+    same = _are_same(first, second)
+    g, h = _vectors(first, second)
+    if g is not None and h is not None:
+        gap = 0.0 if same else float(np.linalg.norm(g - h))
+        error = _ratio(gap, float(np.linalg.norm(g)))
+    return error, same, None if same else _clear_elements(first.samples, second.samples)
 
 
 def _clear_elements(first: F64, second: F64) -> npt.NDArray[np.bool_]:

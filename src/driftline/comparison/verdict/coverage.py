@@ -453,23 +453,27 @@ class CallCounts:
             own = self.candidate if status == "extra" else self.reference
             own.classes.setdefault(key.site, row.class_name)
         if status in ("missing", "extra"):
-            side = self.reference if status == "missing" else self.candidate
-            if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
-                side.beside_graphs.add(key.site)
-            if compared:
-                side.take(key.site, key.port, call, True)
-                side.compared_calls.add((key.site, key.visit))
-            else:
-                side.wait(key.site, key.port, call)
-        else:
-            self.reference.take(key.site, key.port, call, compared)
-            if not self._are_alike:
-                self._take_candidate(row, compared)
-        if status in ("missing", "extra"):
-            self.lone_steps[status == "extra"].add(key.step)
-        elif compared:
+            self._take_lone(row, call, compared)
+            return
+        self.reference.take(key.site, key.port, call, compared)
+        if not self._are_alike:
+            self._take_candidate(row, compared)
+        if compared:
             self.steps.add(key.step)
             self.elements += math.prod(row.reference_shape or ())
+
+    def _take_lone(self, row: Row, call: _Call, compared: bool) -> None:
+        """Take a row that only one side has."""
+        key, is_extra = row.key, row.status == "extra"
+        side = self.candidate if is_extra else self.reference
+        if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
+            side.beside_graphs.add(key.site)
+        if compared:
+            side.take(key.site, key.port, call, True)
+            side.compared_calls.add((key.site, key.visit))
+        else:
+            side.wait(key.site, key.port, call)
+        self.lone_steps[is_extra].add(key.step)
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key

@@ -168,6 +168,9 @@ _CODES = ("int8", "int4", "uint4")
 
 _Call = tuple[int, int, int, str]
 _Sizes = tuple[int, ...]
+_Codes = dict[_Call, list[tuple[_Sizes, str]]]
+"""Lone integers, by their own side's site."""
+_Floats = dict[_Call, set[_Sizes]]
 
 
 def quantised_row(row: Row) -> str:
@@ -200,6 +203,17 @@ def quantised_limit(row: Row, code_type: str) -> float:
     return QUANTISED[code_type]
 
 
+def _explained_by_codes(row: Row, code_type: str) -> float:
+    """Error of an operator that the codes of its output or its weight explain; else 0.0."""
+    if row.key.port == "output" and step_of(row.candidate_recipe):
+        return quantised_limit(row, code_type)
+    if row.key.port == "param" and row.metrics.get(INTEGER_STEP):
+        # What was rounded away of a weight is missing in what is computed with it.
+        error = float(row.metrics.get(METRIC, math.inf))
+        return ROUNDINGS * min(error, quantised_limit(row, code_type))
+    return 0.0
+
+
 class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
@@ -211,8 +225,8 @@ class Quantised:
         # Known from what was counted while rows were written: none has codes.
         if is_spooled(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
             return
-        codes: dict[_Call, list[tuple[_Sizes, str]]] = {}  # lone integers, by their own side's site
-        floats: dict[_Call, set[_Sizes]] = {}
+        codes: _Codes = {}
+        floats: _Floats = {}
         extra: list[Row] = []
         for row in rows:
             if row.status == "extra":
@@ -221,25 +235,30 @@ class Quantised:
                 _sort(row.reference_dtype, row.reference_shape, row, _ours(row), codes, floats)
             elif code_type := quantised_row(row) or _against_float(row):
                 self._known.setdefault(_ours(row), code_type)
-                explained = 0.0
-                if row.key.port == "output" and step_of(row.candidate_recipe):
-                    explained = quantised_limit(row, code_type)
-                elif row.key.port == "param" and row.metrics.get(INTEGER_STEP):
-                    # What was rounded away of a weight is missing in what is computed with it.
-                    error = float(row.metrics.get(METRIC, math.inf))
-                    explained = ROUNDINGS * min(error, quantised_limit(row, code_type))
-                if explained:
+                if explained := _explained_by_codes(row, code_type):
                     before = self._explained.get(_ours(row), 0.0)
                     self._explained[_ours(row)] = max(before, explained)
-        if not codes and not any(row.candidate_dtype in _CODES for row in extra):
-            return
+        if codes or any(row.candidate_dtype in _CODES for row in extra):
+            self._match_lone_codes(rows, extra, codes, floats)
+
+    def _match_lone_codes(
+        self, rows: Sequence[Row], extra: Sequence[Row], codes: _Codes, floats: _Floats
+    ) -> None:
+        """Note operators that have codes on one side and floats of the same sizes on the other.
+
+        Args:
+            rows: All rows.
+            extra: Those that only the candidate has.
+            codes: Lone integers of the reference.
+            floats: Lone floats of the reference.
+        """
         # Lone integers of the candidate stand under the candidate's names.
         partner: dict[_Call, _Call] = {}
         for row in rows:
             if row.status not in ("extra", "missing"):
                 partner.setdefault(_theirs(row), _ours(row))
-        their_codes: dict[_Call, list[tuple[_Sizes, str]]] = {}
-        their_floats: dict[_Call, set[_Sizes]] = {}
+        their_codes: _Codes = {}
+        their_floats: _Floats = {}
         for row in extra:
             _sort(
                 row.candidate_dtype,
@@ -249,7 +268,6 @@ class Quantised:
                 their_codes,
                 their_floats,
             )
-        # Codes on one side, floats of the same sizes on the other: the operator is quantised there.
         for integers, others in ((codes, their_floats), (their_codes, floats)):
             for call, matrices in integers.items():
                 for sizes, dtype in matrices:

@@ -18,6 +18,7 @@ from driftline.comparison.evidence.rules import ADDED_PROJECTION
 from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED
 from driftline.comparison.verdict.sites import Call, Place, Site, contains, error_of, unit_of
+from driftline.comparison.verdict.status import SiteStatus
 
 SIBLINGS = 4
 """Members a role needs for a pattern: fewer agree in sign by chance."""
@@ -30,6 +31,8 @@ _UNITS = 2.0
 _PRODUCT = 2.0
 _LEAST = 2.0**-11
 """Least factor, less one, of a pattern: TF32 and truncating kernels lean by less."""
+_MEASURED = ("replay", "noise")
+"""Evidence that has measured how much a site may lean."""
 
 
 class Pattern(NamedTuple):
@@ -128,6 +131,34 @@ def scaled_siblings(sites: Mapping[Place, Site]) -> list[Pattern]:
         if not any(_surrounds(pattern, other) for other in patterns if other is not pattern)
     ]
     return sorted(inner, key=lambda pattern: sites[pattern.first].order)
+
+
+def scaled_before(
+    sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], culprits: Sequence[Place]
+) -> Pattern | None:
+    """The first factor that siblings share, unless a culprit comes before it."""
+    for pattern in scaled_siblings(sites):
+        if culprits and sites[culprits[0]].order < sites[pattern.first].order:
+            return None
+        standings = [statuses[place] for place in pattern.members]
+        cleared = sum(
+            standing.by in _MEASURED and standing.status == "clean" for standing in standings
+        )
+        if 2 * cleared < len(standings):
+            return pattern
+    return None
+
+
+def with_pattern(statuses: Mapping[Place, SiteStatus], pattern: Pattern) -> dict[Place, SiteStatus]:
+    """Statuses where all members of a pattern are guilty of it."""
+    return {
+        place: standing._replace(
+            status="introduced", by="pattern", ratio=math.inf, reason=pattern.sentence
+        )
+        if place in pattern.members
+        else standing
+        for place, standing in statuses.items()
+    }
 
 
 def like_sites(

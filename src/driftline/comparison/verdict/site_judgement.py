@@ -34,7 +34,7 @@ from driftline.comparison.tolerance.tolerance import (
 from driftline.comparison.verdict.certain_failures import CertainFailure, gradient_excess
 from driftline.comparison.verdict.dataflow import Transfer, identity_of, transfers_of
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
-from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_siblings
+from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_before, with_pattern
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     ROOTS,
@@ -496,10 +496,10 @@ def judge_sites(
     growth = growths(sites, transfers, structure)
     statuses = site_statuses(sites, transfers, growth, evidence)
     culprits = tuple(culprits_of(sites, statuses))
-    pattern = _scaled_before(sites, statuses, culprits)
+    pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:
         # Too small to convict one of them, and the same in all.
-        statuses = _with_pattern(statuses, pattern)
+        statuses = with_pattern(statuses, pattern)
         culprits = tuple(culprits_of(sites, statuses))
     elif culprits:
         # Trusted runs tell apart who adds error and who was given it; other ratios are of what is
@@ -560,40 +560,6 @@ def _with_other_borders(
 def _has_other_shape(row: Row) -> bool:
     shapes = row.reference_shape, row.candidate_shape
     return row.status == "incomparable" and None not in shapes and shapes[0] != shapes[1]
-
-
-_MEASURED = ("replay", "noise")
-"""Evidence that has measured how much a site may lean."""
-
-
-def _scaled_before(
-    sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], culprits: Sequence[Place]
-) -> Pattern | None:
-    """The first factor that siblings share, unless a culprit comes before it."""
-    for pattern in scaled_siblings(sites):
-        if culprits and sites[culprits[0]].order < sites[pattern.first].order:
-            return None
-        standings = [statuses[place] for place in pattern.members]
-        cleared = sum(
-            standing.by in _MEASURED and standing.status == "clean" for standing in standings
-        )
-        if 2 * cleared < len(standings):
-            return pattern
-    return None
-
-
-def _with_pattern(
-    statuses: Mapping[Place, SiteStatus], pattern: Pattern
-) -> dict[Place, SiteStatus]:
-    """Statuses where all members of a pattern are guilty of it."""
-    return {
-        place: standing._replace(
-            status="introduced", by="pattern", ratio=math.inf, reason=pattern.sentence
-        )
-        if place in pattern.members
-        else standing
-        for place, standing in statuses.items()
-    }
 
 
 def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:

@@ -108,6 +108,9 @@ def walk_layers(
         count * len(list(reference.module.modules())),
     )
     rendezvous = Rendezvous(measurement.take_pair)
+    # Outputs only: inputs are other modules' outputs, and would be compared twice. Every iteration
+    # with its values: of later steps capture keeps only summaries where none are named.
+    watched = partial(capture, ports="output", steps="*", steps_by="call")
     reference_thread = _Thread()
     caches: list[Any] = [None, None]
     try:
@@ -115,9 +118,8 @@ def walk_layers(
             _separate_modules(reference.module, candidate.module),
             room_for_graphs(),
             torch.inference_mode(),
-            # Outputs only: inputs are other modules' outputs, and would be compared twice.
-            capture(reference.module, rendezvous.reference, ports="output", steps_by="call"),
-            capture(candidate.module, rendezvous.candidate, ports="output", steps_by="call"),
+            watched(reference.module, rendezvous.reference),
+            watched(candidate.module, rendezvous.candidate),
         ):
             for step in range(count):
                 call = text.call(step, caching=reference.caches)

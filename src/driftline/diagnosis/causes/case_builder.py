@@ -24,7 +24,7 @@ from driftline.comparison.verdict.sites import FINE, ROOTS, Call, Place, Site, c
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
-from driftline.diagnosis.causes.registry import RULES_FOR_INPUTS, Clue, best_clue
+from driftline.diagnosis.causes.registry import Clue, best_clue, rules_for_inputs
 from driftline.diagnosis.evidence.files import Replay
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
@@ -101,7 +101,7 @@ def name_cause(
         # implies.
         seen = implied_input(case)
         if seen is not None:
-            clue, clues = best_clue(seen, RULES_FOR_INPUTS)
+            clue, clues = best_clue(seen, rules_for_inputs())
             naming = _named(clue, clues, picture)
             if clue is not None:
                 return naming._replace(

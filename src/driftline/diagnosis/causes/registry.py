@@ -6,20 +6,13 @@ decides between detectors with equal scores, so it is part of the behaviour.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.diagnosis.causes.attention import attention
 from driftline.diagnosis.causes.attention_model import RECOMPUTED
 from driftline.diagnosis.causes.case import Case, Clue, Rule
-from driftline.diagnosis.causes.combinations import combination, unrelated_weights, zero_point
-from driftline.diagnosis.causes.execution import missing_reduction, nan_birth, nondeterminism
-from driftline.diagnosis.causes.layout import permutation, shift, transpose
-from driftline.diagnosis.causes.normalisation import normalisation
-from driftline.diagnosis.causes.positions import angles
-from driftline.diagnosis.causes.precision import low_precision, norm_precision
-from driftline.diagnosis.causes.regions import dropout, lost_expert, mask, stale, zeroed
-from driftline.diagnosis.causes.values import activation, offset, saturation, scale
+from driftline.registry import Address
 
 
 class Cause(NamedTuple):
@@ -27,7 +20,7 @@ class Cause(NamedTuple):
 
     Attributes:
         name: As results and files have it.
-        detectors: What recognises it; empty for answers that need none.
+        detectors: Where what recognises it is; empty for answers that need none.
         summary: What is wrong, in a sentence.
         noun: How a finding calls it, with its article.
         decisive: Rank among causes that are proven by something no other detector examines; these
@@ -40,7 +33,7 @@ class Cause(NamedTuple):
     """
 
     name: str
-    detectors: tuple[Rule, ...]
+    detectors: tuple[Address, ...]
     summary: str
     noun: str = ""
     decisive: int = 0
@@ -49,57 +42,72 @@ class Cause(NamedTuple):
     on_inputs: bool = False
 
 
+def _in(*places: str) -> tuple[Address, ...]:
+    """Addresses of detectors in files of this folder: `file:function`."""
+    return tuple(Address(f"driftline.diagnosis.causes.{place}") for place in places)
+
+
 # fmt: off
 _TABLE = (
-    Cause("nan", (nan_birth,), "NaN or Inf are born here", "a birth of NaN", decisive=2),
-    Cause("saturation", (saturation,), "values stop at a largest one, or overflow", "saturation",
+    Cause("nan", _in("execution:nan_birth"),
+          "NaN or Inf are born here", "a birth of NaN", decisive=2),
+    Cause("saturation", _in("values:saturation"),
+          "values stop at a largest one, or overflow", "saturation",
           decisive=1, freedom=5, exact=True),
-    Cause("nondeterminism", (nondeterminism,), "the candidate does not agree with itself",
+    Cause("nondeterminism", _in("execution:nondeterminism"),
+          "the candidate does not agree with itself",
           "non-determinism", decisive=3),
-    Cause("missing-reduction", (missing_reduction,),
+    Cause("missing-reduction", _in("execution:missing_reduction"),
           "a sum or mean over ranks was not taken, or taken wrongly",
           "a missing reduction over ranks", decisive=4),
-    Cause("dropout", (dropout,), "dropout is left on", "dropout left on", freedom=2, exact=True),
-    Cause("zeroed", (zeroed, lost_expert), "a tile, channel, token or expert is zero",
+    Cause("dropout", _in("regions:dropout"),
+          "dropout is left on", "dropout left on", freedom=2, exact=True),
+    Cause("zeroed", _in("regions:zeroed", "regions:lost_expert"),
+          "a tile, channel, token or expert is zero",
           "a zeroed region", freedom=3, exact=True),
-    Cause("stale", (stale,),
+    Cause("stale", _in("regions:stale"),
           "a region holds what stood there before, or what belongs to other tokens",
           "stale values", freedom=4, exact=True, on_inputs=True),
-    Cause("shift", (shift,),
+    Cause("shift", _in("layout:shift"),
           "tokens have what belongs to their neighbours: positions or cache off by one",
           "a shift along the tokens", freedom=6, exact=True, on_inputs=True),
-    Cause("transpose", (transpose,), "two axes have changed places, in the output or in the weight",
+    Cause("transpose", _in("layout:transpose"),
+          "two axes have changed places, in the output or in the weight",
           "a transpose", freedom=7, exact=True, on_inputs=True),
-    Cause("permutation", (permutation,),
+    Cause("permutation", _in("layout:permutation"),
           "the right numbers in the wrong order: channels, heads, sequences, modules",
           "a permutation", freedom=8, exact=True, on_inputs=True),
     # The detector of attentions answers with the cause it recognised: mask, scale or another.
-    Cause("attention", (attention,), "a mistake inside an attention, named by its own cause"),
-    Cause("activation", (activation,), "another activation function", "a wrong activation",
+    Cause("attention", _in("attention:attention"),
+          "a mistake inside an attention, named by its own cause"),
+    Cause("activation", _in("values:activation"),
+          "another activation function", "a wrong activation",
           freedom=1, exact=True),
-    Cause("mask", (mask,),
+    Cause("mask", _in("regions:mask"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
     Cause("soft-cap", (), "scores of an attention are capped otherwise, or not at all",
           "a wrong soft cap", freedom=1, exact=True),
-    Cause("positions", (angles,),
+    Cause("positions", _in("positions:angles"),
           "angles or distances of positions are others: base, pace, slopes, direction",
           "wrong positions", freedom=1, exact=True),
-    Cause("scale", (scale, normalisation, combination),
+    Cause("scale", _in("values:scale", "normalisation:normalisation", "combinations:combination"),
           "everything, or one term of a sum, is too large or too small by a factor, or a norm's "
           "constant is wrong",
           "a wrong scale", freedom=10),
-    Cause("offset", (offset, zero_point),
+    Cause("offset", _in("values:offset", "combinations:zero_point"),
           "a constant is added to every token: a bias missing, doubled or wrong; or a zero point",
           "a wrong offset or bias", freedom=11),
-    Cause("norm-precision", (norm_precision,),
+    Cause("norm-precision", _in("precision:norm_precision"),
           "a norm computed in a coarser format than declared", "a norm in low precision",
           freedom=12),
-    Cause("low-precision", (low_precision,), "arithmetic in a coarser format than declared",
+    Cause("low-precision", _in("precision:low_precision"),
+          "arithmetic in a coarser format than declared",
           "lower precision than declared", freedom=13),
     Cause("setting", (), "the models differ in a setting of the module: an attribute, a mode",
           "another setting"),
-    Cause("weights", (unrelated_weights,), "the models differ in the weights of the module",
+    Cause("weights", _in("combinations:unrelated_weights"),
+          "the models differ in the weights of the module",
           "other weights", freedom=14),
     Cause("input", (), "the two programs were given different inputs", "another input"),
     Cause("loss", (), "the loss, or what is computed behind the model, is another one",
@@ -110,10 +118,6 @@ _TABLE = (
 )
 # fmt: on
 
-RULES: tuple[Rule, ...] = tuple(rule for cause in _TABLE for rule in cause.detectors)
-RULES_FOR_INPUTS: tuple[Rule, ...] = tuple(
-    rule for cause in _TABLE if cause.on_inputs for rule in cause.detectors
-)
 CAUSES = {cause.name: cause for cause in _TABLE if cause.name != "attention"}
 """The causes that can be named, by name."""
 
@@ -125,16 +129,31 @@ _MARGIN = 0.08
 _FIRST = [cause.name for cause in sorted(_TABLE, key=lambda c: c.decisive) if cause.decisive]
 
 
-def clues(case: Case, rules: Sequence[Rule] = RULES) -> list[Clue]:
+@functools.cache
+def all_rules() -> tuple[Rule, ...]:
+    """Every detector, in the order of the table."""
+    return tuple(address.load() for cause in _TABLE for address in cause.detectors)
+
+
+@functools.cache
+def rules_for_inputs() -> tuple[Rule, ...]:
+    """The detectors that also apply to an input that was solved for."""
+    return tuple(
+        address.load() for cause in _TABLE if cause.on_inputs for address in cause.detectors
+    )
+
+
+def clues(case: Case, rules: Sequence[Rule] | None = None) -> list[Clue]:
     """The clues of all detectors, best first."""
-    positive = [clue for rule in rules if (clue := rule(case)) is not None and clue.score > 0.0]
+    asked = (rule(case) for rule in (all_rules() if rules is None else rules))
+    positive = [clue for clue in asked if clue is not None and clue.score > 0.0]
     # An attention that was computed again tells its mask; where errors begin only hints at it.
     if any(clue.detail == RECOMPUTED for clue in positive):
         positive = [clue for clue in positive if clue.cause != "mask" or clue.measured]
     return sorted(positive, key=lambda clue: -clue.score)
 
 
-def best_clue(case: Case, rules: Sequence[Rule] = RULES) -> tuple[Clue | None, list[Clue]]:
+def best_clue(case: Case, rules: Sequence[Rule] | None = None) -> tuple[Clue | None, list[Clue]]:
     """The clue that fits clearly better than every other, None if none does; and all clues."""
     ranked = clues(case, rules)
     for cause in _FIRST:

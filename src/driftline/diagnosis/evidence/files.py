@@ -15,7 +15,7 @@ from driftline.comparison.evidence.error_stats import NOTHING, Effect
 from driftline.comparison.verdict.sites import contains
 from driftline.errors import BadFile, BadInput, BadRun
 from driftline.formats.registry import open_run
-from driftline.runs.local_files import is_inside, read_object, reason_of
+from driftline.runs.files.local_files import is_inside, read_object, reason_of
 from driftline.runs.run import Run
 
 if TYPE_CHECKING:

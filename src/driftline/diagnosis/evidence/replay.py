@@ -2,8 +2,7 @@
 
 Compares the candidate's output with the reference's module applied to the same input, in wide
 arithmetic (exact) and in the candidate's format (native). Limits say how far from exact a trusted
-execution may be. Also finds activations that compute another function by less than noise, and
-inputs of another kind, for which a replay means nothing.
+execution may be. Also finds inputs of another kind, for which a replay means nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from driftline.alignment.plan import Plan
 from driftline.comparison.evidence.error_stats import (
-    F64,
     Effect,
     Sums,
     chosen_rows,
@@ -32,15 +28,14 @@ from driftline.comparison.evidence.error_stats import (
     sums,
     without_worst,
 )
-from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
 from driftline.comparison.evidence.routing_changes import sites_with_choices
 from driftline.comparison.pipeline import Comparison
 from driftline.comparison.verdict.growth import quantised_sites
 from driftline.comparison.verdict.module_kinds import attends
 from driftline.comparison.verdict.own_error import CHOICES, ReplayResult
 from driftline.comparison.verdict.sites import FINE, ancestors, parts_of
-from driftline.diagnosis.causes.values import GRID, grid_share
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
+from driftline.diagnosis.evidence.other_function import FINEST, another_function
 from driftline.errors import BadInput
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
@@ -69,148 +64,6 @@ def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict
                 f"reference {pair.reference.dtype}), so its replay is another computation"
             )
     return troubles
-
-
-# Activations that are another function by less than noise: the error follows the difference.
-
-
-_ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
-FINEST, COARSEST = 2.0**-20, 2.0**-11
-"""Unit roundoffs between which the slope is used: the rounding of bfloat16 has a bias that follows
-such a difference by itself (a fused GELU does, and is right)."""
-# A trusted module may follow the other function up to the first; the candidate must do so to within
-# the second, by the third many standard errors.
-_TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
-
-
-class OtherFunction(NamedTuple):
-    """The other function that a module computes.
-
-    Attributes:
-        other: Its name.
-        excess: How sure that is, in units of what is asked.
-        halves: The same on either half of the rows.
-    """
-
-    other: str
-    excess: float
-    halves: tuple[float, float]
-
-
-def another_function(
-    candidate: Run,
-    replay: Replay,
-    records: Sequence[Record],
-    exact: Mapping[TensorKey, Record],
-    native: Mapping[TensorKey, Record],
-) -> OtherFunction | None:
-    """Whether a module computes another function than the reference's, from its first call."""
-    if not records:
-        return None
-    record = records[0]
-    exact_record, trusted = exact.get(record.key), native.get(record.key)
-    if not _ACTIVATION.search(record.class_name) or exact_record is None or trusted is None:
-        return None
-    key = record.key
-    inputs = [
-        other
-        for other in candidate.records
-        if other.key.port == "input" and other.key[0] == key[0] and other.key[3:7] == key[3:7]
-    ]
-    if replay.native is None or len(inputs) != 1:
-        return None
-    sources = ((candidate, inputs[0]), (replay.exact, exact_record), (candidate, record))
-    tensors: list[F64] = []
-    for run, tensor_record in (*sources, (replay.native, trusted)):
-        if tensor_record.shape != record.shape or not is_readable(run, tensor_record):
-            return None
-        values = read_rows(run, tensor_record, chosen_rows(record.shape))
-        if values is None or not np.isfinite(values).all():
-            return None
-        tensors.append(values)
-    x, right, made, native_made = tensors
-    following = on_the_grid(x, right, made, native_made, record.dtype)
-    if following is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:
-        following = follows(x, right, made, native_made)
-    return following
-
-
-def on_the_grid(
-    x: F64, right: F64, candidate: F64, trusted: F64, dtype: str
-) -> OtherFunction | None:
-    """The other function whose results, rounded once, are the candidate's; None if none.
-
-    Args:
-        x: What it was given, [rows, channels].
-        right: Its exact result.
-        candidate: The candidate's result.
-        trusted: That of a trusted module in the candidate's format.
-        dtype: That format.
-    """
-    best: OtherFunction | None = None
-    for name, values in _others(x, right):
-        if grid_share(right, values, trusted, dtype) > _TRUSTED:
-            continue  # a trusted module gives as much of it
-        shares = [
-            grid_share(right[start::2], values[start::2], candidate[start::2], dtype)
-            for start in (0, 1)
-        ]
-        if min(shares) > GRID and not any(map(math.isnan, shares)):
-            over = shares[0] / GRID, shares[1] / GRID
-            if best is None or min(over) > best.excess:
-                best = OtherFunction(name, min(over), over)
-    return best
-
-
-def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
-    """Known functions that differ from the reference's too little to show in the error's size."""
-    if x.shape != right.shape or len(x) < 8:
-        return []
-    made = {name: function(x) for name, function in ACTIVATIONS.items()}
-    size = float(np.sum(right * right))
-    is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
-    # The reference itself must be a known function, otherwise its difference to others means
-    # nothing.
-    if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
-        return []
-    return [
-        (name, values)
-        for name, values in made.items()
-        if name != is_one and float(np.sum((values - right) ** 2)) <= 1e-4 * size
-    ]
-
-
-def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction | None:
-    """The other function that the candidate follows, on both halves of the rows; None if none.
-
-    Args:
-        x: What it was given, [rows, channels].
-        right: Its exact result.
-        candidate: The candidate's result.
-        trusted: That of a trusted module in the candidate's format.
-    """
-    best: OtherFunction | None = None
-    for name, values in _others(x, right):
-        p = values - right
-        if abs(_times(trusted - right, p)[0]) > _TRUSTED:
-            continue
-        halves = [_times((candidate - right)[start::2], p[start::2]) for start in (0, 1)]
-        if all(abs(times - 1.0) < _FULL and z > _SURE for times, z in halves):
-            _, z = _times(candidate - right, p)
-            if best is None or z / _SURE > best.excess:
-                best = OtherFunction(name, z / _SURE, (halves[0][1] / _SURE, halves[1][1] / _SURE))
-    return best
-
-
-def _times(e: F64, p: F64) -> tuple[float, float]:
-    """Slope of an error on a difference, and its ratio to the standard error clustered by row."""
-    power = float(np.sum(p * p))
-    if not power > 0.0:
-        return 0.0, 0.0
-    slope = float(np.sum(e * p)) / power
-    rest = np.einsum("ij,ij->i", e - slope * p, p)
-    error = math.sqrt(float(rest @ rest)) / power
-    return slope, slope / error if error > 0.0 else math.inf
 
 
 # Limits: how far from exact a trusted execution of a module may be.

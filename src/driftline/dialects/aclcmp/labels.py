@@ -26,7 +26,7 @@ from driftline import settings
 from driftline.dialects.aclcmp.store import STORE, LabelWriter, Value
 from driftline.dialects.errors import BadConfig
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.owned_file import print_to_stderr
+from driftline.runs.files.owned_file import print_to_stderr
 
 # PyTorch with the Ascend adapter, and the acceleration library: the original's own names.
 SOURCES = ("pta", "acl")

@@ -30,9 +30,9 @@ from driftline.errors import BadFile, BadInput
 from driftline.formats.registry import open_file
 from driftline.formats.tensors import safetensors
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.local_files import open_inside, reason_of
-from driftline.runs.mapped_file import map_range
-from driftline.runs.owned_file import OwnedFile
+from driftline.runs.files.local_files import open_inside, reason_of
+from driftline.runs.files.mapped_file import map_range
+from driftline.runs.files.owned_file import OwnedFile
 
 STORE = "cmp_dump_data"
 _LINES = "labels-*.jsonl"

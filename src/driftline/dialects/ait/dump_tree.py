@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from driftline.runs.owned_file import OwnedFile, print_to_stderr, write_file
+from driftline.runs.files.owned_file import OwnedFile, print_to_stderr, write_file
 from driftline.runs.records import Phase, Port, Record, TensorKey, usual_moment, usual_phase
 from driftline.runs.sidecars.calls import Call, CallTensor
 from driftline.runs.sinks import JSON, Bytes

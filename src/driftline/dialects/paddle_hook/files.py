@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.runs.files.owned_file import OwnedFile
 from driftline.runs.journal import Staging
-from driftline.runs.owned_file import OwnedFile
 
 MOST_WAITING = 1 << 30
 """Bytes; with more on their way the program waits for the disk."""

@@ -24,8 +24,8 @@ from driftline.captures.recorder import Snapshot
 from driftline.dialects.errors import BadConfig
 from driftline.dialects.paddle_hook.files import SavedFiles
 from driftline.errors import did_you_mean
+from driftline.runs.files.owned_file import print_to_stderr
 from driftline.runs.jobs import begin_run
-from driftline.runs.owned_file import print_to_stderr
 from driftline.runs.records import Port, Record, TensorKey
 
 Model = TypeVar("Model")

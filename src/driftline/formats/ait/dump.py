@@ -23,7 +23,7 @@ from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
 from driftline.formats.folder import Folder, natural
 from driftline.formats.tensor_files import describe, leaf
 from driftline.runs.facts import Order
-from driftline.runs.local_files import folders_in, reason_of
+from driftline.runs.files.local_files import folders_in, reason_of
 from driftline.runs.records import TensorKey
 from driftline.runs.sidecars.calls import CALLS
 

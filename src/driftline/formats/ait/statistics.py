@@ -16,7 +16,7 @@ from driftline.formats.dump_run import partial_summary
 from driftline.formats.folder import Folder
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
 LARGEST = 1 << 26

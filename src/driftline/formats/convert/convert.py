@@ -7,10 +7,12 @@ than memory goes through; it knows nothing of addresses or of what may be replac
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -18,13 +20,12 @@ import numpy as np
 
 from driftline.errors import AlreadyThere, BadInput, DriftlineError, Unreachable
 from driftline.formats.convert import targets
-from driftline.formats.convert.atomic_folder import atomic_folder
 from driftline.formats.convert.targets import FilePerTensor, TensorList, write_safetensors
 from driftline.formats.registry import open_run
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import Address, require
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.layout import MODEL, STEPS, WEIGHTS
-from driftline.runs.local_files import reason_of
 from driftline.runs.provenance import check_room, create_run
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage
@@ -43,6 +44,7 @@ AIT_TREE = Address("driftline.dialects.ait.dump_tree:AitTree")
 AIT_SHEETS = Address("driftline.formats.ait.side_files:convert_sheets")
 OWN_TREES = {"atb": Address("driftline.formats.ascend.atb.export:AtbTree")}
 """Formats whose dumps `--to ait` writes back in a layout of their own."""
+_UNFINISHED = ".unfinished-"
 # Mapped pages count as this process's memory until the run lets them go.
 _RELEASE_AFTER = 256 << 20
 # Facts of a process, copied beside those of the run; with `only_ranks`, a reader does not report
@@ -379,7 +381,7 @@ def convert(
     else:
         _check_room(final, force, replaceable=to == "ait" or targets.has_list(place))
     try:
-        with atomic_folder(final, "ait_dump" if to == "ait" else "") as working:
+        with _atomic_folder(final, "ait_dump" if to == "ait" else "") as working:
             work = Conversion(run, working, to, progress)
             if to == "run":
                 create_run(working, command=command_of(run), world_size=world_of(run))
@@ -474,3 +476,65 @@ def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
             f"'{place}' holds other things than converted tensors, so it is not replaced",
             hint="choose another output folder",
         )
+
+
+@contextlib.contextmanager
+def _atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
+    """An empty folder to write to, which becomes `place` if all goes well and else is deleted.
+
+    It is written under another name beside it and renamed at the end. A conversion that is stopped
+    half way leaves nothing under the name that was asked for, and what was there before stays. A
+    killed process leaves `.NAME.unfinished-PID`, which the next one removes.
+
+    Args:
+        place: The name that is asked for.
+        inner: The folder in it that becomes `place`, where writers make one of their own.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    place = place.absolute()
+    new = not place.parent.exists()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(place)
+    # In the same folder, hence on the same disk: renaming is then one step.
+    working = place.with_name(f".{place.name}{_UNFINISHED}{os.getpid()}")
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir()
+    try:
+        yield working
+        # The link stays and its target is replaced.
+        if place.is_symlink():
+            place = place.resolve()
+        if place.exists():
+            shutil.rmtree(place)
+        (working / inner).rename(place)
+        if inner:
+            shutil.rmtree(working)
+    # Also when the user interrupts: half a result must not stay.
+    except BaseException:
+        shutil.rmtree(working, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):
+                place.parent.rmdir()
+        raise
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Take away what killed processes left of the same output."""
+    begin = f".{place.name}{_UNFINISHED}"
+    for path in place.parent.iterdir():
+        number = path.name.removeprefix(begin)
+        if path.name.startswith(begin) and number.isdecimal() and not _is_running(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A process of another user exists although it may not be signalled.
+    except (OSError, OverflowError):
+        return True
+    return True

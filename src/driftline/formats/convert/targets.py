@@ -23,7 +23,7 @@ from driftline.formats.tensor_files import describe, unreadable
 from driftline.numerics.dtypes import DTYPES, unpack_nibbles, value_table
 from driftline.registry import require
 from driftline.runs.facts import RUN_KEYS, read_process
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import PORTS, Record, TensorKey, usual_moment, usual_phase
 from driftline.runs.run import Storage, kept_elements
 from driftline.runs.sinks import JSON

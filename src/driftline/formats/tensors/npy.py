@@ -20,7 +20,7 @@ from numpy.lib import format as npy_format
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.mapped_file import map_range
+from driftline.runs.files.mapped_file import map_range
 
 NAME = "npy"
 MAGIC = b"\x93NUMPY"

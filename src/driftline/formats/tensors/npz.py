@@ -14,7 +14,7 @@ import numpy as np
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.formats.tensors import npy
-from driftline.runs.mapped_file import map_range
+from driftline.runs.files.mapped_file import map_range
 
 NAME = "npz"
 MOST_MEMBERS = 1_000_000

@@ -18,7 +18,7 @@ import numpy as np
 from driftline.errors import BadFile
 from driftline.formats.dump_run import Member
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.mapped_file import map_file
+from driftline.runs.files.mapped_file import map_file
 
 NAME = "safetensors"
 # The limit of the safetensors package itself.

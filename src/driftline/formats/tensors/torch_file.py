@@ -23,7 +23,7 @@ from driftline.formats.dump_run import Member
 from driftline.formats.tensors.npz import names_in_zip
 from driftline.numerics.dtypes import DTYPES
 from driftline.registry import require
-from driftline.runs.mapped_file import Guard
+from driftline.runs.files.mapped_file import Guard
 
 if TYPE_CHECKING:
     import torch

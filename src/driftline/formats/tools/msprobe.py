@@ -20,7 +20,7 @@ from driftline.formats.dump_run import Leaf, TreeRun, partial_summary
 from driftline.formats.folder import Folder, natural
 from driftline.formats.tensor_files import describe, unreadable
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.local_files import folders_in, reason_of
+from driftline.runs.files.local_files import folders_in, reason_of
 from driftline.runs.records import Port, Record, TensorKey
 
 NAME = "msprobe"

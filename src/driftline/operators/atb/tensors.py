@@ -22,7 +22,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.operators.definitions.call import Tensor
 from driftline.operators.definitions.registry import definition_of, plain_name, tensor_of
 from driftline.operators.result import OperatorCall
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
 # A guard against files of strangers; real ones have a few megabytes.

@@ -29,7 +29,7 @@ from driftline.reporting.html.page import pack, remote_page
 from driftline.reporting.html.tensors.pair import Region
 from driftline.reporting.html.tensors.statistics import Scale
 from driftline.reporting.viewer.session import RunsChanged, Session
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 
 # Tensors of a model are confidential: no other machine may connect.
 HOST = "127.0.0.1"

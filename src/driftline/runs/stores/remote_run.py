@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from driftline.errors import BadFile, BadRun, DriftlineError
 from driftline.numerics.kernel import address_of
+from driftline.runs.files.local_files import check_inside, object_in, reason_of
 from driftline.runs.layout import MANIFEST, is_shard_name, parse_folder
-from driftline.runs.local_files import check_inside, object_in, reason_of
 from driftline.runs.reader import DiskRun, check_schema
 from driftline.runs.records import Record
 from driftline.runs.run import Loss, Memory

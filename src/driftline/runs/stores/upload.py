@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.layout import (
     INDEX,
     MANIFEST,
@@ -30,7 +31,6 @@ from driftline.runs.layout import (
     is_shard_name,
     parse_folder,
 )
-from driftline.runs.local_files import reason_of
 from driftline.runs.stores.store import Store
 
 CLAIM = "writer.json"

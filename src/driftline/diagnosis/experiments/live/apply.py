@@ -35,6 +35,7 @@ from driftline.diagnosis.experiments.live.repeat import Script, copied, itself, 
 from driftline.diagnosis.experiments.live.report import Report
 from driftline.diagnosis.experiments.live.results import (
     About,
+    Keep,
     Native,
     PassedToParts,
     Results,
@@ -456,14 +457,13 @@ class CallApplier:
         check()
         comparable, same = self._comparable_slots(again, native)
         near: dict[str, float] = {}
-
-        own_buffers = self._format_cost(again, native, first)
+        keep: Keep = "unless same" if again.way == "leaf" else "unless near"
+        if own_buffers := self._format_cost(again, native, first):
+            keep = "always"
 
         def settle(slot: str, about: About, tensor: torch.Tensor, other: Native) -> None:
             apart = self._results.settle(
-                *(opened.site, slot, about, tensor, other, self._noise),
-                may_be_near=again.way != "leaf",
-                keep=own_buffers,
+                opened.site, slot, about, tensor, other, self._noise, keep=keep
             )
             if apart is not None:
                 near[about[0].digest] = apart

@@ -23,7 +23,7 @@ from driftline.diagnosis.experiments.live.repeat import same_bits
 from driftline.errors import BadFile
 from driftline.graphs.module_tree import ModuleTree
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs import mapped_file
+from driftline.runs.files import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -237,6 +237,8 @@ _CHANNELS = 128
 About = tuple[Record, str, str]
 """The captured record, the class of the module, another name of the slot."""
 Native = torch.Tensor | None
+Keep = Literal["always", "unless same", "unless near"]
+"""When a result is kept, as it relates to the captured one."""
 
 
 class Results:
@@ -297,8 +299,7 @@ class Results:
         native: Native,
         noise: Noise,
         *,
-        may_be_near: bool,
-        keep: bool = False,
+        keep: Keep,
     ) -> float | None:
         """Keep a result in both formats, or only its noise where it is as good as the captured one.
 
@@ -309,8 +310,7 @@ class Results:
             exact: What came of wide arithmetic.
             native: What came of the captured run's format; None where that is the captured one.
             noise: Where to.
-            may_be_near: Whether it suffices to be near.
-            keep: Keep it in any case.
+            keep: When to keep it.
 
         Returns:
             How far the two are apart, where they are near and not the same.
@@ -319,13 +319,13 @@ class Results:
         apart = None
         # Native is None if it equals the captured result: then only the noise is worth recording,
         # unless the format itself is what makes it wrong.
-        if native is None and (keep or self.overflows(record, exact)):
+        if native is None and (keep == "always" or self.overflows(record, exact)):
             native = self._candidate.tensor(record, exact.device, own=False)
             self.put_exact(*about, exact)
             self.put_native(*about, native)
             return None
         if native is not None:
-            if may_be_near and not keep and exact.dim() > 1 and exact.shape == record.shape:
+            if keep == "unless near" and exact.dim() > 1 and exact.shape == record.shape:
                 captured = self._candidate.tensor(record, exact.device, own=False)
                 some = Sample(some_rows(exact), some_rows(captured), 1)
                 apart = self.nearness(record, native, some)

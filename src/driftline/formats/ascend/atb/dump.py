@@ -41,7 +41,7 @@ from driftline.formats.ascend.atb.topology import Topology
 from driftline.formats.ascend.types import ACL_TYPES, type_named
 from driftline.formats.dump_run import DumpTable, Leaf, TreeRun
 from driftline.formats.folder import natural
-from driftline.runs.local_files import read_inside, reason_of
+from driftline.runs.files.local_files import read_inside, reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Loss
 from driftline.runs.sinks import JSON

@@ -40,8 +40,8 @@ from driftline.formats.ascend.types import (
 from driftline.formats.dump_run import Leaf, Member, TreeRun
 from driftline.numerics.dtypes import DTYPES, unpack_nibbles
 from driftline.numerics.fields import Summary
-from driftline.runs.local_files import reason_of
-from driftline.runs.mapped_file import map_file
+from driftline.runs.files.local_files import reason_of
+from driftline.runs.files.mapped_file import map_file
 from driftline.runs.records import Record, TensorKey
 
 START = b"$Version="

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from driftline.formats.ascend.atb.file import FILE_NAME, Header, Refused, header_of, open_file
 from driftline.formats.dump_run import refuse_several
-from driftline.runs.local_files import folders_in, reason_of
+from driftline.runs.files.local_files import folders_in, reason_of
 from driftline.runs.records import Moment, Port
 
 ROOTS = ("ait_dump", "msit_dump", "atb_dump_data")

@@ -30,7 +30,7 @@ from driftline.formats.ascend.ge.graph_text import (
 from driftline.formats.ascend.protobuf import Malformed, NotText
 from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
 from driftline.formats.folder import Folder, natural, some_names
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
 IGNORED_SUFFIXES = (

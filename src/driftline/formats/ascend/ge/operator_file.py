@@ -33,7 +33,7 @@ from driftline.formats.ascend.types import ElementType, format_name, recode, typ
 from driftline.formats.dump_run import Leaf, TreeRun
 from driftline.formats.folder import Folder, pread
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.local_files import reason_of
+from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Storage
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
+from driftline.runs.files.mapped_file import MappedFile, map_file
 from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
-from driftline.runs.mapped_file import MappedFile, map_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
 

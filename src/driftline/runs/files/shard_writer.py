@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from driftline.numerics.dtypes import DTYPES
+from driftline.runs.files.owned_file import OwnedFile
 from driftline.runs.index_lines import json_string, shape_text
 from driftline.runs.layout import LONGEST_NAME, align, header_bytes, shard_name
-from driftline.runs.owned_file import OwnedFile
 from driftline.runs.records import Record
 from driftline.runs.sinks import Bytes
 

@@ -1,0 +1,1 @@
+"""Bytes on a local disk: owned descriptors, mapped files, shards."""
