@@ -330,6 +330,18 @@ def onnx_models(place: Path) -> None:
     logging.disable(logging.NOTSET)
 
 
+def served(place: Path) -> None:
+    """A Llama of transformers, and the same written as serving engines write it."""
+    for name, model in (("transformers", "source"), ("served", "Served(source).eval()")):
+        (place / f"infer_{name}.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+            "import torch\n"
+            "from benchmarks.engines.served_models import IDS, Served, original\n"
+            f"source = original('Llama')\nmodel = {model}\n"
+            "with torch.no_grad():\n    model(IDS)\n"
+        )
+
+
 def two_runs(place: Path) -> None:
     """A reference and a candidate that is a little off."""
     for name, off in (("ref", 0.0), ("cand", 1e-3)):

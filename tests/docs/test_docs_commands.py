@@ -62,6 +62,7 @@ COOKED: dict[str, Kitchen] = {
         kitchens.onnx_models,
     ),
     "docs/engines.md": all_of(kitchens.programs, kitchens.onnx_models, kitchens.paddle_programs),
+    "docs/served-models.md": kitchens.served,
     "docs/scale.md": kitchens.two_runs,
     "docs/alignment.md": kitchens.named_otherwise,
     "docs/decoders.md": kitchens.decoder,

@@ -152,9 +152,15 @@ def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str
             hint="dump it again without --site, --class and --port, or give an .npz file",
         )
     where = f"run '{run.name}'"
+    # Summaries, as a run may keep of later steps, cannot be fed; a run of nothing else is refused.
+    valued = {
+        step: records
+        for step, records in by_step.items()
+        if all(record.kept == "full" for record in records)
+    }
     return [
         (step, _named(records, run, wanted, where), f"{where}, step {step}")
-        for step, records in sorted(by_step.items())
+        for step, records in sorted((valued or by_step).items())
     ]
 
 

@@ -59,7 +59,7 @@ def _package(name: str) -> Any:
     except NotInstalled as absent:
         raise NotInstalled(
             f"capturing an ONNX model needs the package {name}, which is not installed here",
-            hint=f"pip install '{INSTALL}'",
+            hint=f"pip install {INSTALL}",
         ) from absent
 
 

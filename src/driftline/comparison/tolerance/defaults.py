@@ -155,12 +155,13 @@ groups of 128 elements: 0.11, one scale per row 0.15. Measured on W8A8 twins of 
 """
 
 ROUNDINGS = 4.0
-"""Times what rounding to steps of a scale does on average that a site may add. Measured on int8
-models that were given other inputs than they were calibrated on: up to 3.4 times, because what is
-larger than anything in the calibration is cut off."""
+"""Times what rounding to steps of a scale does on average that a site may add. More than 1,
+because what is larger than anything in the calibration is cut off; how much more is an allowance,
+not a measurement."""
 WEIGHT_ROUNDINGS = 2.5
 """The same of a weight. Rounding to the nearest step is 1; methods that move weights to make up for
-the rounding of others (GPTQ) are up to 2; a zero point that is off by one is 3.6."""
+the rounding of others (GPTQ) do more, which was not measured; a zero point that is off by one does
+3.6."""
 _STEP = re.compile(r"dequantise\(axis \d+, times ([-+.0-9e]+)")
 _SINGLE = re.compile(r" of (\d+(x\d+)*|scalar)$")
 

@@ -404,7 +404,9 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
         # Different integer inputs (token ids, routes) explain any difference of the outputs.
         elif not is_floating(row):
             call.has_codes |= is_input
-            call.changed_codes |= is_input and bool(row.metrics.get("different", 0))
+            # Other bytes are other codes, though how many is not known without values.
+            unlike = row.metrics.get("different", row.basis == "digest")
+            call.changed_codes |= is_input and bool(unlike)
         elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
             continue
         elif is_input:

@@ -193,6 +193,7 @@ class CaseBuilder:
         self, place: Place, standing: SiteStatus, judged: ReplayResult | None
     ) -> list[tuple[Case, str]]:
         site = self.sites[place]
+        standing = self._with_values(site, standing)
         cases: list[tuple[Case, str]] = []
         # The tensor passed to a part is tried first: it is the sharper picture.
         handed = self._handed(place, standing)
@@ -212,6 +213,19 @@ class CaseBuilder:
         if handed is not None and made_after:
             cases.append(handed)
         return cases
+
+    def _with_values(self, site: Site, standing: SiteStatus) -> SiteStatus:
+        """How it stands at a call whose values were kept; later steps may be summaries."""
+        if self._has_values(standing.call):
+            return standing
+        valued = [call for call in site.calls if self._has_values(call)]
+        if not valued:
+            return standing
+        return standing._replace(call=max(valued, key=lambda call: call.error))
+
+    def _has_values(self, call: Call) -> bool:
+        pairs = (self.pairs.get(row.key) for row in call.outs)
+        return any(p is not None and p.reference.kept == p.candidate.kept == "full" for p in pairs)
 
     def _handed(self, place: Place, standing: SiteStatus) -> tuple[Case, str] | None:
         """The tensor passed to a part whose error exceeds that of its sources most."""

@@ -49,6 +49,11 @@ class CandidateCall:
         self.inputs: dict[str, Record] = {}
         self.outputs: dict[str, Record] = {}
 
+    @property
+    def has_values(self) -> bool:
+        """Whether the values of all its tensors were kept."""
+        return all(r.kept == "full" for r in (*self.inputs.values(), *self.outputs.values()))
+
 
 class Candidate:
     """All captured module calls of one process of a run.
@@ -85,8 +90,18 @@ class Candidate:
                     self._formats.setdefault(key.site, set()).add(dtype)
             elif key.moment == "before":
                 call.inputs[key.slot] = record
+        self._leave_out_summaries()
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
+
+    def _leave_out_summaries(self) -> None:
+        """Of later steps a run may keep summaries: its sites are applied where values were kept."""
+        valued = {call: its for call, its in self.calls.items() if its.has_values}
+        sites = {site for site, _, _ in valued}
+        # A site without any values stays, so that the reason is said.
+        self.calls = {
+            call: its for call, its in self.calls.items() if call in valued or call[0] not in sites
+        }
 
     @functools.cached_property
     def wide(self) -> bool:
