@@ -761,4 +761,4 @@ def _pairs(
 
 
 def _place(key: TensorKey) -> tuple[object, ...]:
-    return (key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot)
+    return (key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot, key.moment)
