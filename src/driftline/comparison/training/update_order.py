@@ -92,7 +92,7 @@ def training_report(
         for text in facts.thinned[:1]
     )
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
-        # The loss of a rank is that of its rows, its weights are shards: rows are joined, not these.
+        # The loss of a rank is that of its rows, its weights are shards: only rows are joined.
         return TrainingReport(thinned=thinned) if thinned else None
     parted = _inputs_part(sides)
     if max(scope.updates for scope in scopes) <= 0:
