@@ -223,7 +223,7 @@ def test_what_is_changed_in_place_afterwards_is_kept_as_it_was():
             return y
 
     before = []
-    with paddle.no_grad(), Captured(model := Spoils()) as capture:
+    with paddle.no_grad(), Captured(model := Spoils(), steps="*") as capture:
         for _ in range(2):
             model(paddle.ones([1, 3]))
     for step in (0, 1):
@@ -387,7 +387,7 @@ def test_an_exception_of_the_program_is_its_own_and_the_next_call_is_seen():
             return x
 
     model = nn.Sequential(nn.Linear(2, 2), Fails())
-    with Captured(model, steps_by="call") as capture:
+    with Captured(model, steps="*", steps_by="call") as capture:
         with pytest.raises(KeyError, match="mine"):
             model(paddle.ones([1, 2]))
         model(paddle.ones([2, 2])).sum().backward()

@@ -124,8 +124,9 @@ def test_a_norm_whose_gradient_nobody_added_up_is_named(alone: Path, together: P
     words = first_words(table)
     assert "'1.norm' (Norm)" in words
     assert "an all-reduce is missing" in words
-    failing = {(row.key.site, row.key.port) for row in table.rows if row.status == "fail"}
-    assert failing == {("1.norm", "optimizer_grad")}
+    failing = {str(row.key).partition("/")[2] for row in table.rows if row.status == "fail"}
+    # The gradient, and the weight that was updated with it.
+    assert failing == {"step0/1.norm/optimizer_grad/weight", "step0/1.norm/param/weight@after"}
 
 
 def test_rows_that_were_dealt_out_are_put_in_order(alone: Path, together: Path) -> None:
@@ -139,9 +140,13 @@ def test_rows_that_were_dealt_out_are_put_in_order(alone: Path, together: Path) 
 def test_gradients_that_were_never_averaged_are_named(alone: Path, together: Path) -> None:
     table = compared(alone, together, "not_averaged")
     failing = [row for row in table.rows if row.status == "fail"]
-    assert {row.key.port for row in failing} == {"optimizer_grad"}
-    assert {row.candidate_rank or 0 for row in failing} == {0, 1, 2, 3}
-    assert all("it was never averaged" in row.reason for row in failing)
+    gradients = [row for row in failing if row.key.port == "optimizer_grad"]
+    assert {row.candidate_rank or 0 for row in gradients} == {0, 1, 2, 3}
+    assert all("it was never averaged" in row.reason for row in gradients)
+    # What else fails was updated with them.
+    others = [row.key for row in failing if row not in gradients]
+    assert {(key.port, key.moment) for key in others} == {("param", "after")}
+    assert table.first in gradients
 
 
 def test_fully_sharded_parameters_are_joined(alone: Path, together: Path) -> None:

@@ -112,7 +112,7 @@ class Reduction:
         """`full`, `summary`, `digest`, `describe`, `sample` or `sample(n)`.
 
         >>> Reduction.parse("sample(100)")
-        Reduction(kept='sample', sample=100)
+        Reduction(kept='sample', sample=100, later=None)
         """
         match = _SAMPLE.fullmatch(text.replace(" ", ""))
         if match:

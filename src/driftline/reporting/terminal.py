@@ -92,7 +92,9 @@ def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[st
         return [text.rstrip()]  # most texts; nothing needs to be loaded for them
     import textwrap
 
-    return textwrap.wrap(text, width, break_long_words=break_long_words)
+    return textwrap.wrap(
+        text, width, break_long_words=break_long_words, break_on_hyphens=break_long_words
+    )
 
 
 def _block(block: Block, width: int, colour: bool) -> Iterator[str]:

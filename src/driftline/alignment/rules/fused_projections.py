@@ -764,7 +764,7 @@ def _pairs(
 
 
 def _place(key: TensorKey) -> tuple[object, ...]:
-    return (key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot)
+    return (key.rank, key.process, key.step, key.site, key.visit, key.port, key.slot, key.moment)
 
 
 def by_projections(plan: Plan, context: Context) -> Plan | None:

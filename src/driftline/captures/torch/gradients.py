@@ -84,6 +84,16 @@ class ParameterNames:
         entry = self._known.get(id(parameter))
         return entry[1] if entry is not None and entry[0]() is parameter else None
 
+    def owner_at_update(self, parameter: torch.Tensor) -> Owner | None:
+        """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
+        owner = self.owner(parameter)
+        if owner is None and _FLAT in sys.modules:
+            for root in self._session.names.roots:
+                if (module := root.module()) is not None:
+                    self.learn(module)
+            owner = self.owner(parameter)
+        return owner
+
 
 class ParameterTap:
     """Every parameter and buffer at the first call of its root, or at the first call in each step.
@@ -100,7 +110,7 @@ class ParameterTap:
         self._every = every
         self._done: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._written: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._owners: dict[int, Owner] = {}
+        self._names = ParameterNames(session)
         self._active = False
         self._handles: list[Any] = []
         self._updating = 0
@@ -128,11 +138,12 @@ class ParameterTap:
         try:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    entry = self._written.get(id(parameter))
-                    owner = self._owners.get(id(parameter))
-                    if owner is None or entry is None or entry[0]() is not parameter:
+                    owner = self._names.owner_at_update(parameter)
+                    if owner is None:
                         continue
                     site, name, class_name = owner
+                    if not self._session.wants(site, class_name, "param"):
+                        continue
                     step = self._updating
                     self._session.emit(
                         TensorAddress(
@@ -167,6 +178,7 @@ class ParameterTap:
         if last is not None and (self._every == "run" or last == step):
             return
         waiting = False
+        self._names.learn(root)
         for module in root.modules():
             site: str = session.site_of(module)
             class_name = class_name_of(module)
@@ -179,7 +191,6 @@ class ParameterTap:
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
-                self._owners[id(tensor)] = Owner(site, name, class_name)
                 for slot, part in stored_parts(name, tensor):
                     session.emit(
                         TensorAddress(site, "param", slot, step, class_name=class_name), part
@@ -281,16 +292,6 @@ class ParameterGradients:
         arrived.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return cast("Any", parameter.register_hook(arrived))
 
-    def _owner(self, parameter: torch.Tensor) -> Owner | None:
-        """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
-        owner = self._names.owner(parameter)
-        if owner is None and _FLAT in sys.modules:
-            for root in self._session.names.roots:
-                if (module := root.module()) is not None:
-                    self._names.learn(module)
-            owner = self._names.owner(parameter)
-        return owner
-
     def _at_optimizer(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._active:
             return
@@ -301,7 +302,7 @@ class ParameterGradients:
                     if gradient is not None:
                         # A tensor that belongs to no watched model is named by its position in the
                         # optimizer.
-                        owner = self._owner(parameter) or Owner(
+                        owner = self._names.owner_at_update(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
                         self._given.take("optimizer_grad", owner, gradient)

@@ -290,7 +290,9 @@ def _states(tensors: Sequence[Any]) -> list[TensorState | None]:
         # Sparse, packed and lazy ones have no bytes to read.
         if isinstance(shot, Snapshot) and shot.length > 0 and shot.repeats == 1:
             states[index] = _host_state(shot)
-    if on_devices and not recording():
+    # Only CUDA records graphs, and torch without CUDA cannot even be asked.
+    recorded = any(tensor.is_cuda for _, tensor in on_devices) and recording()
+    if on_devices and not recorded:
         for (index, _), state in zip(
             on_devices, _device_states([tensor for _, tensor in on_devices]), strict=True
         ):

@@ -91,6 +91,9 @@ def training_report(
         for _, facts in side.values()
         for text in facts.thinned[:1]
     )
+    if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
+        # The loss of a rank is that of its rows, its weights are shards: only rows are joined.
+        return TrainingReport(thinned=thinned) if thinned else None
     parted = _inputs_part(sides)
     if max(scope.updates for scope in scopes) <= 0:
         return TrainingReport(broken=parted, thinned=thinned) if parted or thinned else None
@@ -137,6 +140,39 @@ def _processes(run: Run, scope: RunScope) -> _Side:
             if facts or steps:
                 side[rank, process] = facts, steps
     return side
+
+
+def _meshes(run: Run) -> set[str]:
+    """Where every rank stands, by its device meshes."""
+    return {
+        f"{about.get('rank', 0)}: {mesh}"
+        for about in run.processes()[:_MOST_PROCESSES]
+        for mesh in about.get("meshes") or ()
+    }
+
+
+def _same_layout(scopes: Sequence[RunScope], sides: Sequence[_Side]) -> bool:
+    """Whether a rank of one side does the work of the same rank of the other.
+
+    It does not where there are more ranks on one side, where ranks hold other shards, or where a
+    parameter of one rank lies with another rank on the other side.
+    """
+    if max(scopes[0].ranks, 1) != max(scopes[1].ranks, 1):
+        return False
+    if scopes[0].ranks <= 1:
+        return True
+    holders: list[dict[str, set[int]]] = [{}, {}]
+    for own, side in zip(holders, sides, strict=True):
+        for (rank, _), (_, steps) in side.items():
+            for path in steps.parameters:
+                own.setdefault(path, set()).add(rank)
+    if any(holders[0][path] != holders[1][path] for path in holders[0].keys() & holders[1].keys()):
+        return False
+    for place in sides[0].keys() & sides[1].keys():
+        first, second = (side[place][1].parameters for side in sides)
+        if any(first[path].shape != second[path].shape for path in first.keys() & second.keys()):
+            return False
+    return True
 
 
 def _is_whole(errors: StepErrors) -> bool:

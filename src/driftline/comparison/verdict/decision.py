@@ -267,9 +267,10 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     _unfinished,
     _borders,
     _below_min_coverage,
+    # A rank that is not there is why its calls are not.
+    _ranks,
     _too_few_calls,
     _left_out,
-    _ranks,
     _steps,
     _contradicts_itself,
     _too_noisy,

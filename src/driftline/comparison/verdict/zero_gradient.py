@@ -48,7 +48,8 @@ def _without(rows: Sequence[Row]) -> list[Row]:
         return updated
     _gradients(updated)
     moved = _outputs(updated)
-    _carriers(updated, [*moved, *_shifted(updated, moved)])
+    passing = [(index, row) for index, row in moved if row.status == "pass"]
+    _carriers(updated, [*moved, *_shifted(updated, passing)])
     return updated
 
 
@@ -92,7 +93,7 @@ def _gradients(rows: list[Row]) -> None:
 
 
 def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
-    """Judge outputs of layers whose bias may have moved by itself once more; gives what passes."""
+    """Judge outputs of layers whose bias may have moved by itself once more; gives the excused."""
     far = [
         index
         for index, row in enumerate(rows)
@@ -108,7 +109,7 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
     for row in rows:
         if _is_gradient(row) and _layer(row) in layers:
             gradients[_layer(row)].append(row)
-    passing: list[tuple[int, Row]] = []
+    excused: list[tuple[int, Row]] = []
     for index in far:
         own_gradients = gradients[_layer(rows[index])]
         tells = earlier([gradient.key.step for gradient in own_gradients], rows[index].key.step)
@@ -124,9 +125,9 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
                 f"{rows[index].reason}; its bias has no gradient but rounding, by which an "
                 "optimizer moves it, and what else differs only the values can say",
             )
-        if rows[index].decided_by == BEYOND:
-            passing.append((index, rows[index]))
-    return passing
+        if rows[index].decided_by == BEYOND or rows[index].status == "incomparable":
+            excused.append((index, rows[index]))
+    return excused
 
 
 def _beyond(row: Row) -> Row:
@@ -201,9 +202,13 @@ def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
             size = _difference(source)
             # What carries a difference on comes after where it began.
             if before < index and abs(_difference(row) - size) <= _SAME * size:
+                words = f"differs as '{source.key.site}' does, whose bias has no gradient"
+                if source.status == "incomparable":
+                    rows[index] = row.judged("incomparable", words)
+                    break
                 rows[index] = row.judged(
                     "pass",
-                    f"differs as '{source.key.site}' does, whose bias has no gradient",
+                    words,
                     limit_from=f"{source.limit_from}, {AS_GIVEN}",
                     severity=source.severity,
                 )
