@@ -16,6 +16,7 @@ from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
 from driftline.comparison.table.table import Side
+from driftline.graphs.sources.graph_files import PARAMETER
 from driftline.runs.scope import RANKS
 
 SMALL_CONTAINER = 0.1
@@ -385,6 +386,12 @@ def _is_gradient_sum(row: Row) -> bool:
     )
 
 
+def _port(row: Row) -> str:
+    """What a row compares: a node of a graph may stand for a parameter, which no call computes."""
+    is_parameter = "/" in row.key.site and row.class_name.startswith(PARAMETER)
+    return "param" if is_parameter else row.key.port
+
+
 def _is_apart(row: Row) -> bool:
     """Whether a row is about different calls of the two sides, or about one side only."""
     return bool(
@@ -442,10 +449,10 @@ class CallCounts:
         )
         if self._are_alike and _is_apart(row):
             self._part_ways()
-        call = (key.rank, key.process, key.step, key.visit)
+        call, port = (key.rank, key.process, key.step, key.visit), _port(row)
         if self._first_step is None:
             self._first_step = key.step
-        if status != "extra" and key.port == "output" and key.step == self._first_step:
+        if status != "extra" and port == "output" and key.step == self._first_step:
             self.reference.order.setdefault((key.site, key.visit), row.order)
             if compared:
                 self.reference.compared_calls.add((key.site, key.visit))
@@ -457,12 +464,12 @@ class CallCounts:
             if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
                 side.beside_graphs.add(key.site)
             if compared:
-                side.take(key.site, key.port, call, True)
+                side.take(key.site, port, call, True)
                 side.compared_calls.add((key.site, key.visit))
             else:
-                side.wait(key.site, key.port, call)
+                side.wait(key.site, port, call)
         else:
-            self.reference.take(key.site, key.port, call, compared)
+            self.reference.take(key.site, port, call, compared)
             if not self._are_alike:
                 self._take_candidate(row, compared)
         if status in ("missing", "extra"):
@@ -473,7 +480,10 @@ class CallCounts:
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
-        site, port = row.candidate_site or key.site, row.candidate_port or key.port
+        site, port = row.candidate_site or key.site, _port(row)
+        # Whatever stands for a parameter has a parameter as its partner.
+        if port != "param":
+            port = row.candidate_port or port
         call = (
             key.rank if row.candidate_rank is None else row.candidate_rank,
             key.process,
@@ -485,7 +495,7 @@ class CallCounts:
             self._candidate_steps.add(call[2])
             if port == "output" and key.step == self._first_step:
                 self.candidate.compared_calls.add((site, call[3]))
-        if compared and port == "output" and key.port == "output":
+        if compared and port == _port(row) == "output":
             self.reference.partners.setdefault(key.site, site)
             self.candidate.partners.setdefault(site, key.site)
 
