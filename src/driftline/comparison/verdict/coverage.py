@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
-from driftline.alignment.plan import NO_NODE, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
@@ -382,7 +382,7 @@ def _is_gradient_sum(row: Row) -> bool:
         row.status in ("missing", "extra")
         and row.key.phase == "backward"
         and row.class_name.startswith("aten.add.")
-        and row.reason in (NO_NODE, NOT_KEPT)
+        and row.reason in (NO_NODE, NO_TENSOR, NOT_KEPT)
     )
 
 
