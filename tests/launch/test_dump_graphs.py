@@ -121,7 +121,7 @@ def test_a_wrong_activation_inside_a_fused_kernel_is_named_with_its_cause(
     assert "values inside of fusions were computed separately" in made.err
     capfd.readouterr()
     assert main(["diagnose", "modules", "kernels"]) == 1
-    said = capfd.readouterr().out
+    said = " ".join(capfd.readouterr().out.split())
     assert "the drift starts at 1.act, cause: activation" in said
     assert "inside the fusion of" in said
     assert "it computes gelu where the reference computes silu" in said

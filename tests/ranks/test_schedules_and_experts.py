@@ -72,7 +72,7 @@ def test_a_wrong_activation_on_the_last_rank_is_named_with_its_cause(
     assert f"'{site}' (SiLU, in the candidate GELU" in str(table.finding)
     assert "on rank 1" in str(table.finding)
     assert main(["diagnose", str(alone / reference), str(in_two / name)]) == 1
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert f"the drift starts at {site}, cause: activation" in said
     assert "it computes gelu where the reference computes silu" in said
 

@@ -32,9 +32,10 @@ _NONE_INSIDE: Mapping[tuple[str, TensorKey], TensorKey] = {}
 
 
 NOT_PLANNED = "the plan has no pair for it"
-NO_NODE = "no node of the compiled graphs stems from it"
-NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
 """Reason of a tensor that a saved plan leaves out on purpose."""
+NO_NODE = "no node of the compiled graphs stems from it"
+NO_TENSOR = "the other run has no tensor for this node"
+NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
 
 
 class LeftOut(NamedTuple):

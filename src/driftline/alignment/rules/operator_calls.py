@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners, with_lines
-from driftline.alignment.plan import NO_NODE, NOT_KEPT, Pair, Plan
+from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, Pair, Plan
 from driftline.alignment.rules.module_borders import pair_modules, reshaped
 from driftline.alignment.rules.names import pair_by_name, refuse_unrelated
 from driftline.alignment.sites.compiled_graphs import (
@@ -448,7 +448,7 @@ def _plain(records: Sequence[Record], graphs: Graphs) -> Matching:
             matching.reasons[record.key] = NOT_KEPT
     for value in graphs.values:
         if id(value.record) not in matched:
-            reason = why_unpaired(value) or "the other run has no tensor for this node"
+            reason = why_unpaired(value) or NO_TENSOR
             matching.partner_reasons.setdefault(value.record.key, reason)
     return matching
 

@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
-from driftline.alignment.plan import NO_NODE, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
 from driftline.comparison.table.table import Side
+from driftline.graphs.sources.graph_files import PARAMETER
 from driftline.runs.scope import RANKS
 
 SMALL_CONTAINER = 0.1
@@ -381,8 +382,14 @@ def _is_gradient_sum(row: Row) -> bool:
         row.status in ("missing", "extra")
         and row.key.phase == "backward"
         and row.class_name.startswith("aten.add.")
-        and row.reason in (NO_NODE, NOT_KEPT)
+        and row.reason in (NO_NODE, NO_TENSOR, NOT_KEPT)
     )
+
+
+def _port(row: Row) -> str:
+    """What a row compares: a node of a graph may stand for a parameter, which no call computes."""
+    is_parameter = "/" in row.key.site and row.class_name.startswith(PARAMETER)
+    return "param" if is_parameter else row.key.port
 
 
 def _is_apart(row: Row) -> bool:
@@ -442,10 +449,10 @@ class CallCounts:
         )
         if self._are_alike and _is_apart(row):
             self._part_ways()
-        call = (key.rank, key.process, key.step, key.visit)
+        call, port = (key.rank, key.process, key.step, key.visit), _port(row)
         if self._first_step is None:
             self._first_step = key.step
-        if status != "extra" and key.port == "output" and key.step == self._first_step:
+        if status != "extra" and port == "output" and key.step == self._first_step:
             self.reference.order.setdefault((key.site, key.visit), row.order)
             if compared:
                 self.reference.compared_calls.add((key.site, key.visit))
@@ -453,31 +460,34 @@ class CallCounts:
             own = self.candidate if status == "extra" else self.reference
             own.classes.setdefault(key.site, row.class_name)
         if status in ("missing", "extra"):
-            self._take_lone(row, call, compared)
+            self._take_lone(row, port, call, compared)
             return
-        self.reference.take(key.site, key.port, call, compared)
+        self.reference.take(key.site, port, call, compared)
         if not self._are_alike:
             self._take_candidate(row, compared)
         if compared:
             self.steps.add(key.step)
             self.elements += math.prod(row.reference_shape or ())
 
-    def _take_lone(self, row: Row, call: _Call, compared: bool) -> None:
+    def _take_lone(self, row: Row, port: str, call: _Call, compared: bool) -> None:
         """Take a row that only one side has."""
         key, is_extra = row.key, row.status == "extra"
         side = self.candidate if is_extra else self.reference
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
             side.beside_graphs.add(key.site)
         if compared:
-            side.take(key.site, key.port, call, True)
+            side.take(key.site, port, call, True)
             side.compared_calls.add((key.site, key.visit))
         else:
-            side.wait(key.site, key.port, call)
+            side.wait(key.site, port, call)
         self.lone_steps[is_extra].add(key.step)
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
-        site, port = row.candidate_site or key.site, row.candidate_port or key.port
+        site, port = row.candidate_site or key.site, _port(row)
+        # Whatever stands for a parameter has a parameter as its partner.
+        if port != "param":
+            port = row.candidate_port or port
         call = (
             key.rank if row.candidate_rank is None else row.candidate_rank,
             key.process,
@@ -489,7 +499,7 @@ class CallCounts:
             self._candidate_steps.add(call[2])
             if port == "output" and key.step == self._first_step:
                 self.candidate.compared_calls.add((site, call[3]))
-        if compared and port == "output" and key.port == "output":
+        if compared and port == _port(row) == "output":
             self.reference.partners.setdefault(key.site, site)
             self.candidate.partners.setdefault(site, key.site)
 

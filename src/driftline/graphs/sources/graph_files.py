@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, cast
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_LINE = 1 << 27
 INSIDE = " inside "
+PARAMETER = "parameter "
+"""Begins the class of a node that stands for a parameter or buffer; its name follows."""
 """Separates operator and kernel in the class of a tensor that is inside a fused kernel: its value
 was recomputed outside of the kernel from the kernel's inputs."""
 

@@ -27,6 +27,7 @@ from driftline.captures.torch.operators.dispatch import has_values
 from driftline.captures.torch.operators.sites import PROGRAM
 from driftline.graphs.sources.graph_files import (
     INSIDE,
+    PARAMETER,
     Graph,
     GraphNode,
     Kept,
@@ -76,7 +77,7 @@ class Execution:
         """Show what a node gave."""
         node = self.compiled.nodes.get(name)
         if node is not None:
-            what = f"parameter {node.parameter}" if node.parameter else node.target
+            what = f"{PARAMETER}{node.parameter}" if node.parameter else node.target
             self._take(node, node.site, value, what)
 
     def take_kept(self, buffer: str, value: Any) -> None:
