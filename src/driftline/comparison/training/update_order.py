@@ -85,12 +85,7 @@ def training_report(
     sides = [_processes(reference, scopes[0]), _processes(candidate, scopes[1])]
     if not all(scope.captured and scope.engine == "torch" for scope in scopes):
         return None
-    thinned = tuple(
-        f"{name}: {text}"
-        for name, side in zip(("reference", "candidate"), sides, strict=True)
-        for _, facts in side.values()
-        for text in facts.thinned[:1]
-    )
+    thinned = _thinned(sides)
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
         # The loss of a rank is that of its rows, its weights may be shards: only rows are joined.
         replicas = _replicas_off(sides, plan)
@@ -124,6 +119,16 @@ def training_report(
         min(breaks, key=lambda broken: broken.position, default=None),
         weights_off,
         thinned,
+    )
+
+
+def _thinned(sides: Sequence[_Side]) -> tuple[str, ...]:
+    """What either side's capture left out of later steps, in words."""
+    return tuple(
+        f"{name}: {text}"
+        for name, side in zip(("reference", "candidate"), sides, strict=True)
+        for _, facts in side.values()
+        for text in facts.thinned[:1]
     )
 
 

@@ -92,16 +92,15 @@ def _gradients(rows: list[Row]) -> None:
             )
 
 
+def _may_be_excused(row: Row) -> bool:
+    """Whether a row is an output, after an update, that is off or was excused by its bias before."""
+    is_off = row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics)
+    return is_off and row.key.port == "output" and row.key.step > 0 and row.decided_by == METRIC
+
+
 def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
     """Judge outputs of layers whose bias may have moved by itself once more; gives the excused."""
-    far = [
-        index
-        for index, row in enumerate(rows)
-        if (row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics))
-        and row.key.port == "output"
-        and row.key.step
-        and row.decided_by == METRIC
-    ]
+    far = [index for index, row in enumerate(rows) if _may_be_excused(row)]
     if not far:
         return []
     layers = {_layer(rows[index]) for index in far}
