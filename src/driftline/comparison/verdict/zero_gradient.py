@@ -93,7 +93,7 @@ def _gradients(rows: list[Row]) -> None:
 
 
 def _may_be_excused(row: Row) -> bool:
-    """Whether a row is an output, after an update, that is off or was excused by its bias before."""
+    """Whether a row is an output after an update that is off, or excused by its bias before."""
     is_off = row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics)
     return is_off and row.key.port == "output" and row.key.step > 0 and row.decided_by == METRIC
 
