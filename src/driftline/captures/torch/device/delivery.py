@@ -215,6 +215,10 @@ class Delivery:
             with self._changed:
                 self._changed.notify_all()
                 self._changed.wait(0.005)
+        # The last one leaves the queue before it is handed over: that may still be under way.
+        left = max(0.0, until - time.monotonic())
+        if threading.current_thread() is not self._thread and self._emptying.acquire(timeout=left):
+            self._emptying.release()
 
     def finish(self) -> None:
         """Hand everything over and end the thread."""
