@@ -127,7 +127,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "push": Command("push:push", CAPTURE, "send a run or a comparison to s3:// or another address"),
     "merge": Command(
-        "merge:merge",
+        "compare:merge",
         COMPARE,
         "the shards of a comparison: its table, as one process would make it",
     ),
@@ -180,7 +180,7 @@ COMMANDS: dict[str, Command] = {
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
     "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
     "completion": Command(
-        "setup:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
+        "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
     ),
     "compat": Command(
         "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"
