@@ -92,6 +92,8 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
     (True, False)
     >>> is_same_value("key", -(2**60), 2**59), is_same_value("limit", 2**63 - 1, 4096)
     (True, False)
+    >>> is_same_value("mask_value", -1e30, -1e38)
+    False
     """
     if reference == candidate and type(reference) is type(candidate):
         return True
@@ -99,8 +101,12 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
         return True
     numbers = isinstance(reference, int | float) and isinstance(candidate, int | float)
     if numbers and not isinstance(reference, bool) and not isinstance(candidate, bool):
-        # No setting is that large: these are addresses, or hashes that every process salts anew.
-        return reference == candidate or min(abs(reference), abs(candidate)) >= _ADDRESSES
+        if reference == candidate:
+            return True
+        # No whole number of a setting is that large: these are addresses, or hashes that every
+        # process salts anew. Floats are: attention masks are filled with -1e30.
+        whole_numbers = isinstance(reference, int) and isinstance(candidate, int)
+        return whole_numbers and min(abs(reference), abs(candidate)) >= _ADDRESSES
     if isinstance(reference, list) and isinstance(candidate, list):
         first, second = cast("list[Any]", reference), cast("list[Any]", candidate)
         pairs = zip(first, second, strict=False)
