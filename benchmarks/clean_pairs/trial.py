@@ -179,8 +179,9 @@ def _does_not_fit(reference: Run, table: Table) -> bool:
         if row.candidate_dtype not in ("float16", "bfloat16") or row.key not in records:
             continue
         record = records[row.key]
-        # Of later steps of a training a run keeps no values.
-        if record.dtype != "float32" or record.kept != "full" or row.reference_recipe or row.candidate_recipe:
+        if record.dtype != "float32" or row.reference_recipe or row.candidate_recipe:
+            continue
+        if record.kept != "full":  # a later step of a training
             continue
         values = torch.from_numpy(reference.raw(record).copy()).view(torch.float32)
         # Masks are filled with numbers that become infinite; infinities are counted elsewhere.

@@ -286,7 +286,7 @@ class FusedAttention(nn.Module):
         return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
 
 
-def trained(path: Path, *, lowered: bool, rate: float = 1e-3) -> Path:
+def trained_twice(path: Path, *, lowered: bool, rate: float = 1e-3) -> Path:
     """Two steps of AdamW with weights and gradients; of the second only summaries are kept."""
     torch.manual_seed(0)
     model, ids = FusedAttention(), torch.arange(40).view(2, 20)
@@ -308,8 +308,8 @@ def test_a_bias_that_adamw_moved_by_the_signs_of_rounding_is_no_fault(
 ) -> None:
     """A zero bias is what the first step makes of it: turned signs are all of its error."""
     pair = (
-        trained(tmp_path / "ref", lowered=False),
-        trained(tmp_path / "cand", lowered=True),
+        trained_twice(tmp_path / "ref", lowered=False),
+        trained_twice(tmp_path / "cand", lowered=True),
     )
     said = command("compare", *pair, "--format", "json", "-o", tmp_path / "table")
     assert (said.code, json.loads(said.out)["verdict"]) == (0, "pass"), said.out
@@ -319,5 +319,5 @@ def test_a_bias_that_adamw_moved_by_the_signs_of_rounding_is_no_fault(
     ]
     updated = [row for row in updated if row.key.slot == "bias" and row.key.moment == "after"]
     assert len(updated) == 2 and all(row.metrics["relative_l2"] > 0.3 for row in updated)
-    wrong = trained(tmp_path / "wrong", lowered=True, rate=1.5e-3)
+    wrong = trained_twice(tmp_path / "wrong", lowered=True, rate=1.5e-3)
     assert command("compare", pair[0], wrong).code == 1

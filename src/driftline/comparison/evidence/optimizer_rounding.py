@@ -111,8 +111,8 @@ class TurnedSigns:
         self._signs: dict[int, _Signs | None] = {}
 
     @cached_property
-    def _gradients(self) -> dict[tuple[object, ...], list[Pair]]:
-        by_parameter: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    def _gradients(self) -> dict[tuple[int, int, str, str], list[Pair]]:
+        by_parameter: dict[tuple[int, int, str, str], list[Pair]] = defaultdict(list)
         for pair in self._context.pairs:
             if pair.reference.key.port == "optimizer_grad":
                 by_parameter[_parameter(pair.reference.key)].append(pair)
@@ -178,7 +178,7 @@ def _signs(reference: F64, candidate: F64, dtype: DType) -> _Signs:
     return _Signs(*(share / math.sqrt(reference.size) for share in (apart, opposite)))
 
 
-def _parameter(key: TensorKey) -> tuple[object, ...]:
+def _parameter(key: TensorKey) -> tuple[int, int, str, str]:
     return key.rank, key.process, key.site, key.slot
 
 
