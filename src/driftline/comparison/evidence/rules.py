@@ -114,7 +114,10 @@ def is_operator_over_limit(row: Row) -> bool:
 
 
 def is_sum_over_limit(row: Row) -> bool:
-    """As `is_operator_over_limit`, of a result."""
+    """As `is_operator_over_limit`, of a result, or of the gradient of a norm's parameters."""
+    if row.key.port in GRADIENTS:
+        # Sizes are in summaries, too.
+        return "Norm" in row.class_name and _is_over_limit(row)
     return row.key.port == "output" and is_operator_over_limit(row)
 
 
@@ -167,8 +170,10 @@ def has_many_scales(row: Row) -> bool:
 
 
 def _is_far(row: Row) -> bool:
-    if row.basis != "values":
-        return False
+    return row.basis == "values" and _is_over_limit(row)
+
+
+def _is_over_limit(row: Row) -> bool:
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 

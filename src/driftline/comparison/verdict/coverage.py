@@ -185,7 +185,7 @@ class SideCalls:
 
         Args:
             other: The other side.
-            compiled: Its modules that were compiled, whose parts were there and not seen.
+            compiled: Its modules that lie in compiled ones, whose parts were there and not seen.
         """
         leaves = set(other.leaves())
         self.pieces = {
@@ -571,8 +571,8 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
     if own is not other:
-        own.set_pieces(other, candidate.scope.compiled)
-        other.set_pieces(own, reference.scope.compiled)
+        own.set_pieces(other, {*candidate.scope.compiled, *dict(candidate.scope.hidden)})
+        other.set_pieces(own, {*reference.scope.compiled, *dict(reference.scope.hidden)})
     first = _share_of(own, other, reference, modules=modules)
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)
@@ -597,13 +597,17 @@ def _share_of(
     share = own.share(modules=modules)
     unseen = ""
     total = sum(other.sites[leaf].leaf[0] for leaf in other.leaves() if "/" not in leaf)
+    hidden = dict(side.scope.hidden)
     for leaf in own.leaves() if modules else ():
-        partner = own.partners.get(leaf)
+        # Calls that are alike are each other's partners.
+        partner = leaf if own is other else own.partners.get(leaf)
         # A module of one call may have many parts elsewhere; compiled, it has them here, too.
-        if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled):
+        if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled or leaf in hidden):
             continue
         calls, compared = other.calls_inside(partner, operators=False)
         counted, covered = own.sites[leaf].leaf
+        # Where the other side has not seen them either, the model's tree says how many they are.
+        calls = max(calls, counted * hidden.get(leaf, 0))
         if calls > counted and calls >= SMALL_CONTAINER * total:
             unseen = unseen or leaf
             share = share._replace(
