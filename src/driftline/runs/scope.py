@@ -188,11 +188,11 @@ def _hidden_leaves(run: Run, compiled: Container[str]) -> Iterable[tuple[str, in
     counts: dict[str, int] = {}
 
     def leaves_inside(node: Mapping[str, Any], within: bool) -> int:
-        site = node.get("site")
+        site = str(node.get("site", ""))
         within = within or site in compiled
         children = _nodes(node.get("children"))
         count = sum(leaves_inside(child, within) for child in children)
-        if within and children and isinstance(site, str):
+        if within and children:
             counts[site] = count
         return count or 1
 

@@ -126,7 +126,8 @@ class Sums:
         if math.prod(record.shape) > _LARGEST_SUM or record.dtype not in DTYPES:
             return None
         try:
-            return to_float64(self._run.raw(record), DTYPES[record.dtype]).reshape(record.shape)
+            values = to_float64(self._run.raw(record), DTYPES[record.dtype])
+            return np.asarray(values, np.float64).reshape(record.shape)
         except (DriftlineError, OSError, ValueError):
             return None
 
