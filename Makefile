@@ -113,7 +113,7 @@ CLEAN ?= -j $(JOBS)
 bench-clean: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.clean_pairs --install $(CLEAN)
 
-# `make mutants MUTANTS="--package gating --sample 40 --seed 1"`; see docs/architecture.md.
+# `make mutants MUTANTS="--package comparison/verdict --sample 40 --seed 1"`; see docs/contributing.md.
 MUTANTS ?= --sample 25
 mutants: install
 	$(BIN)/python tools/mutants.py $(MUTANTS)

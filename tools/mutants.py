@@ -558,7 +558,9 @@ class Map:
             content = (ROOT / path).read_bytes()
             kept = copy.place.parent / "maps" / f"{path.replace('/', '.')}.json"
             digest = hashlib.sha256(content).hexdigest()
-            noted = json.loads(kept.read_text()) if kept.is_file() and not again else {}
+            noted: dict[str, Any] = {}
+            if kept.is_file() and not again:
+                noted = json.loads(kept.read_text())
             if noted.get("of") != digest:
                 noted = {**cls._made(copy, path, kept), "of": digest, "sources": digests}
                 kept.write_text(json.dumps(noted))
