@@ -30,7 +30,7 @@ from driftline.numerics.fields import Summary
 from driftline.runs.facts import Order
 from driftline.runs.files.local_files import folders_in, reason_of
 from driftline.runs.records import Record, TensorKey
-from driftline.runs.sidecars.calls import CALLS
+from driftline.runs.sidecars.calls import CALLS, read_calls
 
 NAME = "ait torch dump"
 TORCH = "torch_tensors"
@@ -91,6 +91,7 @@ def open(path: Path) -> TreeRun:
         facts=reader.facts,
     )
     run.folders = reader.folders
+    run.token = next((process.token for process in _processes(path)), None)
     return run
 
 
@@ -98,6 +99,8 @@ class AitRun(TreeRun):
     """A dump of `ait llm`, and the list of calls that our own dumps of operators have beside it."""
 
     folders: Mapping[tuple[int, int], Path] = MappingProxyType({})
+    token: int | None = None
+    """The only token that was opened; None for all."""
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
         folder = self.folders.get((rank, process))
@@ -108,9 +111,18 @@ class AitRun(TreeRun):
         if folder is None or name != CALLS:
             return ""
         try:
-            return Folder(folder).read(f"{SHEET}{CALLS}", LARGEST_JSON).decode("utf-8", "replace")
+            text = Folder(folder).read(f"{SHEET}{CALLS}", LARGEST_JSON).decode("utf-8", "replace")
         except OSError:
             return ""
+        if self.token is None:
+            return text
+        # The list is of all tokens of the process.
+        return "".join(f"{line}\n" for line in text.split("\n") if _step_of(line) == self.token)
+
+
+def _step_of(line: str) -> int | None:
+    call = next(read_calls(line), None)
+    return None if call is None else call.step
 
 
 def _processes(path: Path) -> Iterator[_Process]:
