@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
-from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.plan import LONE_NODE, NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
@@ -491,6 +491,10 @@ class CallCounts:
         """Take a row that only one side has."""
         key, is_extra = row.key, row.status == "extra"
         side = self.candidate if is_extra else self.reference
+        self.lone_steps[is_extra].add(key.step)
+        # Of a run of modules such a node is code of the model itself, and no call of a leaf.
+        if row.reason.startswith(LONE_NODE) and "/" not in key.site:
+            return
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
             side.beside_graphs.add(key.site)
         if compared:
@@ -498,7 +502,6 @@ class CallCounts:
             side.compared_calls.add((key.site, key.visit))
         else:
             side.wait(key.site, port, call)
-        self.lone_steps[is_extra].add(key.step)
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
