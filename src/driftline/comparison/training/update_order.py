@@ -379,7 +379,11 @@ class _Finder:
                 )
                 return self._break(errors, "weights", words, math.inf)
         most = max(_AVERAGES, 3.0 * errors.distance)
-        apart = {path: error for path, error in errors.others.items() if error > most}
+        apart = {
+            path: error
+            for path, (error, trained) in errors.others.items()
+            if error > max(most, 3.0 * trained)
+        }
         if apart and step > 0:
             words = (
                 f"the trained weights agree before step {step}, and weights that no optimizer "
