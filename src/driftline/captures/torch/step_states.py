@@ -54,8 +54,10 @@ _SHORT = 0.001
 _TIMED_AGAIN = 64
 _MOST_CALLS = 1_000_000
 _MOST_SLOTS = 32
-_LARGEST_DIGEST = 1 << 18
-"""Bytes of a tensor that are read for its digest."""
+_LARGEST_DIGEST = 1 << 21
+"""Bytes of a tensor that is read as a whole for its digest: faster than to pick out some of it."""
+_SAMPLED_DIGEST = 1 << 16
+"""Bytes of a larger one that are read."""
 
 _ALIKE = 0.5
 """Cosine of weights and what may be a copy of them, or an average: gradients have none."""
@@ -298,7 +300,7 @@ def _digest(tensor: Any) -> str:
     about = f"{shot.dtype}{list(shot.shape)}"
     if shot.length <= _LARGEST_DIGEST:
         return f"{about} {kernel.digest_at(shot.address, shot.length)}"
-    stride = -(-shot.length // _LARGEST_DIGEST) | 1  # odd, so that no column is always taken
+    stride = -(-shot.length // _SAMPLED_DIGEST) | 1  # odd, so that no column is always taken
     return f"{about} sampled-{kernel.digest(every_nth(shot, stride))}"
 
 
