@@ -345,6 +345,8 @@ def _copies_of(
     Living modules, lists and tables are asked for tensors of the same shapes in the same order.
     What points elsewhere than the weights do (gradients, momenta) is no copy of them.
     """
+    if not weights or not all(map(_is_plain, weights)):
+        return []
     shapes = [weight.shape for weight in weights]
     own = {weight.data_ptr() for weight in weights}
     trained = _sampled_values(weights)
@@ -355,8 +357,7 @@ def _copies_of(
         if (
             not tensors
             or [tensor.shape for tensor in tensors] != shapes
-            or any(id(tensor) in updated or tensor.device.type != "cpu" for tensor in tensors)
-            or any(tensor.data_ptr() in own for tensor in tensors)
+            or any(id(tensor) in updated or tensor.data_ptr() in own for tensor in tensors)
             or tensors[0].data_ptr() in seen
         ):
             continue
@@ -385,10 +386,17 @@ def _tensors_in(thing: Any, count: int, session: CaptureSession) -> list[torch.T
         held = [] if known else list(thing.parameters())
     else:
         return None
-    if len(held) != count or not all(issubclass(type(value), torch.Tensor) for value in held):
-        return None
-    plain = all(tensor.layout is torch.strided and tensor.is_floating_point() for tensor in held)
-    return list(held) if plain else None
+    return list(held) if len(held) == count and all(map(_is_plain, held)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose numbers just lie in host memory; shards are not read."""
+    return (
+        type(value) in (torch.Tensor, nn.Parameter)
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.is_floating_point()
+    )
 
 
 def _sampled_values(tensors: Sequence[torch.Tensor]) -> Any:
