@@ -541,7 +541,7 @@ class _AttentionBackends:
         self.used: set[str] = set()
 
     def install(self) -> None:
-        me = weakref.ref(self)
+        me: weakref.ref[_AttentionBackends] = weakref.ref(self)
         self._patches.replace(nn.functional, _ATTENTION, lambda plain: _watched(plain, me))
 
     def remove(self) -> None:
@@ -552,7 +552,7 @@ class _AttentionBackends:
         if self._left <= 0 or not session.running or not session.thread.stack:
             return
         query = args[0] if args else kwargs.get("query")
-        traced = torch._C._get_tracing_state() is not None or _interpreters() is not None
+        traced = _tracing_state() is not None or _interpreters() is not None
         if traced or type(query) not in (torch.Tensor, nn.Parameter):
             return
         self._left -= 1
@@ -570,7 +570,9 @@ _ATTENTION = "scaled_dot_product_attention"
 _MOST_ATTENTIONS = 1000
 """Calls that are looked at: a model's choices show in its first ones."""
 _BACKENDS = {-1: "none", 0: "math", 1: "flash", 2: "mem_efficient", 3: "cudnn", 4: "overrideable"}
-_chosen_backend: Callable[..., int] = torch._fused_sdp_choice
+_torch: Any = torch
+_chosen_backend: Callable[..., int] = _torch._fused_sdp_choice
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 _interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
