@@ -382,8 +382,8 @@ def _tensors_in(thing: Any, count: int, session: CaptureSession) -> list[torch.T
         held = list(thing.values()) if len(thing) == count else []
     elif issubclass(kind, nn.Module):
         # A model that was called is looked at by itself.
-        known = session.names.known(thing) is not None or "_parameters" not in thing.__dict__
-        held = [] if known else list(thing.parameters())
+        is_watched = session.names.known(thing) is not None
+        held = [] if is_watched or "_parameters" not in thing.__dict__ else list(thing.parameters())
     else:
         return None
     return list(held) if len(held) == count and all(map(_is_plain, held)) else None

@@ -439,11 +439,8 @@ def _give_parts(calls: Mapping[tuple[Place, int, int, int, int], Call]) -> None:
     for (place, _, _, step, visit), call in calls.items():
         if rows := [row for row in call.ins if is_in_parts(row)]:
             together.setdefault((place, step, visit), []).extend(rows)
-    if not together:
-        return
-    for (place, rank, _, step, visit), call in calls.items():
-        rows = together.get((place, step, visit), ())
-        call.ins += [row for row in rows if row.key.rank != rank]
+    for (place, rank, _, step, visit), call in calls.items() if together else ():
+        call.ins += [r for r in together.get((place, step, visit), ()) if r.key.rank != rank]
 
 
 def _longest_inside(sites: Sequence[Site]) -> None:
