@@ -11,7 +11,7 @@ ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo dist first-hour test test-all lint chromium bench bench-faults bench-clean bench-museum mutants fuzz clean
+.PHONY: help install demo dist first-hour test test-all lint chromium bench bench-faults bench-clean bench-museum bench-third-party mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make bench-museum  run bugs that happened in public, print how many are found and explained"
+	@echo "make bench-third-party  run programs of 30 packages, clean and with a fault, print alarms and places"
 	@echo "make bench-clean   judge clean pairs of many architectures, print the rate of false alarms"
 	@echo "make mutants   plant small mistakes in a copy of the source, print those no test notices"
 	@echo "make fuzz      damage files for five minutes and read them; FUZZ='--seconds 3600 npy' for more"
@@ -108,12 +109,17 @@ bench-faults: install
 bench-museum: install
 	$(BIN)/python -m benchmarks.museum --clean
 
+# `make bench-third-party THIRD="--only timm_vit peft_lora"`.
+THIRD ?= -j $(JOBS)
+bench-third-party: install
+	$(BIN)/python -m benchmarks.third_party --install $(THIRD)
+
 # `make bench-clean CLEAN="--slice 1/8"`; `CLEAN=--faults` plants faults in the same models.
 CLEAN ?= -j $(JOBS)
 bench-clean: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.clean_pairs --install $(CLEAN)
 
-# `make mutants MUTANTS="--package gating --sample 40 --seed 1"`; see docs/architecture.md.
+# `make mutants MUTANTS="--package comparison/verdict --sample 40 --seed 1"`; see docs/contributing.md.
 MUTANTS ?= --sample 25
 mutants: install
 	$(BIN)/python tools/mutants.py $(MUTANTS)
@@ -125,4 +131,4 @@ fuzz: install
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m fuzz $(FUZZ)
 
 clean:
-	rm -rf $(VENV) $(DIST) dist .bench-venv .models-venv build demo-output bench-output mutants-output fuzz-output
+	rm -rf $(VENV) $(DIST) dist .bench-venv .models-venv .third-party-venv build demo-output bench-output mutants-output fuzz-output

@@ -98,16 +98,41 @@ def test_the_table_of_tests_names_what_is_there(tool: Any) -> None:
         assert all((ROOT / path).exists() for path in paths)
 
 
-def test_tests_are_those_that_enter_the_function_the_quickest_first(tool: Any) -> None:
-    enters = {"src/a.py::f": ["t::quick", "t::slow"], "src/a.py::g.h": ["t::other"]}
+def test_tests_are_those_that_reach_the_statement_the_quickest_first(tool: Any) -> None:
+    reached = {"src/a.py": {3: {"t::slow", "t::quick"}, 7: {"t::other"}}}
     seconds = {"t::quick": 0.1, "t::slow": 9.0, "t::other": 1.0}
-    asked = tool.Map(seconds, enters)
+    asked = tool.Map(seconds, reached)
 
-    def tests(function: str) -> list[str]:
-        return asked.tests_of(tool.Mutant("src/a.py", 1, function, "", 0, 0, "", ""))
+    def tests(line: int, statement: int | None) -> list[str]:
+        return asked.tests_of(tool.Mutant("src/a.py", line, statement, "f", "", 0, 0, "", ""))
 
-    assert tests("f") == ["t::quick", "t::slow"]
-    assert tests("g") == ["t::other"]
-    assert tests("") == ["t::quick", "t::other", "t::slow"]
-    assert tests("nowhere") == []
-    assert tool._plain_name("A.f.<locals>.g.<locals>.<lambda>") == "A.f.g"
+    assert tests(3, 3) == ["t::quick", "t::slow"]
+    assert tests(9, 7) == ["t::other"]  # a later line of the same statement
+    assert tests(9, 8) == []
+    assert tests(5, None) == ["t::quick", "t::other", "t::slow"]  # importing the file runs it
+
+
+def test_a_mistake_knows_the_statement_that_runs_it(tool: Any) -> None:
+    source = "LIMIT = 3\n\n\ndef f(\n    x=True,\n):\n    return (\n        x + 1\n    )\n"
+    planter = tool.Planter("sample.py", source.encode())
+    planter.visit(ast.parse(source))
+    statements = {mutant.line: mutant.statement for mutant in planter.found}
+    assert statements == {1: None, 5: 4, 8: 7}
+
+
+def test_notes_are_the_lines_a_test_reaches(tool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "src" / "driftline" / "sample.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
+    spec = importlib.util.spec_from_file_location("sample_of_lines", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    notes = tool.Notes(path.parent)
+    before = sys.gettrace()
+    sys.settrace(notes._call)
+    try:
+        module.f(False)
+    finally:
+        sys.settrace(before)
+    assert notes._by_file() == {"src/driftline/sample.py": {1, 2, 4}}

@@ -93,6 +93,7 @@ class Environment:
             "COLUMNS": "100",
             "OMP_NUM_THREADS": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_QUIET": "2",  # its warnings name the places of this machine's packages
             # Where packages come from is the machine's business.
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
         }

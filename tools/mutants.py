@@ -8,8 +8,8 @@ noticed it; a mutant that all tests pass with is a survivor, and shows a hole in
 line says nothing (it is then listed as equivalent, with the reason, in `equivalent_mutants.txt`).
 
 Which tests are asked: `TESTS` names the folders of each package; they are run once, and every
-function of `src` that a test enters is noted. A mutant is shown to the tests that enter its
-function, the quickest first. What tests do in processes of their own is not seen by this.
+line of `src` that a test reaches is noted. A mutant is shown to the tests that reach its statement,
+the quickest first. What tests do in processes of their own is not seen by this.
 
 Nothing here is part of the installed package, and the tree itself is never changed: the copy lies
 in `mutants-output`, with its own bytecode and the compiled libraries of the environment this runs
@@ -38,7 +38,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,8 +59,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/tolerance",
         "tests/executors",
         "tests/ranks",
+        "tests/verdicts",
+        "tests/training",
         "tests/cli/test_compare_command.py",
     ),
+    "comparison/verdict": ("tests/gating", "tests/verdicts", "tests/tolerance", "tests/comparison"),
     "diagnosis": ("tests/diagnosis", "tests/experiments"),
     "execution": ("tests/executors",),
     "formats": ("tests/formats",),
@@ -68,6 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "numerics": ("tests/numerics",),
     "operators": ("tests/operators",),
     "runs": ("tests/runs", "tests/remote", "tests/adapters/test_capture_door.py"),
+    "runs/stores": ("tests/remote",),
 }
 """The one place that says which tests belong to a package of `src/driftline`."""
 
@@ -88,6 +92,8 @@ class Mutant:
     Attributes:
         path: The file, relative to the root.
         line: Where it begins.
+        statement: Where the statement around it begins: a test that reaches a line from there to
+            `line` runs it. None outside of functions, where importing the file is enough.
         function: The function it is in, by its qualified name; empty at the top of a module.
         kind: What was done.
         start: First byte of what is replaced.
@@ -98,6 +104,7 @@ class Mutant:
 
     path: str
     line: int
+    statement: int | None
     function: str
     kind: str
     start: int
@@ -152,6 +159,7 @@ class Planter(ast.NodeVisitor):
         self.source = source
         self.found: list[Mutant] = []
         self._scope: list[str] = []
+        self._statement: int | None = None
         self._counts: Counter[str] = Counter()
         self._line_starts = [0]
         for line in source.splitlines(keepends=True):
@@ -168,19 +176,30 @@ class Planter(ast.NodeVisitor):
         number = self._counts[name]
         self._counts[name] += 1
         key = name if not number else f"{name} #{number + 1}"
-        self.found.append(Mutant(self.path, node.lineno, function, kind, start, stop, text, key))
+        place = (node.lineno, self._statement)
+        self.found.append(Mutant(self.path, *place, function, kind, start, stop, text, key))
 
     # --- what is walked, and what is left out
 
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.stmt) and self._statement is not None:
+            self._statement = node.lineno
+        super().visit(node)
+
     def _scoped(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
         self._scope.append(node.name)
+        outside = self._statement
+        self._statement = None
         if not isinstance(node, ast.ClassDef):
+            # A call notes the first line of a function, where its decorators begin.
+            self._statement = min([node.lineno, *(part.lineno for part in node.decorator_list)])
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
                     self.visit(default)
         for statement in node.body:
             self.visit(statement)
         self._scope.pop()
+        self._statement = outside
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self._scoped(node)
@@ -387,51 +406,72 @@ def _installed_package() -> Path:
 
 
 class Notes:
-    """A plugin of pytest that notes which functions of a tree each test enters, and how long."""
+    """A plugin of pytest that notes which lines of a tree each test reaches, and how long."""
 
     def __init__(self, source: Path) -> None:
         self._source = f"{source}{os.sep}"
         self._cut = len(str(source.parents[1])) + 1
-        self._entered: set[Any] = set()
+        self._lines: dict[CodeType, set[int] | None] = {}
+        self._sizes: dict[CodeType, int] = {}
         self.tests: dict[str, dict[str, Any]] = {}
-        self.setups: dict[str, set[str]] = defaultdict(set)
+        self.setups: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
 
-    def _trace(self, frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code not in self._entered:
-            self._entered.add(frame.f_code)
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        if code not in self._lines:
+            inside = code.co_filename.startswith(self._source)
+            self._lines[code] = {code.co_firstlineno} if inside else None
+        lines = self._lines[code]
+        if lines is None or len(lines) >= self._size(code):
+            return None
+        return self._line
 
-    def _names(self) -> list[str]:
-        return sorted(
-            f"{code.co_filename[self._cut :]}::{_plain_name(code.co_qualname)}"
-            for code in self._entered
-            if code.co_filename.startswith(self._source)
-        )
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        lines = self._lines.setdefault(frame.f_code, set())
+        if event == "line" and lines is not None:
+            lines.add(frame.f_lineno)
+            if len(lines) >= self._size(frame.f_code):
+                frame.f_trace_lines = False  # a loop that has shown all its lines runs as ever
+        return self._line
+
+    def _size(self, code: CodeType) -> int:
+        size = self._sizes.get(code)
+        if size is None:
+            numbers = {line for _, _, line in code.co_lines() if line is not None}
+            size = self._sizes[code] = len(numbers | {code.co_firstlineno})
+        return size
+
+    def _by_file(self) -> dict[str, set[int]]:
+        reached: dict[str, set[int]] = defaultdict(set)
+        for code, lines in self._lines.items():
+            if lines is not None:
+                reached[code.co_filename[self._cut :]] |= lines
+        return reached
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-        about = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "enters": [], "good": True})
+        fresh: dict[str, Any] = {"seconds": 0.0, "reaches": {}, "good": True}
+        about = self.tests.setdefault(report.nodeid, fresh)
         about["seconds"] += report.duration
         about["good"] = about["good"] and report.passed
         if report.when == "call":
-            about["enters"] = self._names()
+            about["reaches"] = {name: sorted(lines) for name, lines in self._by_file().items()}
         else:  # a fixture that several tests share is made for the first of them
-            self.setups[report.nodeid.partition("::")[0]].update(self._names())
-        self._entered = set()
-        sys.settrace(self._trace)
-        threading.settrace(self._trace)
+            for name, lines in self._by_file().items():
+                self.setups[report.nodeid.partition("::")[0]][name] |= lines
+        self._lines = {}
+        sys.settrace(self._call)
+        threading.settrace(self._call)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "tests": self.tests,
-            "setups": {name: sorted(names) for name, names in self.setups.items()},
+            "setups": {
+                path: {name: sorted(lines) for name, lines in reached.items()}
+                for path, reached in self.setups.items()
+            },
         }
-
-
-def _plain_name(name: str) -> str:
-    """`A.f.<locals>.g` and `f.<locals>.<lambda>` as the scopes of their sources: `A.f.g`, `f`."""
-    parts = [part for part in name.split(".") if part != "<locals>"]
-    return ".".join(part for part in parts if not part.startswith("<"))
 
 
 def forked(copy: Copy, words: list[str], log: Path, limit: float, noted: Path | None) -> int | None:
@@ -495,34 +535,46 @@ USUAL = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m"
 
 @dataclass
 class Map:
-    """Which tests enter a function, the quickest first."""
+    """Which tests reach a line of a file."""
 
     seconds: dict[str, float]
-    entered_by: dict[str, list[str]]
+    reached_by: dict[str, dict[int, set[str]]]
 
     @classmethod
     def of(cls, copy: Copy, paths: Iterable[str], *, again: bool) -> Map:
-        """Read from the work folder, or made by running those tests once."""
+        """Read from the work folder, or made by running those tests once.
+
+        Only a test file that changed itself is run again. Lines move when a source is edited, so
+        that a test which reached any line of it then counts as one that reaches them all.
+        """
+        sources = {
+            path.relative_to(ROOT).as_posix(): path.read_bytes()
+            for path in (ROOT / SOURCE).rglob("*.py")
+        }
+        digests = {path: hashlib.sha256(content).hexdigest() for path, content in sources.items()}
         seconds: dict[str, float] = {}
-        entered: dict[str, set[str]] = defaultdict(set)
+        reached: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for path in _test_files(paths):
             content = (ROOT / path).read_bytes()
             kept = copy.place.parent / "maps" / f"{path.replace('/', '.')}.json"
             digest = hashlib.sha256(content).hexdigest()
-            noted = json.loads(kept.read_text()) if kept.is_file() and not again else {}
+            noted: dict[str, Any] = {}
+            if kept.is_file() and not again:
+                noted = json.loads(kept.read_text())
             if noted.get("of") != digest:
-                noted = {**cls._made(copy, path, kept), "of": digest}
+                noted = {**cls._made(copy, path, kept), "of": digest, "sources": digests}
                 kept.write_text(json.dumps(noted))
             good = {name: about for name, about in noted["tests"].items() if about["good"]}
+            setup = noted["setups"].get(path, {})
             for name, about in good.items():
                 seconds[name] = about["seconds"]
-                for function in (*about["enters"], *noted["setups"].get(path, ())):
-                    entered[function].add(name)
-        by_time = {
-            function: sorted(names, key=lambda name: (seconds[name], name))
-            for function, names in entered.items()
-        }
-        return cls(seconds, by_time)
+                for lines_of in (about["reaches"], setup):
+                    for source, lines in lines_of.items():
+                        moved = noted["sources"].get(source) != digests.get(source)
+                        last = sources.get(source, b"").count(b"\n") + 1
+                        for line in range(1, last + 1) if moved else lines:
+                            reached[source][line].add(name)
+        return cls(seconds, reached)
 
     @staticmethod
     def _made(copy: Copy, path: str, kept: Path) -> dict[str, Any]:
@@ -537,20 +589,16 @@ class Map:
         return json.loads(kept.read_text())
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Those that enter its function, or any of its file for a line outside of functions."""
-        names = list(self.entered_by.get(f"{mutant.path}::{mutant.function}", ()))
-        if not names:
-            inside = f"{mutant.path}::{mutant.function}"
-            every = {
-                name
-                for function, tests in self.entered_by.items()
-                if function.startswith(inside)
-                for name in tests
-            }
-            names = sorted(every, key=lambda name: (self.seconds[name], name))
+        """Those that reach its statement, the quickest first, as many as there is time for."""
+        lines = self.reached_by.get(mutant.path, {})
+        if mutant.statement is None:
+            names = {name for tests in lines.values() for name in tests}
+        else:
+            span = range(mutant.statement, mutant.line + 1)
+            names = {name for line in span for name in lines.get(line, ())}
         chosen: list[str] = []
         total = 0.0
-        for name in names[:MOST_TESTS]:
+        for name in sorted(names, key=lambda name: (self.seconds[name], name))[:MOST_TESTS]:
             total += self.seconds[name]
             if chosen and total > MOST_SECONDS:
                 break
@@ -602,7 +650,7 @@ def equivalent() -> dict[str, str]:
 def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Path) -> str:
     """`noticed`, `never ended` or `survived`."""
     if not tests:
-        return "not entered"
+        return "not reached"
     copy.plant(mutant)
     try:
         limit = PATIENCE + 3 * seconds
@@ -694,7 +742,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lives(entry: dict[str, Any]) -> bool:
-    return entry["outcome"] in ("survived", "not entered")
+    return entry["outcome"] in ("survived", "not reached")
 
 
 def main() -> int:

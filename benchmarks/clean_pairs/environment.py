@@ -1,40 +1,72 @@
-"""Packages of models that the development environment has not: torchvision, timm and diffusers.
+"""Packages of models that the development environment has not, in environments of their own.
 
-They go into `.models-venv`, without what they depend on: torch and transformers are those of the
-Python that runs the benchmark. `python -m benchmarks.clean_pairs --install` makes it once; without
-it the architectures of these packages are left out, and a sentence says so.
+A package brings what it needs, but nothing that the Python running the benchmark has already:
+torch, transformers and numpy stay those of that Python, whose folder the new environment looks into
+and whose versions pip is held to. `--install` of a benchmark makes its environment once; without
+it, what needs the packages is left out, and a sentence says so.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import site
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-VENV = ROOT / ".models-venv"
-PACKAGES = ("torchvision", "timm", "diffusers")
-# torchvision is built for one release of torch; the other two take any.
-_INSTALLED = ("torchvision==0.28.0", "timm", "diffusers", "importlib_metadata", "zipp")
 _operators: list[object] = []
 
 
-def install() -> None:
-    """Make the environment, unless it is there."""
-    if (VENV / ".ready").exists():
+class Environment(NamedTuple):
+    """A folder with packages.
+
+    Attributes:
+        folder: Where it is made.
+        packages: What pip is asked for.
+    """
+
+    folder: Path
+    packages: tuple[str, ...]
+
+    @property
+    def library(self) -> Path:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return self.folder / "lib" / version / "site-packages"
+
+    @property
+    def is_ready(self) -> bool:
+        return (self.folder / ".ready").exists()
+
+
+# torchvision is built for one release of torch; the others take any.
+MODELS = Environment(ROOT / ".models-venv", ("torchvision==0.28.0", "timm", "diffusers"))
+
+
+def install(environment: Environment = MODELS) -> None:
+    """Make an environment, unless it is there."""
+    if environment.is_ready:
         return
-    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, *_INSTALLED], check=True)
-    (VENV / ".ready").touch()
+    subprocess.run([sys.executable, "-m", "venv", str(environment.folder)], check=True)
+    present = [path for path in sys.path if path.endswith("site-packages")]
+    (environment.library / "present.pth").write_text("\n".join(present) + "\n")
+    versions = {
+        package.metadata["Name"].lower(): package.version.partition("+")[0]
+        for package in importlib.metadata.distributions()
+    }
+    kept = [f"{name}=={version}" for name, version in sorted(versions.items()) if name != "pip"]
+    constraints = environment.folder / "constraints.txt"
+    constraints.write_text("\n".join(kept) + "\n")
+    pip = [str(environment.folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "-c", str(constraints), *environment.packages], check=True)
+    (environment.folder / ".ready").touch()
 
 
-def activate() -> None:
+def activate(environment: Environment = MODELS) -> None:
     """Let the packages be imported, where the environment has been made."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    folder = VENV / "lib" / version / "site-packages"
+    folder = environment.library
     if folder.is_dir() and str(folder) not in sys.path:
         site.addsitedir(str(folder))
     # Also where the path is there already: a worker process inherits it, but no operators.

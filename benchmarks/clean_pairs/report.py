@@ -51,7 +51,7 @@ def _is_clean(result: Result) -> bool:
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
     """The rates, for the JSON file."""
-    judged = [r for r in results if r["set"] == "clean" and "compare" in r and _is_clean(r)]
+    judged = [r for r in results if r["set"] == "clean" and "broken" not in r and _is_clean(r)]
     rates: dict[str, Any] = {"clean_pairs": len(judged)}
     for method in METHODS:
         rates[method] = {
@@ -71,7 +71,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _clean(clean: Sequence[Result]) -> bool:
-    judged = [r for r in clean if "compare" in r]
+    judged = [r for r in clean if "compare" in r and "broken" not in r]
     unfit = [r for r in judged if not _is_clean(r)]
     judged = [r for r in judged if _is_clean(r)]
     architectures = {r["pair"]["architecture"] for r in judged}
@@ -110,7 +110,7 @@ def _clean(clean: Sequence[Result]) -> bool:
 
 def markdown(results: Sequence[Result]) -> str:
     """The rates as a table of docs/verdicts.md."""
-    judged = [r for r in results if r["set"] == "clean" and "compare" in r and _is_clean(r)]
+    judged = [r for r in results if r["set"] == "clean" and "broken" not in r and _is_clean(r)]
     lines = ["| clean pairs | pairs | FAIL | INCOMPLETE | of these without a true reason |"]
     lines.append("|---|---|---|---|---|")
     for title, some in {**_grouped(judged, lambda r: r["kind"]), "all": judged}.items():

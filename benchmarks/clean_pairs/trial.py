@@ -181,6 +181,8 @@ def _does_not_fit(reference: Run, table: Table) -> bool:
         record = records[row.key]
         if record.dtype != "float32" or row.reference_recipe or row.candidate_recipe:
             continue
+        if record.kept != "full":  # a later step of a training
+            continue
         values = torch.from_numpy(reference.raw(record).copy()).view(torch.float32)
         # Masks are filled with numbers that become infinite; infinities are counted elsewhere.
         values = values[values.abs() < _MASKED]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from driftline.testing.faults.scoring import Job
+from driftline.testing.faults.rates import Job
 
 HELD_OUT = {
     "kinds": (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
-from driftline.testing.faults.scoring import job_of
+from driftline.testing.faults.rates import job_of
 
 OUTPUT = peers.ROOT / "bench-output" / "faults"
 PROGRAM = peers.PROGRAMS / "trials_with_msprobe.py"

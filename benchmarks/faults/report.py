@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.faults.jobs import HELD_OUT
-from driftline.testing.faults import scoring
-from driftline.testing.faults.scoring import Result, job_of
+from driftline.testing.faults import rates
+from driftline.testing.faults.rates import Result, job_of
 
 OURS = ("replay", "noise", "two runs")
 RULES = ("fixed tolerance", "three-way", "msprobe")
@@ -16,7 +16,7 @@ WORDS = {"detected": "found", "exact": "site", "named": "cause"}
 
 def report(results: Sequence[Result]) -> bool:
     """Print what was found; whether every goal was reached."""
-    sets = scoring.sort_out(results)
+    sets = rates.sort_out(results)
     for result in sets.broken[:10]:
         print(f"  broken: {tuple(result['job'])}: {result['broken']}")
     good = _clean(sets.clean)
@@ -26,7 +26,7 @@ def report(results: Sequence[Result]) -> bool:
     return good and not sets.broken
 
 
-def _faults(sets: scoring.Sorted) -> bool:
+def _faults(sets: rates.Sorted) -> bool:
     print(
         f"\n{len(sets.unchanged)} plants changed no bit and are left out: "
         f"{_counted(sets.unchanged)}"
@@ -50,7 +50,7 @@ def _faults(sets: scoring.Sorted) -> bool:
 
 
 def _counted(results: Sequence[Result]) -> str:
-    counts = scoring.counts_by_kind(results)
+    counts = rates.counts_by_kind(results)
     return ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) or "none"
 
 
@@ -68,7 +68,7 @@ def _clean(clean: Sequence[Result]) -> bool:
 def _alarms(title: str, clean: Sequence[Result]) -> bool:
     good = True
     for method in (*OURS, *RULES):
-        said = scoring.alarms(clean, method)
+        said = rates.alarms(clean, method)
         if not said.pairs:
             continue
         kept = method not in OURS or said.allowed
@@ -100,23 +100,23 @@ def _groups(groups: dict[str, list[Result]]) -> bool:
     return good
 
 
-def _kinds(sets: scoring.Sorted) -> list[str]:
+def _kinds(sets: rates.Sorted) -> list[str]:
     """The table of our methods; sentences about kinds that fall short."""
     short: list[str] = []
-    below = scoring.counts_by_kind(sets.below)
+    below = rates.counts_by_kind(sets.below)
     print(f"\nfaults above the noise of fault-free pairs: {len(sets.above)}")
     head = " found   site  cause rows false"
     print(f"{'':36}| by replay{'':22}| by noise runs{'':18}| two runs")
     print(f"{'kind':28} n   excl |{head} |{head} | found   site  short of")
-    for kind, some in scoring.by_kind(sets.above).items():
-        missed = scoring.shortfalls(some)
+    for kind, some in rates.by_kind(sets.above).items():
+        missed = rates.shortfalls(some)
         mark = " *" if kind in HELD_OUT["kinds"] else ""
         cells = " | ".join(_cells(some, method) for method in ("replay", "noise"))
         words = ", ".join(f"{method} {WORDS[what]}" for method, what, _ in missed)
         print(
             f"{kind + mark:28} {len(some):3} {below[kind]:4} | {cells} | "
-            f"{_shown(scoring.rate(some, 'two runs', 'detected'))} "
-            f"{_shown(scoring.rate(some, 'two runs', 'exact'))}  {words}"
+            f"{_shown(rates.rate(some, 'two runs', 'detected'))} "
+            f"{_shown(rates.rate(some, 'two runs', 'exact'))}  {words}"
         )
         if missed:
             said = ", ".join(f"{m} {WORDS[w]} {_shown(v).strip()}" for m, w, v in missed)
@@ -127,9 +127,9 @@ def _kinds(sets: scoring.Sorted) -> list[str]:
 
 
 def _cells(some: Sequence[Result], method: str) -> str:
-    rates = " ".join(_shown(scoring.rate(some, method, w)) for w in WORDS)
-    rows, wrong = (scoring.mean(some, method, what) for what in ("flagged", "wrong"))
-    return f"{rates} {rows:4.1f} {wrong:5.1f}"
+    shares = " ".join(_shown(rates.rate(some, method, w)) for w in WORDS)
+    rows, wrong = (rates.mean(some, method, what) for what in ("flagged", "wrong"))
+    return f"{shares} {rows:4.1f} {wrong:5.1f}"
 
 
 def _others(above: Sequence[Result]) -> None:
@@ -137,7 +137,7 @@ def _others(above: Sequence[Result]) -> None:
     head = " found   site   rows  false"
     print(f"{'kind':28} " + " ".join(f"| {rule:26}" for rule in RULES))
     print(f"{'':28} " + " ".join(f"|{head} " for _ in RULES))
-    for kind, some in scoring.by_kind(above).items():
+    for kind, some in rates.by_kind(above).items():
         cells: list[str] = []
         for rule in RULES:
             judged = [r for r in some if rule in r]
@@ -145,10 +145,10 @@ def _others(above: Sequence[Result]) -> None:
                 cells.append(f"{'-':>26}")
                 continue
             cells.append(
-                f"{_shown(scoring.rate(judged, rule, 'detected'))} "
-                f"{_shown(scoring.rate(judged, rule, 'exact'))} "
-                f"{scoring.mean(judged, rule, 'flagged'):6.1f} "
-                f"{scoring.mean(judged, rule, 'wrong'):5.1f}"
+                f"{_shown(rates.rate(judged, rule, 'detected'))} "
+                f"{_shown(rates.rate(judged, rule, 'exact'))} "
+                f"{rates.mean(judged, rule, 'flagged'):6.1f} "
+                f"{rates.mean(judged, rule, 'wrong'):5.1f}"
             )
         print(f"{kind:28} | " + " | ".join(cells))
 
@@ -158,27 +158,27 @@ def _excluded(below: Sequence[Result]) -> None:
         return
     print(f"\nexcluded faults (no goal but for those meant to be below noise): {len(below)}")
     print(f"{'kind':28} n   by replay: found   site  cause")
-    for kind, some in scoring.by_kind(below).items():
-        rates = " ".join(_shown(scoring.rate(some, "replay", w)) for w in WORDS)
-        print(f"{kind:28} {len(some):3}            {rates}")
+    for kind, some in rates.by_kind(below).items():
+        shares = " ".join(_shown(rates.rate(some, "replay", w)) for w in WORDS)
+        print(f"{kind:28} {len(some):3}            {shares}")
 
 
 def _hidden(above: Sequence[Result]) -> None:
     """Faults inside blocks that were compiled as a whole: which block, and what is said of it."""
-    hidden = [r for r in above if scoring.is_hidden(r)]
+    hidden = [r for r in above if rates.is_hidden(r)]
     if not hidden:
         return
     print(f"\nfaults inside a compiled block, of which no tensor is seen: {len(hidden)}")
     print("  (they count for found and site, where the site is the block; not for cause)")
     for method in OURS:
         judged = [{**r, "seen": True} for r in hidden if method in r]
-        rates = " ".join(_shown(scoring.rate(judged, method, w)) for w in WORDS)
+        shares = " ".join(_shown(rates.rate(judged, method, w)) for w in WORDS)
         unknown = sum(r[method]["cause"] == "unknown" for r in judged)
         wrong = sum(
             r[method]["detected"] and not r[method]["named"] and r[method]["cause"] != "unknown"
             for r in judged
         )
-        print(f"  {method:16} {rates}  (cause unknown {unknown}, another cause named {wrong})")
+        print(f"  {method:16} {shares}  (cause unknown {unknown}, another cause named {wrong})")
 
 
 def _methods(above: Sequence[Result]) -> None:
@@ -202,28 +202,28 @@ def _methods(above: Sequence[Result]) -> None:
         for method in (*OURS, *RULES) if title in ("all", "held out") else OURS[:2]:
             some = [r for r in group if method in r]
             if some:
-                rates = " ".join(_shown(scoring.rate(some, method, w)) for w in WORDS)
+                shares = " ".join(_shown(rates.rate(some, method, w)) for w in WORDS)
                 print(
-                    f"{title:8} {method:16} {len(some):6}  {rates} "
-                    f"{scoring.mean(some, method, 'flagged'):6.1f} "
-                    f"{scoring.mean(some, method, 'wrong'):6.1f}"
+                    f"{title:8} {method:16} {len(some):6}  {shares} "
+                    f"{rates.mean(some, method, 'flagged'):6.1f} "
+                    f"{rates.mean(some, method, 'wrong'):6.1f}"
                 )
     seen = [r for r in above if "msprobe" in r]
     if seen:
         print(f"\nthe {len(seen)} of them that msprobe was run on")
         for method in (*OURS, *RULES):
-            rates = " ".join(_shown(scoring.rate(seen, method, w)) for w in WORDS)
-            print(f"  {method:16} {rates} {scoring.mean(seen, method, 'flagged'):6.1f} rows")
+            shares = " ".join(_shown(rates.rate(seen, method, w)) for w in WORDS)
+            print(f"  {method:16} {shares} {rates.mean(seen, method, 'flagged'):6.1f} rows")
 
 
-def _goals(sets: scoring.Sorted) -> bool:
-    enough, faint = scoring.sub_noise([*sets.above, *sets.below])
+def _goals(sets: rates.Sorted) -> bool:
+    enough, faint = rates.sub_noise([*sets.above, *sets.below])
     lines = [
-        (f"{method}, {WORDS[what]}", scoring.rate(sets.above, method, what), goal)
-        for (method, what), goal in scoring.GOALS.items()
+        (f"{method}, {WORDS[what]}", rates.rate(sets.above, method, what), goal)
+        for (method, what), goal in rates.GOALS.items()
     ]
     name = "replay, found below noise"
-    lines.append((name, scoring.rate(enough, "replay", "detected"), scoring.SUB_NOISE_GOAL))
+    lines.append((name, rates.rate(enough, "replay", "detected"), rates.SUB_NOISE_GOAL))
     print()
     good = True
     for title, value, goal in lines:
@@ -235,9 +235,9 @@ def _goals(sets: scoring.Sorted) -> bool:
     if faint:
         print(
             f"  {len(faint)} of {len(enough) + len(faint)} sub-noise faults change their own "
-            f"module by less than {scoring.MEANT} units of roundoff and are excluded: "
+            f"module by less than {rates.MEANT} units of roundoff and are excluded: "
             f"{_counted(faint)}; "
-            f"{_shown(scoring.rate(faint, 'replay', 'detected')).strip()} of them are found"
+            f"{_shown(rates.rate(faint, 'replay', 'detected')).strip()} of them are found"
         )
     return good
 

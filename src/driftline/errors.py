@@ -39,6 +39,10 @@ class BadInput(DriftlineError):
     """An argument, option or selection that cannot mean anything."""
 
 
+class BadConfig(BadInput, ValueError):
+    """An argument of a function that stands in for another tool's, which promises a ValueError."""
+
+
 class BadRun(DriftlineError):
     """A path that is no run, or a run that cannot be read."""
 

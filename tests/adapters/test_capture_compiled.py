@@ -12,6 +12,7 @@ from capture_zoo import build, feed, one_thread
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import driftline
 from driftline.captures.torch.framework import capture
 from driftline.captures.torch.session import CaptureSession
 from driftline.runs.memory import MemorySink
@@ -218,3 +219,28 @@ def test_a_wrapper_that_another_library_set_meanwhile_stays_when_a_capture_ends(
         assert nn.Module.__call__ is before
     finally:
         nn.Module.__call__ = before
+
+
+@pytest.mark.parametrize("how", ["function", "method", "blocks"])
+def test_two_compiled_runs_that_show_the_ends_of_regions_are_incomplete(how: str, tmp_path) -> None:
+    """Neither side has seen what is inside: how much that is, the model's own tree says."""
+
+    def dumped(name: str, *, compiled: bool) -> None:
+        torch._dynamo.reset()
+        model = _model(breaks=True)
+        call: Any = model
+        if compiled and how == "function":
+            call = torch.compile(model, backend="eager")
+        elif compiled:
+            for part in model.blocks if how == "blocks" else (model,):
+                part.compile(backend="eager")
+        with driftline.capture(model, tmp_path / name), torch.no_grad():
+            call(torch.ones(5, 8))
+
+    dumped("eager", compiled=False)
+    dumped("one", compiled=True)
+    dumped("other", compiled=True)
+    for reference in ("one", "eager"):
+        table = driftline.compare(tmp_path / reference, tmp_path / "other")
+        assert table.verdict == "incomplete", table.finding
+        assert "--graph auto" in table.finding

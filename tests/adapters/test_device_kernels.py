@@ -13,9 +13,9 @@ from driftline.captures.torch.device import summaries
 from driftline.captures.torch.device.places import HostPlace
 from driftline.captures.torch.device.summaries import SummaryBatch, Tables, kind_of
 from driftline.numerics import definitions
+from driftline.numerics import definitions as digests
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, Summary
-from driftline.numerics.gpu import digest as digests
 from driftline.numerics.gpu.pairs import moments_of, pair_on_device
 
 pytestmark = needs_interpreter

@@ -416,3 +416,41 @@ def test_scalars_of_many_kinds() -> None:
     assert scalar(Colour.RED) == "Colour.RED" and scalar(Count(3)) == 3
     assert scalar(np.float32(0.5)) == 0.5 and scalar(torch.float16) == "torch.float16"
     assert scalar(torch.device("cpu")) == "cpu" and scalar(1 + 2j) == "(1+2j)"
+
+
+class _Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.proj(x).view(2, 8, 4, 8).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_the_attention_back_end_in_use_is_recorded(tmp_path: Path) -> None:
+    x, plain = torch.randn(2, 8, 32), nn.functional.scaled_dot_product_attention
+    fast = facts_of(tmp_path / "fast", _Attends(), x)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        slow = facts_of(tmp_path / "slow", _Attends(), x)
+    assert fast.process["sdpa_used"] == ["flash"]
+    assert slow.process["sdpa_used"] == ["math"]
+    assert "sdpa_used" not in facts_of(tmp_path / "none", nn.Linear(32, 4), x).process
+    assert nn.functional.scaled_dot_product_attention is plain
+
+
+def test_attention_is_scripted_traced_and_compiled_as_without_a_capture(tmp_path: Path) -> None:
+    model, x = _Attends(), torch.randn(2, 8, 32)
+    expected = model(x)
+    with driftline.capture(model, tmp_path / "run"):
+        assert torch.equal(torch.jit.script(model)(x), expected)
+        nodes = torch.fx.symbolic_trace(model).graph.nodes
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), expected)
+        rows = torch.func.vmap(nn.functional.scaled_dot_product_attention)(*[expected[None]] * 3)
+        model(x)
+    assert torch._C._nn.scaled_dot_product_attention in [node.target for node in nodes]
+    assert rows.shape == (1, *expected.shape)
+    assert not [
+        event for event in open_run(tmp_path / "run").events() if event["kind"] == "capture-fault"
+    ]

@@ -427,6 +427,21 @@ def test_a_static_graph_is_what_it_is_without_and_only_its_ends_are_seen(full_gr
     assert capture.keys[0].slot == "ids"
 
 
+def test_two_static_programs_agree_in_nothing_but_their_ends(tmp_path):
+    ids = paddle.to_tensor([[1, 2, 3]])
+    for name in ("one", "other"):
+        paddle.seed(3)
+        model = Transformer()
+        model.eval()
+        static = paddle.jit.to_static(model)
+        with driftline.capture(static, tmp_path / name):
+            static(ids)
+    table = driftline.compare(tmp_path / "one", tmp_path / "other")
+    assert table.verdict == "incomplete"
+    assert "of '(root)' only inputs and outputs are known" in table.finding
+    assert table.finding.count("paddle.jit.to_static") == 1
+
+
 def test_wrappers_for_data_parallelism_leave_no_trace_in_names():
     model = paddle.DataParallel(nn.Sequential(nn.Linear(2, 2)))
     with Captured(model, levels="modules") as capture:

@@ -12,10 +12,11 @@ from torch import nn
 
 import driftline
 from driftline.alignment.align import AlignOptions, align_runs
-from driftline.alignment.placements.declared import parse_placement
+from driftline.alignment.normalise.view import Replicas
+from driftline.alignment.placements.declared import _joined_shards, parse_placement
 from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
-from driftline.runs.records import TensorKey
+from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
 from support.atb import AtbDump, Operation, Value
@@ -369,3 +370,15 @@ def test_parts_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(BadInput, match="what the parts are"):
         parse_placement(text)
     assert str(parse_placement("a=shard(-1, 4:1:1)")) == "a=shard(-1, 4:1:1)"
+
+
+def test_a_tensor_without_the_declared_axis_is_held_in_full_by_every_rank() -> None:
+    """`shard(1)` for a whole site covers its weight; its bias has one axis, number 0."""
+    bias = [
+        Record(TensorKey.of("up", "param", "bias", rank=rank), 16, "float32", (4,))
+        for rank in range(2)
+    ]
+    for axis in ("1", "2", "-2"):
+        origin, shape = _joined_shards(bias, parse_placement(f"up=shard({axis})"))
+        assert isinstance(origin, Replicas)
+        assert shape == (4,)

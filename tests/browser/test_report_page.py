@@ -269,17 +269,77 @@ def test_both_passes_and_many_steps_are_shown(page: Page, tmp_path: Path) -> Non
     assert "Dashed" in page.inner_text(".depth .remark")
     page.mouse.move(*point(page, ".plot .u-over", across=0.5))
     assert "grad_output" in page.inner_text(".tip")
-    page.mouse.move(*point(page, "#decoder canvas", across=0.9, down=0.5))
+    page.mouse.move(*point(page, "#decoder canvas", across=0.9, down=0.25))
     # Nothing says that these steps are tokens: they may as well be iterations of training.
     assert page.inner_text("#decoder h2") == "Steps" and "Token" not in page.inner_text("#decoder")
     assert "layers.1, step 5" in page.inner_text("#decoder .told")
     names, drawn = (
-        page.locator(f"#decoder {part}").first.bounding_box() for part in (".map-y", "canvas")
+        page.locator(f"#decoder {part}").first.bounding_box() for part in (".map-rows", "canvas")
     )
     assert names and drawn and names["height"] <= drawn["height"] + 1  # no empty rows
+    labels = page.locator("#decoder .map-rows span").all_inner_texts()
+    layers = [f"layers.{layer}" for layer in range(3)]
+    # The gradients stand in rows of their own below the outputs.
+    assert labels == [*layers, *(f"{layer} backward" for layer in layers)]
+    assert page.locator("#decoder .map-steps span").all_inner_texts() == list("012345")
     assert "outside" in page.inner_text("#decoder .told")
-    page.mouse.click(*point(page, "#decoder canvas", across=0.9, down=0.9))
+    page.mouse.click(*point(page, "#decoder canvas", across=0.9, down=0.9))  # of the gradients
     assert chosen(page) == "layers.2"
+
+
+def test_the_depth_opens_on_the_pass_in_which_the_drift_begins(page: Page, tmp_path: Path) -> None:
+    values = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
+    sides: list[dict[Any, Any]] = [{}, {}]
+    ports = ("output", "param_grad", "optimizer_grad")
+    for side in (0, 1):
+        for step in range(3):
+            for port in ports:
+                for slot in ("bias", "weight"):
+                    key = TensorKey.of("layers.1", port, slot, step=step)  # type: ignore[arg-type]
+                    # Clipped where it should not be: the optimizer is given something else.
+                    bad = side and (port, slot) == ("optimizer_grad", "weight")
+                    sides[side][key] = values * (0.5 if bad else 1.0)
+    path = tmp_path / "optimizer.html"
+    report(run_of(sides[0]), run_of(sides[1]), path)
+    opened(page, path)
+    pressed = page.locator(".depth .segmented button[aria-pressed=true]").first
+    assert pressed.inner_text() == "optimizer"
+    assert "Gradients as the optimizer sees them" in page.inner_text(".depth .remark")
+    page.mouse.move(*point(page, ".plot .u-over", across=0.98))
+    assert "optimizer_grad" in page.inner_text(".tip") and "0.5" in page.inner_text(".tip")
+    assert "layers.1 optimizer" in page.inner_text("#decoder .map-rows")
+    page.click(".depth .segmented button:nth-child(1)")
+    assert "optimizer" not in page.inner_text(".depth .remark")
+
+
+LABELS_TOUCH = """() => [".map-rows span", ".map-steps span"].flatMap((kind) => {
+    const boxes = [...document.querySelectorAll(kind)].map((each) => each.getBoundingClientRect());
+    const cover = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 &&
+        a.top < b.bottom - 3 && b.top < a.bottom - 3;
+    return boxes.filter((box, at) => box.left < 0 || box.right > innerWidth + 1 ||
+        boxes.slice(at + 1).some((other) => cover(box, other))).map((box) => `${kind} ${box.top}`);
+})"""
+
+
+def test_labels_of_the_map_neither_touch_nor_leave_the_window(page: Page, tmp_path: Path) -> None:
+    values = np.random.default_rng(3).standard_normal((2, 8)).astype(np.float32)
+    keys = [
+        TensorKey.of(
+            f"model.language_model.layers.{layer}.self_attn.rotary.{part}", "output", step=s
+        )
+        for s in range(300)
+        for layer in range(20)
+        for part in ("q_norm", "k_norm")
+    ]
+    ours = dict.fromkeys(keys, values)
+    theirs = {key: values * (2 if ".7." in key.site else 1) for key in keys}
+    path = tmp_path / "many.html"
+    report(run_of(ours), run_of(theirs), path)
+    for width in (375, 1440, 2560):
+        page.set_viewport_size({"width": width, "height": 900})
+        opened(page, path)
+        assert page.locator("#decoder .map-rows span").count() >= 10
+        assert page.evaluate(LABELS_TOUCH) == [], width
 
 
 def test_nan_is_not_drawn_as_no_error(page: Page, tmp_path: Path) -> None:

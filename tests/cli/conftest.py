@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from driftline.cli.main import main
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
+from support.commands import Said, caller
 
 LAYERS = 3
 CLASSES = {"norm": "RMSNorm", "mlp.up": "Linear", "mlp.act": "SiLU", "mlp": "MLP"}
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command answered."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
 def driftline(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Said]:
-    """Run a command line in this process, for a wide terminal whatever started the tests."""
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*words: object) -> Said:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        said = capsys.readouterr()
-        return Said(code, said.out, said.err)
-
-    return call
+    """Run a command line in this process."""
+    return caller(capsys, monkeypatch)
 
 
 def write_run(path: Path, *, fault_at: str = "", noise: float = 0.0, steps: int = 1) -> Path:

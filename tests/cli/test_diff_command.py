@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from driftline.diagnosis.experiments import two_programs
+from driftline.errors import BadInput
+
 PROGRAM = """
 import os, sys
 import torch
@@ -129,3 +132,10 @@ def test_questions_that_mean_nothing_are_refused(
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_two_revisions_without_git_say_what_to_do_instead(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match="--rev needs git") as refused:
+        two_programs._git("rev-parse", "HEAD")
+    assert refused.value.hint == "give two commands instead"

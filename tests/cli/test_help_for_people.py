@@ -188,6 +188,8 @@ def test_bash_completes_commands_options_and_choices(driftline: Say, tmp_path: P
     here = f"{tmp_path}/ref"
     assert bash_completes(script, "driftline", "compare", here) == [f"{tmp_path}/reference"]
     assert bash_completes(script, "driftline", "dump", "--", "python", "--form") == []
+    # A folder may be called like a command.
+    assert bash_completes(script, "driftline", "compare", "ref", "dump", "--form") == ["--format"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -211,6 +213,11 @@ def test_scripts_of_other_shells_can_be_read_by_them(
             ["fish", "-c", question], capture_output=True, text=True, timeout=60, check=True
         )
         assert "--format" in done.stdout
+        question = f"source {script}; complete -C 'driftline dump -e'"
+        done = subprocess.run(
+            ["fish", "-c", question], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert "-er" in done.stdout  # a spelling of another tool: one dash, several letters
 
 
 def test_the_tour_works_without_torch(

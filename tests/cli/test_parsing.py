@@ -320,3 +320,12 @@ def test_any_text_can_be_given_after_an_equals_sign_and_any_word_after_two_dashe
         del values["share"]  # `read` leaves defaults out
     assert read("everything", given_words) == ([], values)
     assert read("program", ["--", *words]) == (words, {})
+
+
+def test_places_that_an_option_took_for_its_own_are_missed_with_the_reason(driftline: Any) -> None:
+    said = driftline("diff", "--level", "modules", "python a.py", "python b.py")
+    assert said.code == 2 and "`driftline diff` needs REFERENCE" in said.err
+    assert "--level takes every word up to the next option: put REFERENCE before it" in said.err
+    # Nothing was taken: then the page of the command is what helps.
+    assert "see driftline diff --help" in driftline("diff", "--force").err
+    assert "see driftline diff --help" in driftline("diff", "--level", "modules").err

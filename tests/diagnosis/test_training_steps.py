@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import driftline
@@ -52,3 +54,29 @@ def test_a_gradient_that_changes_on_its_way_to_the_optimizer_is_found_there() ->
     assert (found.first_site, found.cause) == ("2", "scale")
     guilty = [(site.site, site.direction) for site in found.sites if site.status == "introduced"]
     assert guilty == [("2", "optimizer")]
+
+
+def test_a_mistake_of_the_optimizer_is_placed_where_the_comparison_places_it(
+    tmp_path: Path,
+) -> None:
+    for name, decay in (("right", 0.0), ("wrong", 0.3)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+        )
+        groups = [
+            {"params": [*model[0].parameters(), *model[2].parameters()]},
+            {"params": [*model[1].parameters()], "weight_decay": decay},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        levels = ("modules", "gradients", "params")
+        with driftline.capture(model, tmp_path / name, levels=levels, steps="*"):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(8, 16)).square().mean().backward()
+                optimizer.step()
+    runs = tmp_path / "right", tmp_path / "wrong"
+    diagnosis = diagnose(*runs)
+    assert diagnosis.first_site == driftline.compare(*runs).first_site == "(optimizer)"
+    # That the norm's weights are smaller by a factor explains what it computes, not the update.
+    assert diagnosis.cause == "unknown"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from driftline.testing.faults import scoring
+from driftline.testing.faults import rates
 
 
 def _said(detected=True, exact=True, named=True, flagged=1, rows=50, wrong=0):
@@ -49,20 +49,20 @@ def test_faults_below_the_percentile_of_fault_free_pairs_are_apart():
     results = [_clean(0.01), _clean(0.03), _clean(0.5, fmt="int8"), _fault(error=0.031)]
     results += [_fault(error=0.03), _fault(error=0.4, fmt="int8"), _fault(changed=False)]
     results += [{"job": ["llama", "bf16", 1, "offset", 1, 40], "broken": "ValueError: no"}]
-    sets = scoring.sort_out(results)
+    sets = rates.sort_out(results)
     assert sets.floors == {"bf16": 0.03, "int8": 0.5}
     assert [len(part) for part in (sets.clean, sets.above, sets.below)] == [3, 1, 2]
     assert (len(sets.unchanged), len(sets.broken)) == (1, 1)
 
 
 def test_special_sets_do_not_move_the_floor():
-    sets = scoring.sort_out([_clean(0.01), _clean(0.9, group="16000 tokens")])
+    sets = rates.sort_out([_clean(0.01), _clean(0.9, group="16000 tokens")])
     assert sets.floors == {"bf16": 0.01}
     assert list(sets.groups) == ["16000 tokens"]
 
 
 def test_an_output_that_is_no_number_is_above_every_floor():
-    assert len(scoring.sort_out([_clean(0.01), _fault(error=math.inf)]).above) == 1
+    assert len(rates.sort_out([_clean(0.01), _fault(error=math.inf)]).above) == 1
 
 
 @pytest.mark.parametrize(
@@ -70,40 +70,40 @@ def test_an_output_that_is_no_number_is_above_every_floor():
     [(0.999, 999), (0.9991, 1000), (0.5, 500), (0.001, 1), (0.0, 1), (1.0, 1000)],
 )
 def test_a_percentile_is_one_of_the_values(share, value):
-    assert scoring.percentile(range(1, 1001), share) == value
-    assert scoring.percentile([], share) == 0.0
+    assert rates.percentile(range(1, 1001), share) == value
+    assert rates.percentile([], share) == 0.0
 
 
 def test_a_rate_counts_only_trials_that_the_method_judged():
     results = [_fault(), _fault(exact=False), {**_fault(), "msprobe": _said(detected=False)}]
-    assert scoring.rate(results, "replay", "exact") == pytest.approx(2 / 3)
-    assert scoring.rate(results, "msprobe", "detected") == 0.0
-    assert math.isnan(scoring.rate(results, "three-way", "exact"))
-    assert scoring.mean([_fault(wrong=4), _fault()], "replay", "wrong") == 2.0
+    assert rates.rate(results, "replay", "exact") == pytest.approx(2 / 3)
+    assert rates.rate(results, "msprobe", "detected") == 0.0
+    assert math.isnan(rates.rate(results, "three-way", "exact"))
+    assert rates.mean([_fault(wrong=4), _fault()], "replay", "wrong") == 2.0
 
 
 def test_one_row_in_ten_thousand_is_allowed_and_no_run():
     quiet = [_clean(rows=100) for _ in range(99)]
-    one = scoring.alarms([*quiet, _clean(rows=100, flagged=1)], "replay")
+    one = rates.alarms([*quiet, _clean(rows=100, flagged=1)], "replay")
     assert (one.pairs, one.runs, one.rows, one.flagged) == (100, 0, 10_000, 1)
     assert one.per_10_000 == 1.0
     assert one.allowed
-    assert not scoring.alarms([*quiet, _clean(rows=99, flagged=1)], "replay").allowed
-    assert not scoring.alarms([*quiet, _clean(rows=100, detected=True)], "replay").allowed
+    assert not rates.alarms([*quiet, _clean(rows=99, flagged=1)], "replay").allowed
+    assert not rates.alarms([*quiet, _clean(rows=100, detected=True)], "replay").allowed
 
 
 def test_a_kind_that_misses_a_goal_is_named_with_its_rate():
     some = [_fault("window") for _ in range(9)] + [_fault("window", named=False, exact=False)]
-    assert scoring.shortfalls(some) == [("replay", "exact", 0.9)]
-    assert scoring.shortfalls([_fault()]) == []
-    assert list(scoring.by_kind([*some, _fault("offset")])) == ["offset", "window"]
+    assert rates.shortfalls(some) == [("replay", "exact", 0.9)]
+    assert rates.shortfalls([_fault()]) == []
+    assert list(rates.by_kind([*some, _fault("offset")])) == ["offset", "window"]
 
 
 def test_sub_noise_faults_that_mean_nothing_in_their_format_are_apart():
     unit = 2.0**-8
     faint = {**_fault(), "sub_noise": True, "effect": 0.01 * unit, "unit": unit}
     meant = {**_fault(), "sub_noise": True, "effect": 0.5 * unit, "unit": unit}
-    assert scoring.sub_noise([faint, meant, _fault()]) == ([meant], [faint])
+    assert rates.sub_noise([faint, meant, _fault()]) == ([meant], [faint])
 
 
 def test_the_report_lists_what_is_excluded_and_what_falls_short(capsys):

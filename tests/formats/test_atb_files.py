@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as npst
 import driftline
 from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.formats.ascend.atb import file
-from driftline.formats.ascend.layouts import nz_to_nd
+from driftline.formats.ascend.tiled_layouts import nz_to_nd
 from driftline.formats.ascend.types import ACL_TYPES, hifloat8_values
 from support.atb import NZ, AtbDump, Operation, Value, bin_bytes, write_bin
 from support.atb_files import nd_to_nz

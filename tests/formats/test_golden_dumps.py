@@ -3,14 +3,21 @@ still write the same files."""
 
 from __future__ import annotations
 
+import csv
+import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy
 import pytest
 
 from driftline import open_run
 from driftline.cli.main import main
-from support.golden_dumps import FORMATS, GENERATIONS, archive
+from driftline.decoding.files.outputs import read_out
+from driftline.decoding.scoring import score
+from support.golden_dumps import FORMATS, GENERATIONS, LAYERS, archive
 
 DATA = Path(__file__).parents[1] / "data" / "seeds"
 
@@ -29,7 +36,7 @@ def test_the_writers_still_write_these_files(name: str) -> None:
         assert sorted(file.namelist()) == sorted(written)
         for path in file.namelist():
             # What torch.save writes changes with its version, and sums with the processor.
-            if not path.endswith((".pth", ".bin")):
+            if not path.endswith((".pth", ".pt", ".bin", "_output")):
                 assert file.read(path) == written[path], path
 
 
@@ -99,3 +106,116 @@ def test_gradients_of_a_recurrent_layer(unpacked: Path) -> None:
     run = open_run(unpacked)
     assert {record.key.step for record in run.records} == {0, 1}
     assert sum(record.key.site == "lstm_cell_0" for record in run.records) == 8
+
+
+def seeds_own(script: str, *words: object) -> str:
+    """The script of the documents, as it lies beside the interpreter."""
+    command = [sys.executable, str(Path(sys.executable).parent / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+@pytest.mark.parametrize("unpacked", ["layer_metrics"], indirect=True)
+@pytest.mark.parametrize("version", ["documented", "newer"])
+def test_files_of_layers_and_their_thresholds(
+    unpacked: Path, version: str, spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both versions hold the same rows, so one average; in the order of execution."""
+    words = ["--models", "acme/toy", "--metrics", "abs_diff", "cos_sim", "--layer_io"]
+    words += ["--file_base", str(unpacked / version), "--output_path", str(unpacked)]
+    said = thresholds(capsys, spelling, *words)
+    lines = [line.split() for line in said.splitlines() if line.startswith("Layer ")]
+    printed = {(line[3], line[1]): float(line[5]) for line in lines}
+    rows = {
+        tuple(path.name.removesuffix(".csv").partition("--model")[2].rsplit(".", 1)): path
+        for path in (unpacked / "documented").glob("*.csv")
+    }
+    assert printed == {
+        (metric, f"model{layer}"): pytest.approx(numpy.loadtxt(path, skiprows=1).mean(), rel=1e-12)
+        for (layer, metric), path in rows.items()
+    }
+    assert [line[1].removeprefix("model.base_model.") for line in lines[: len(LAYERS)]] == [
+        *("embedding", "layers0.ln", "layers0.attn.dense", "layers2.ln", "layers10.ln", "dec_norm")
+    ]
+
+
+def thresholds(capsys: pytest.CaptureFixture[str], spelling: str, *words: str) -> str:
+    if spelling == "theirs":
+        return seeds_own("get_thresholds.py", *words)
+    assert main(["thresholds", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unpacked", ["layer_metrics"], indirect=True)
+@pytest.mark.parametrize("version", ["documented", "newer"])
+def test_layers_are_judged_by_thresholds_of_either_version(
+    unpacked: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = unpacked / version / "acme--toy-thresholds.json"
+    # Their abs_diff is a norm whatever they call it, and is judged as one: what they were made
+    # from passes by a hair, and a tenth more of one layer does not.
+    words = ("check", unpacked / "documented", "--thresholds", limits, "--slack", 1.001)
+    assert verdict(capsys, *words).startswith("PASS")
+    (path,) = (unpacked / "documented").glob("*layers10.ln.abs_diff.csv")
+    values = numpy.loadtxt(path, skiprows=1) * 1.1
+    path.write_text("abs_diff\n" + "".join(f"{value}\n" for value in values))
+    faulty = verdict(capsys, *words)
+    assert faulty.startswith("FAIL: the drift starts at 'model.base_model.layers10.ln'")
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+@pytest.mark.parametrize("unpacked", ["decoder_metrics"], indirect=True)
+@pytest.mark.parametrize("version", ["oldest", "documented"])
+def test_metrics_of_tokens_and_their_thresholds(
+    unpacked: Path, version: str, spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = json.loads((unpacked / "documented" / "acme--toy-thresholds.json").read_text())
+    words = ["--models", "acme/toy", "--metrics", "diff_mean", "ce", "--file_base"]
+    words += [str(unpacked / version), "--output_path", str(unpacked)]
+    said = thresholds(capsys, spelling, *words)
+    lines = [line.split() for line in said.splitlines() if not line.startswith("driftline")]
+    assert [line[:2] for line in lines[::2]] == [["found", "1"]] * 2
+    assert [line[:2] for line in lines[1::2]] == [["acme--toy", "diff_mean"], ["acme--toy", "ce"]]
+    for line in lines[1::2]:
+        assert float(line[-1]) == pytest.approx(kept[line[1]], rel=1e-12)
+
+
+@pytest.mark.parametrize("unpacked", ["decoder_metrics"], indirect=True)
+@pytest.mark.parametrize("version", ["oldest", "documented", "newest"])
+def test_saved_outputs_give_the_metrics_beside_them(
+    unpacked: Path, version: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (reference,) = (unpacked / version).glob("*.cpu_validation_info.0.out")
+    (candidate,) = (unpacked / version).glob("*.cuda_validation_info.0.out")
+    sides = read_out(reference), read_out(candidate)
+    prompts = zip(sides[0].logits, sides[1].logits, sides[0].tokens, strict=True)
+    scores = [score(trusted, other, tokens[-3:]) for trusted, other, tokens in prompts]
+    for path in sorted((unpacked / "documented").glob("*.csv")):
+        metric, *lines = path.read_text().split()
+        figures = [value for prompt in scores for value in getattr(prompt, metric).tolist()]
+        assert figures == pytest.approx([float(line) for line in lines], rel=1e-9), metric
+    words = ("compare", reference, candidate, "--max", "relative_l2=0.02", "-o", unpacked / "t")
+    assert verdict(capsys, *words).startswith("PASS: 8 tensors")
+
+
+@pytest.mark.parametrize("unpacked", ["labels"], indirect=True)
+def test_labels_of_two_processes(
+    unpacked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(unpacked)
+    assert main(["labels", "--from", "cmp_dump_data"]) == 1
+    capsys.readouterr()
+    with Path("71_1_cmp_result.csv").open(newline="") as stream:
+        rows = {row["data_id"]: row for row in csv.DictReader(stream)}
+    assert [rows[name]["cmp_flag"] for name in ("high", "low", "wrong", "alone")] == [
+        *("True", "True", "True", "False")
+    ]
+    assert (rows["high"]["pta_dtype"], rows["high"]["acl_dtype"]) == ("float32", "float16")
+    assert rows["low"]["acl_data_path"].endswith(
+        "72_1/0_Encoder/3_SelfAttentionRunner/after/outTensor0.bin"
+    )
+    assert float(rows["low"]["relative_euclidean_distance"]) == 0.0
+    assert float(rows["wrong"]["relative_euclidean_distance"]) == 1.0
+    assert rows["alone"]["cmp_fail_reason"]

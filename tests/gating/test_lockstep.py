@@ -105,3 +105,21 @@ def test_autocast_around_it_holds_for_both(pair: tuple[Net, Net]) -> None:
     assert table.verdict == "pass"
     rows = {row.key.site: row for row in table.rows if row.key.port == "output"}
     assert rows["a"].reference_dtype == rows["a"].candidate_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("compare", [driftline.lockstep, driftline.compare_models])
+def test_models_side_by_side_show_what_differs(pair: tuple[Net, Net], compare: Any) -> None:
+    good, bad = pair[0].eval(), pair[1].eval()
+    bad.drop.p = 0.5
+    differences = {
+        difference.path: difference for difference in compare(good, bad, x()).differences
+    }
+    assert differences["drop.p"].change == "0.3 → 0.5"
+    assert differences["b.weight"].relation == "different"
+    assert differences["b.weight"].position == "at"
+
+
+def test_nothing_that_was_replaced_for_lockstep_stays(pair: tuple[Net, Net]) -> None:
+    replaced = torch.autograd.backward, nn.functional.scaled_dot_product_attention
+    driftline.lockstep(*pair, x())
+    assert (torch.autograd.backward, nn.functional.scaled_dot_product_attention) == replaced

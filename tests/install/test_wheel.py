@@ -83,11 +83,15 @@ def test_the_tour_in_an_empty_environment(wheel: Path, version: str) -> None:
     assert "kernel        numpy" not in done.stdout
 
 
-def test_the_first_hour_with_torch(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", PYTHONS)
+def test_the_first_hour_with_torch(wheel: Path, tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
     page = tmp_path / "first-hour.md"
     script = ROOT / "tools" / "first_hour.py"
     done = subprocess.run(
-        [sys.executable, str(script), str(wheel), "-o", str(page)],
+        [sys.executable, str(script), str(wheel), "-o", str(page), "--python", python],
         capture_output=True,
         text=True,
         timeout=1500,

@@ -588,3 +588,12 @@ def test_the_largest_quotient_by_exponential_numbers_is_drawn() -> None:
         assert len(found) == outputs
         # Divisors belong to ranks: 0.4/1, 0.3/0.5, 0.15/1; and 0.5/2, 0.3/0.1.
         assert found[0].tolist() == [[3], [3]]
+
+
+def test_a_parallel_layer_of_a_rank_that_is_not_there_or_without_a_weight_is_refused() -> None:
+    xs = [draw(4, 3) for _ in range(2)]
+    for rank in (2, -1):
+        with pytest.raises(BadInput, match=f"rank {rank} of 2 does not exist"):
+            golden("LinearParallelOperation", {"rankSize": 2, "rank": rank, "type": 3}, [*xs, *xs])
+    with pytest.raises(BadInput, match="needs a weight"):
+        golden("LinearParallelOperation", {"rankSize": 2, "rank": 1, "type": 3}, xs)

@@ -170,5 +170,6 @@ def test_tokens_against_layers_come_from_steps(tmp_path: Path) -> None:
     shaped = found["values"].reshape(2, 4)
     assert shaped[1, 3] == pytest.approx(1.0) and shaped[0].max() == 0.0
     assert found["status"].reshape(2, 4)[1].tolist() == [1, 1, 1, 2]
+    assert found["passes"] == ["forward", "forward"]
     two = {key: values for key in keys if key.step < 2}
     assert of_steps(compare(run_of(two), run_of(two))) is None

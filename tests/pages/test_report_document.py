@@ -14,10 +14,10 @@ import pytest
 import driftline
 from driftline.comparison.table.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
-from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.document import outline, page_data
 from driftline.reporting.html.page import decode_container, unpack
 from driftline.reporting.html.report import PageOptions, page_of, report
+from driftline.reporting.html.site_edges import flow_of
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of

@@ -14,32 +14,17 @@ import pytest
 from cutting import Proxy
 from sent_runs import write_run
 
-from driftline.cli.main import main
+from support.commands import Said, caller
 
 BUCKET = "drift"
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command answered."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
 def driftline(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Said]:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*words: object) -> Said:
-        capfd.readouterr()
-        code = main([str(word) for word in words])
-        return Said(code, *capfd.readouterr())
-
-    return call
+    """Run a command line in this process; a store's library writes to the descriptors."""
+    return caller(capfd, monkeypatch)
 
 
 @pytest.fixture(scope="session")

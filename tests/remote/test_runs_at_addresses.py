@@ -18,6 +18,7 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.stores import block_cache
 from driftline.runs.stores.addresses import UrlPath, place_of, url_of
 from driftline.runs.stores.api import push
+from driftline.runs.stores.remote_run import RemoteFiles
 from driftline.runs.stores.store import Store
 from driftline.runs.writer import RunWriter
 
@@ -422,3 +423,14 @@ def test_a_folder_that_is_neither_is_not_pushed(tmp_path, memory):
         push(tmp_path, memory)
     with pytest.raises(DriftlineError, match="is no address"):
         push(tmp_path, str(tmp_path / "x"))
+
+
+def test_a_small_file_of_a_store_is_read_up_to_its_limit_and_refused_beyond(memory):
+    store = Store(memory)
+    store.put("manifest.json", b"0123456789")
+    files = RemoteFiles(store)
+    assert files.read("manifest.json", 10) == b"0123456789"
+    with pytest.raises(OSError, match="has 10 bytes, more than anybody would write there"):
+        files.read("manifest.json", 9)
+    with pytest.raises(FileNotFoundError):
+        files.read("other.json", 10)

@@ -88,7 +88,9 @@ def kill_at_a_random_moment(tmp_path: Path, seed: int) -> None:
         assert int(tensor.raw()[:8].view("<i8")[0]) == number
         found.add(number)
     assert not list(verify(run))
-    assert any("was not closed" in loss.reason for loss in run.losses)
+    # On a busy machine the moment may come before the writing thread's first turn.
+    sentence = "was not closed" if found else "was killed before its first tensor was written"
+    assert any(sentence in loss.reason for loss in run.losses)
     assert not any(loss.key for loss in run.losses), "every listed tensor has its bytes"
     lost = [written[number] for number in written if number not in found]
     assert sum(size for size, _ in lost) <= 64_000_000

@@ -82,6 +82,15 @@ def test_the_device_is_used_where_it_is_and_refused_where_it_is_not(desk, monkey
     result.stdout.fnmatch_lines(["*device=aiu needs the package torch_sendnn*"])
 
 
+def test_a_failure_on_the_device_is_not_hidden_by_the_compilers_trace(desk, monkeypatch):
+    say(monkeypatch, CANDIDATE="", FORCE_VALIDATION_LEVEL_1="1")
+    with aiu.installed(desk.path / "packages", linear=1.5):
+        result = desk.runpytest_inprocess(*SUITE)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*failure rate for mean diff was too high*", "*AIU warmup*"])
+    result.stdout.no_fnmatch_line("*torch.__trace*")
+
+
 def test_a_failure_reads_as_documented_and_says_where(desk, monkeypatch):
     say(
         monkeypatch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,16 @@ def test_an_expectation_under_its_documented_name_is_read(desk: pytest.Pytester)
     result = llama(desk, "-k", "output")
     result.assert_outcomes(failed=1, deselected=2)
     result.stdout.fnmatch_lines([f"*expected: *{name}"])
+
+
+def test_the_golden_expectations_hold(desk: pytest.Pytester) -> None:
+    """Written by `tests/support/golden_dumps.py` from the document's words alone."""
+    (desk.path / FOLDER).mkdir(parents=True)
+    with zipfile.ZipFile(DATA.parent / "seeds" / "expectations.zip") as file:
+        file.extractall(desk.path / FOLDER)
+    llama(desk).assert_outcomes(passed=2, skipped=1)
+    plant(desk, "model.layers.0.self_attn.o_proj.weight", 1.2)
+    llama(desk).assert_outcomes(failed=1, passed=1, skipped=1)
 
 
 def test_keys_of_another_library_say_so(desk: pytest.Pytester) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from driftline.formats.ascend.layouts import ROWS
+from driftline.formats.ascend.tiled_layouts import ROWS
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 Keep = Literal["data", "description", "statistics"]

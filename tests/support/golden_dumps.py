@@ -4,28 +4,32 @@
 
 Each archive holds what the formats of the seeds' tools look like on disk where it matters: a module
 tree in the order of registration, device folders, a hook's tree of a recurrent layer, operators of
-one time stamp, descriptions without values. Numbers are drawn from fixed seeds.
+one time stamp, descriptions without values. Numbers are drawn from fixed seeds. Nothing here calls
+a writer of driftline: what the documents say is written out by hand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from support.atb import AtbDump, Generation
-from support.atb_files import Operation, Value
+from support.atb_files import Operation, Value, write_bin
 from support.atb_twins import Error, atb_twin, torch_twin
 from support.ge import GeDump, write_fx
 from support.toy_decoder import in_library_order, toy_decoder
 
 PROMPT = np.array([[3, 1, 4]])
+FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 
 
 def ait_and_atb(folder: Path) -> None:
@@ -128,7 +132,200 @@ def paddle_hook(folder: Path) -> None:
             np.save(folder / "grads" / "rank_0" / name, rng.standard_normal(4))
 
 
+LAYERS = ("embedding", "layers0.ln", "layers0.attn.dense", "layers10.ln", "layers2.ln", "dec_norm")
+SHAPE = "max-new-tokens-4_batch-size-1"
+
+
+def layer_metrics(folder: Path) -> None:
+    """Two csv files per layer and their thresholds: as documented, and as newer versions write."""
+    rng = np.random.default_rng(1)
+    documented, newer = folder / "documented", folder / "newer"
+    documented.mkdir()
+    newer.mkdir()
+    norms: dict[str, float] = {}
+    averages: dict[str, float] = {}
+    for layer in (f"model.base_model.{name}" for name in LAYERS):
+        differences = rng.uniform(0.0, 0.01, 5)
+        for metric, values in (("abs_diff", differences), ("cos_sim", 1.0 - differences**2)):
+            lines = [repr(float(value)) for value in values]
+            # The length is not known to the documented version, which writes 0.
+            stem = f"acme--toy_{SHAPE}_seq-length-0_dtype-float16--{layer}"
+            text = "\n".join([metric, *lines]) + "\n"
+            (documented / f"{stem}.{metric}.csv").write_text(text)
+            # Newer versions: two more lines of heading, and a file per call after the first.
+            shape = "torch.Size([1, 4, 8])"
+            heading = [
+                metric,
+                f"GPU shape {shape} CPU shape {shape}",
+                "Metric shape torch.Size([4])",
+            ]
+            stem = stem.replace("seq-length-0", "seq-length-4")
+            for suffix, part in (("", lines[:4]), (".iter-57", lines[4:])):
+                text = "\n".join([*heading, *part]) + "\n"
+                (newer / f"{stem}{suffix}.{metric}.csv").write_text(text)
+        # What the original calls the average difference is the norm of all values.
+        norms[layer] = float(np.linalg.norm(differences))
+        averages[layer] = float(np.mean(1.0 - differences**2))
+    # The documented file has lists of single entries, a later one mappings and other names.
+    contents = {
+        documented: {"abs_diff": entries(norms), "cos_sim": entries(averages)},
+        newer: {"abs_diff": norms, "cos_sim_avg": averages, "cos_sim_mean": averages},
+    }
+    for place, content in contents.items():
+        text = json.dumps({"model_id": "acme--toy", **content})
+        (place / "acme--toy-thresholds.json").write_text(text)
+
+
+def entries(layers: dict[str, float]) -> list[dict[str, float]]:
+    return [{layer: value} for layer, value in layers.items()]
+
+
+def decoder_metrics(folder: Path) -> None:
+    """Saved logits of two devices, the four metrics of each token, and thresholds of a model.
+
+    The three spellings of the file names hold the same three tokens of two prompts.
+    """
+    rng = np.random.default_rng(2)
+    reference = rng.standard_normal((2, 3, 40)).astype(np.float32)
+    device = (reference + rng.normal(0, 0.01, reference.shape)).astype(np.float16)
+    settings = "attn-type-sdpa_batch-size-2_dtype-fp16_max-new-tokens-3_model-id-acme--toy"
+    hashed = hashlib.sha256(f"{settings}_seq-length-8".encode()).hexdigest()
+    stems = {
+        "oldest": "acme--toy_max-new-tokens-3_batch-size-2_seq-length8_dtype-fp16",
+        "documented": "acme--toy_max-new-tokens-3_batch-size-2_seq-length-8_dtype-fp16",
+        "newest": f"{hashed}_0.4.2",
+    }
+    figures = token_figures(reference, device)
+    for version, stem in stems.items():
+        place = folder / version
+        for side, logits in (("cpu", reference), ("cuda", device)):
+            saved = place / f"{stem}.{side}_validation_info.0.out"
+            saved.mkdir(parents=True)
+            for prompt in range(2):
+                content = {"tokens": saved_tokens(reference, prompt), "logits": logits[prompt]}
+                save_tensors(saved / f"{prompt}.pt", content)
+        if version != "newest":  # nothing tells whose a csv file under a hash is
+            for metric, values in figures.items():
+                text = "\n".join([metric, *(repr(float(value)) for value in values)]) + "\n"
+                (place / f"{stem}.{metric}.csv").write_text(text)
+    limits = {name: float(np.percentile(figures[name], 99)) for name in ("ce", "diff_mean")}
+    text = json.dumps({"model_id": "acme--toy", **limits})
+    (folder / "documented" / "acme--toy-thresholds.json").write_text(text)
+
+
+def saved_tokens(logits: Any, prompt: int) -> Any:
+    """Two pads, a prompt of six tokens, and what the reference says next."""
+    said = logits[prompt].argmax(axis=1)
+    return np.array([0, 0, *range(5 + prompt, 11 + prompt), *said], dtype=np.int64)
+
+
+def save_tensors(path: Path, content: dict[str, Any]) -> None:
+    import torch
+
+    torch.save({name: torch.from_numpy(value.copy()) for name, value in content.items()}, path)
+
+
+def token_figures(reference: Any, device: Any, top: int = 20) -> dict[str, Any]:
+    """The four metrics as the document prints them, in float64, over the reference's largest."""
+    order = np.argsort(-reference.astype(np.float64), axis=-1, kind="stable")[..., :top]
+    p, q = (
+        softmax(np.take_along_axis(logits.astype(np.float64), order, axis=-1))
+        for logits in (reference, device)
+    )
+    figures = {
+        "ce": -(q * np.log(p)).sum(axis=-1),
+        "diff_mean": np.abs(p - q).mean(axis=-1),
+        "prob_mean": (p / q - 1.0).mean(axis=-1),
+        "prob_std": (p / q).std(axis=-1, ddof=1),
+    }
+    return {name: values.ravel() for name, values in figures.items()}
+
+
+def softmax(values: Any) -> Any:
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def expectations(folder: Path) -> None:
+    """Signature and weight keys of a decoder: 60 tokens behind four pads, in float16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / "tiny-llama", dtype=torch.float16)
+    real = torch.arange(64) >= 4
+    allowed = (real[:, None] == real[None, :]).tril()
+    mask = torch.zeros(64, 64, dtype=torch.float16).masked_fill(~allowed, -torch.inf)
+    with torch.no_grad():
+        logits = model.eval()(
+            input_ids=torch.arange(1, 65).where(real, 0)[None],
+            attention_mask=mask[None, None],
+            position_ids=torch.arange(-4, 60).clamp(min=0)[None],
+            use_cache=False,
+        ).logits
+    spread = logits.amax(dim=-1) - logits.amin(dim=-1)
+    signature = (spread - spread.min()).squeeze().tolist()
+    stem = "models.test_model_expectations.TestAIUDecoderModels.tiny-llama.test_model"
+    (folder / f"{stem}_output").write_text(",".join(map(str, signature)))
+    (folder / f"{stem}_weight_keys").write_text(",".join(sorted(model.state_dict())))
+
+
+def labels(folder: Path) -> None:
+    """A round of labels of two processes: values on both sides, a file of the library, a lone one.
+
+    The library's file lies where its first generation dumped, `tensors/{pid}/{task}`.
+    """
+    store = folder / "cmp_dump_data"
+    golden = np.arange(6, dtype=np.float32).reshape(2, 3)
+    values = {"high": golden, "low": golden + 1, "wrong": golden, "alone": golden}
+    others = {"high": golden.astype(np.float16), "wrong": golden * 2}
+    inner = "0_Encoder/3_SelfAttentionRunner/after/outTensor0.bin"
+    library = folder / "library" / "tensors" / "72" / "72_1" / inner
+    library.parent.mkdir(parents=True)
+    write_bin(library, values["low"])
+    for source, pid, content in (("pta", 71, values), ("acl", 72, others)):
+        process = f"{pid}-0000000{pid % 10}"
+        lines: list[dict[str, Any]] = []
+        for name, value in content.items():
+            file = f"{source}_tensor/{name}_{process}_{len(lines)}.safetensors"
+            (store / file).parent.mkdir(parents=True, exist_ok=True)
+            (store / file).write_bytes(safetensors_file(value))
+            facts = {"dtype": value.dtype.name, "shape": list(value.shape), "file": file}
+            lines.append(label_line(source, name, pid, process, len(lines)) | facts)
+        if source == "acl":
+            facts = {"tensor_path": inner, "folder": "."}
+            facts["roots"] = {"ACLTRANSFORMER_HOME_PATH": "library"}
+            lines.append(label_line(source, "low", pid, process, len(lines)) | facts)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (store / f"labels-{process}.jsonl").write_text(text)
+
+
+def label_line(source: str, name: str, pid: int, process: str, number: int) -> dict[str, Any]:
+    # Each process has begun the first round of its own.
+    return {
+        "task": f"{pid}_1",
+        "source": source,
+        "id": name,
+        "time": 1000 * pid + number,
+        "process": process,
+        "number": number,
+        "pid": pid,
+    }
+
+
+def safetensors_file(value: Any) -> bytes:
+    """One tensor, by the letter of the format: length of the heading, heading, bytes."""
+    kind = {"float32": "F32", "float16": "F16"}[value.dtype.name]
+    entry = {"dtype": kind, "shape": list(value.shape), "data_offsets": [0, value.nbytes]}
+    heading = json.dumps({"value": entry}).encode()
+    heading += b" " * (-len(heading) % 8)
+    return len(heading).to_bytes(8, "little") + heading + value.tobytes()
+
+
 FORMATS: dict[str, Callable[[Path], None]] = {
+    "decoder_metrics": decoder_metrics,
+    "expectations": expectations,
+    "labels": labels,
+    "layer_metrics": layer_metrics,
     "ait_and_atb": ait_and_atb,
     "ait_statistics": ait_statistics,
     "atb_devices": atb_devices,

@@ -107,6 +107,41 @@ def test_what_is_computed_between_modules_is_a_node_of_its_own(place: Path, tmp_
     assert len(between) == 7 and "layers.1.between0" in between
 
 
+def test_operators_of_a_tree_lie_inside_their_modules(place: Path, tmp_path: Path) -> None:
+    """The outermost level has the modules alone, as a dump without operators has them."""
+    names: dict[str, list[str]] = {}
+    for source in ("modules", "operators"):
+        drawing = tmp_path / f"{source}.onnx"
+        assert main(["topology", str(place / source), "--level", "1", "-o", str(drawing)]) == 0
+        names[source] = [node.op_type for node in onnx.load(drawing).graph.node]
+    modules = ["Linear", "Block", "Block", "Block", "Linear"]
+    for kinds in names.values():
+        assert [kind for kind in kinds if kind in ("Linear", "Block")] == modules
+    # The activations and the mean, which the model computes outside of its modules.
+    assert len(names["operators"]) == len(modules) + 5
+
+
+def test_one_of_several_tokens_is_checked_and_drawn_alone(place: Path, tmp_path: Path) -> None:
+    """The list of operators is of all tokens; those of the others are not missing tensors."""
+    twice = "model = Net().eval()\n    model(torch.randn(2, 3, 8))\n    model(torch.randn(2, 3, 8))"
+    program = PROGRAM.replace("Net().eval()(torch.randn(2, 3, 8))", twice)
+    (tmp_path / "twice.py").write_text(program)
+    words = ["dump", "--type", "op", "tensor", "-er", "0,1", "-o", str(tmp_path / "two")]
+    words += ["--exec", f"{sys.executable} {tmp_path / 'twice.py'}"]
+    done = subprocess.run([str(BIN / "ait"), "llm", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (process,) = (tmp_path / "two" / "ait_dump" / "torch_tensors").iterdir()
+    for token in ("0", "1"):
+        checked = [str(BIN / "ait"), "llm", "opcheck", "-i", str(process / token)]
+        done = subprocess.run([*checked, "-o", str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "16 operators checked, all right" in done.stdout
+        assert "is not in the run" not in done.stdout
+    whole = [str(BIN / "ait"), "llm", "opcheck", "-i", str(process), "-o", str(tmp_path)]
+    assert "32 operators checked" in subprocess.run(whole, capture_output=True, text=True).stdout
+    assert main(["topology", str(process / "1"), "-o", str(tmp_path / "one.onnx")]) == 0
+
+
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
 def test_operators_of_a_torch_dump_are_checked(

@@ -69,9 +69,27 @@ class Mixer(nn.Module):
         return self.head(x)
 
 
+class Attention(nn.Module):
+    """One layer: its products work on a plain list of all tokens, its modules on rows of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(8, 32), nn.LayerNorm(32)
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        y = self.norm(x)
+        shares = torch.softmax(self.query(y) @ self.key(y).transpose(-1, -2) / 6.0, -1)
+        x = x + self.out(shares @ self.value(y))
+        return self.head(x + self.down(functional.silu(self.up(x))))
+
+
 MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "convolutions": (Convolutions, (2, 3, 8, 8)),
     "mixer": (Mixer, (2, 10, 12)),
+    "attention": (Attention, (2, 6, 8)),
 }
 LEVELS = {"modules": ("modules",), "operators": ("ops",), "both": ("modules", "ops")}
 CUTS = [("modules", "operators"), ("modules", "both"), ("operators", "both"), ("modules", "onnx")]
@@ -139,12 +157,32 @@ def test_sound_pairs_pass_and_pairs_with_a_hole_do_not(
             assert "are covered, 90% are needed" in " ".join(said.out.split())
 
 
+def test_parameters_and_views_of_a_graph_cover_no_call(
+    tmp_path: Path, warm_python: str, command: Callable
+) -> None:
+    """A graph of which 40 % of the operators are lost, and no placeholder of a weight is."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys, torch\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_coverage_of_graphs import model_of\nmodel, x = model_of('attention')\n"
+        "with torch.no_grad():\n    torch.compile(model)(x)\n"
+    )
+    graph = tmp_path / "graph"
+    words = ("--graph", "fx", "-o", graph, "--exec", f"{warm_python} {program}")
+    assert command("dump", *words).code == 0
+    assert command("compare", graph, graph).word == "PASS"
+    lacking = holed(graph, 0.5, 0.9, tmp_path / "hole")
+    for sides in ((graph, lacking), (lacking, graph)):
+        said = command("compare", *sides)
+        assert (said.code, said.word) == (2, "INCOMPLETE"), said.out
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fault_shows_between_modules_and_operators(
     name: str, runs: Path, tmp_path: Path, command: Callable
 ) -> None:
     model, x = model_of(name)
-    faulty = "blocks.2.conv2" if name == "convolutions" else "channels.2.3"
+    faulty = {"convolutions": "blocks.2.conv2", "mixer": "channels.2.3", "attention": "up"}[name]
     with torch.no_grad():
         model.get_submodule(faulty).weight.mul_(1.2)
         with driftline.capture(model, tmp_path / "bad", levels=("ops",)):

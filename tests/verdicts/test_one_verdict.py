@@ -17,6 +17,7 @@ import torch
 import driftline
 from driftline.cli.main import main
 from driftline.comparison.tolerance.tolerance import HALF, REST
+from driftline.comparison.verdict.own_error import CHOICES
 
 PROGRAM = """
 import sys, torch
@@ -148,6 +149,23 @@ def test_bisection_is_not_outvoted_by_silence(
     for verb in ("compare", "diagnose"):
         words = (verb, *pair, *options, "--bisect", tmp_path / "proof.json", "--format", "json")
         assert answer(command(*words)) == (1, "fail", "layers.2.up")
+
+
+@pytest.mark.parametrize("trouble", [CHOICES, "it draws random numbers"])
+def test_a_replay_that_can_say_nothing_of_a_site_acquits_it_of_nothing(
+    trouble: str, place: Path, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Two runs convict a site; that a replay is silent about it is no evidence for it."""
+    words = options_of(place, "scaled", ("replay",))
+    command("compare", place / "ref", place / "scaled", *words, "-o", tmp_path / "table", "-q")
+    path = tmp_path / "table" / "table.json"
+    document = json.loads(path.read_text())
+    (own,) = (entry for site, entry in document["evidence"]["replayed"] if site == SITES["scaled"])
+    assert own["introduced"]
+    own |= {"introduced": False, "trouble": trouble, "noise": "nan", "reason": ""}
+    path.write_text(json.dumps(document))
+    said = command("check", tmp_path / "table", "--format", "json")
+    assert answer(said) == (1, "fail", SITES["scaled"]), said.out
 
 
 def test_evidence_and_limits_are_two_ways_to_judge(

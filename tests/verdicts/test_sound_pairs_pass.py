@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -267,3 +268,56 @@ def test_a_replay_that_is_as_wrong_does_not_acquit_a_format(learnt: bool) -> Non
         "keep it in float32 here"
         in driftline.diagnose(reference, candidate, replay=replay).site("positions").reason
     )
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values of one layer: a third of its bias has no gradient but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(64, 32), nn.Linear(32, 96)
+        self.out, self.head = nn.Linear(32, 32), nn.Linear(32, 64)
+        nn.init.zeros_(self.qkv.bias)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+def trained_twice(path: Path, *, lowered: bool, rate: float = 1e-3) -> Path:
+    """Two steps of AdamW with weights and gradients; of the second only summaries are kept."""
+    torch.manual_seed(0)
+    model, ids = FusedAttention(), torch.arange(40).view(2, 20)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    with driftline.capture(model, path, levels=("modules", "gradients", "params")):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+                made = model(ids)
+            nn.functional.cross_entropy(made.float().flatten(0, 1), ids.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_a_bias_that_adamw_moved_by_the_signs_of_rounding_is_no_fault(
+    command: Callable, tmp_path: Path
+) -> None:
+    """A zero bias is what the first step makes of it: turned signs are all of its error."""
+    pair = (
+        trained_twice(tmp_path / "ref", lowered=False),
+        trained_twice(tmp_path / "cand", lowered=True),
+    )
+    said = command("compare", *pair, "--format", "json", "-o", tmp_path / "table")
+    assert (said.code, json.loads(said.out)["verdict"]) == (0, "pass"), said.out
+    rows = driftline.open_table(tmp_path / "table").rows
+    updated = [
+        row for row in rows if row.key.site == "qkv" and row.key.port == "param" and row.compared
+    ]
+    updated = [row for row in updated if row.key.slot == "bias" and row.key.moment == "after"]
+    assert len(updated) == 2 and all(row.metrics["relative_l2"] > 0.3 for row in updated)
+    wrong = trained_twice(tmp_path / "wrong", lowered=True, rate=1.5e-3)
+    assert command("compare", pair[0], wrong).code == 1

@@ -40,8 +40,11 @@ export function columnViews(state: State): ColumnView[] {
   const other = rows.text("candidate_site");
   const [here, there] = [rows.text("reference_dtype"), rows.text("candidate_dtype")];
   const [shape, otherShape] = [rows.text("reference_shape"), rows.text("candidate_shape")];
-  let longest = 0; // a phone has no room for a word that no row has
-  for (let row = 0; row < rows.count; row++) longest = Math.max(longest, rows.status(row).length);
+  let [longest, longestPort] = [0, 0]; // a phone has no room for a word that no row has
+  for (let row = 0; row < rows.count; row++) {
+    longest = Math.max(longest, rows.status(row).length);
+    longestPort = Math.max(longestPort, rows.port(row).length);
+  }
   const rank: Record<string, number> = { fail: 0, incomparable: 1, missing: 2, extra: 3, unjudged: 4, pass: 5 };
   const figure = (id: string, label: string, title: string, get: (row: number) => number | null, show: (row: number) => string, usual: boolean): ColumnView => ({
     id,
@@ -72,7 +75,7 @@ export function columnViews(state: State): ColumnView[] {
       }),
       key: rows.site,
     },
-    text("port", "port", "5.6rem", rows.port),
+    text("port", "port", longestPort > 6 ? "8.2rem" : "5.6rem", rows.port),
     text("slot", "slot", "6.4rem", rows.slot),
     whole("step", rows.step, () => rows.steps.length > 1),
     whole("rank", rows.rank, () => rows.ranks.length > 1),

@@ -299,8 +299,8 @@ function strip(part: DecoderPart, tokens: Tokens): HTMLElement {
     tall,
     wide,
     values,
-    `${plural(tall, "prompt")}`,
-    `token 0 … ${wide - 1}`,
+    names.map((name) => `prompt ${name.split("/")[1]}`),
+    ["token", Array.from({ length: wide }, (_, x) => x)],
     (y, x) => {
       const i = places[y * wide + x];
       return i < 0 ? "after the end of the text" : `round ${names[y].replace("/", ", prompt ")}, token ${x} ${tokenName(text(i), ids(i) ?? 0)}: ${name} ${fig(value(i))}`;
@@ -311,18 +311,19 @@ function strip(part: DecoderPart, tokens: Tokens): HTMLElement {
 
 function layerMap(state: State, layers: NonNullable<DecoderPart["layers"]>): HTMLElement {
   const [tall, wide] = [layers.sites.length, layers.steps.length];
-  const { unit } = layers;
+  const { unit, passes } = layers;
+  const name = (y: number) => (passes[y] === "forward" ? layers.sites[y] : `${layers.sites[y]} ${passes[y]}`);
   const element = map(
     `${unit === "token" ? "Token" : "Step"} × layer: ${layers.metric}`,
     tall,
     wide,
     layers.values,
-    `${plural(tall, "layer")}, in order of execution`,
-    `${unit} ${layers.steps[0]} … ${layers.steps[wide - 1]}`,
+    layers.sites.map((_, y) => name(y)),
+    [unit, layers.steps],
     (y, x) => {
       const limit = layers.limit[y];
       const failing = layers.status[y * wide + x] === 2 ? ", outside" : "";
-      return `${layers.sites[y]}, ${unit} ${layers.steps[x]}: ${fig(layers.values[y * wide + x])}${limit > 0 ? ` of ${fig(limit)} allowed${failing}` : ""}`;
+      return `${name(y)}, ${unit} ${layers.steps[x]}: ${fig(layers.values[y * wide + x])}${limit > 0 ? ` of ${fig(limit)} allowed${failing}` : ""}`;
     },
     (y) => {
       const site = layers.sites[y];
@@ -341,16 +342,16 @@ function map(
   tall: number,
   wide: number,
   values: ArrayLike<number>,
-  down: string,
-  across: string,
+  down: string[],
+  [unit, numbers]: [string, ArrayLike<number>],
   say: (y: number, x: number) => string,
   pick: ((y: number) => void) | null,
 ): HTMLElement {
   const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `${title}: ${tall} by ${wide}. Arrow keys read cells.` });
   const { low, high } = paintMap(canvas, tall, wide, values as Float64Array);
   const told = h("p", { class: "remark told", "aria-live": "polite" }, pick ? "Point at a cell; click to choose its layer." : "Point at a cell.");
-  // As tall as the words beside it: a gap below would look like rows that are empty.
-  canvas.style.height = `${Math.min(420, Math.max(110, down.length * 7.2, tall * 12))}px`;
+  const height = Math.min(420, Math.max(110, tall * 16));
+  canvas.style.height = `${height}px`;
   let [cy, cx] = [0, 0];
   const place = (event: PointerEvent) => {
     const box = canvas.getBoundingClientRect();
@@ -373,10 +374,36 @@ function map(
   const odd = Array.prototype.some.call(values, (v: number) => v === Infinity);
   const element = panel(
     title,
-    h("div", { class: "map" }, h("span", { class: "map-y" }, down), canvas, h("span", { class: "map-x" }, across)),
+    h(
+      "div",
+      { class: "map named" },
+      h("div", { class: "map-rows", "aria-hidden": "true" }, ...ticks(tall, Math.floor(height / 16), (y) => shortName(down[y]), "top")),
+      canvas,
+      h("div", { class: "map-steps" }, ...ticks(wide, 8, (x) => String(numbers[x]), "left")),
+      h("span", { class: "map-x" }, unit),
+    ),
     scaleBar(fig(low), fig(high), odd),
     told,
   );
   element.classList.add("wide");
   return element;
+}
+
+/** Names beside a map: as many as have room, evenly spread, each at the middle of its row or column. */
+function ticks(count: number, most: number, name: (at: number) => string, side: "top" | "left"): HTMLElement[] {
+  const every = Math.ceil(count / most);
+  return Array.from({ length: Math.ceil(count / every) }, (_, i) => {
+    const tick = h("span", null, name(i * every));
+    tick.style[side] = `${(100 * (i * every + 0.5)) / count}%`;
+    return tick;
+  });
+}
+
+/** The end of a long name tells it from its neighbours; whole parts of it, if they have room. */
+function shortName(name: string): string {
+  const most = innerWidth < 700 ? 15 : 24;
+  if (name.length <= most) return name;
+  const end = name.slice(1 - most);
+  const part = end.indexOf(".");
+  return `…${part >= 0 && part < end.length - 1 ? end.slice(part + 1) : end}`;
 }

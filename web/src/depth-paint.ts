@@ -153,11 +153,18 @@ const { rows, data, choice } = state;
     ctx.stroke();
     if (!text) return;
     ctx.font = `600 ${0.84 * parseFloat(getComputedStyle(document.documentElement).fontSize) * ratio}px system-ui, sans-serif`;
-    const wide = ctx.measureText(text).width;
-    const right = x + wide + 8 * ratio > bbox.left + bbox.width;
-    ctx.textAlign = right ? "right" : "left";
+    const room = bbox.left + bbox.width;
+    // The end of a name says more than its beginning.
+    let words = text;
+    for (let cut = 1; ctx.measureText(words).width > room && cut < text.length; cut++) words = `…${text.slice(cut)}`;
+    const wide = ctx.measureText(words).width;
+    ctx.textAlign = "left";
     ctx.textBaseline = "middle";
-    ctx.fillText(text, x + (right ? -1 : 1) * 5 * ratio, bbox.top - 11 * ratio);
+    // Right of the line, else left of it, else as far to the right as there is room.
+    const after = x + 5 * ratio;
+    const before = x - wide - 5 * ratio;
+    const start = after + wide <= room ? after : before >= 0 ? before : room - wide;
+    ctx.fillText(words, start, bbox.top - 11 * ratio);
   };
   if (choice) {
     const k = placeOf(choice.row, choice.site);

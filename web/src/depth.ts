@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import type { Line } from "./source";
+import { PASSES, type Line, type Pass } from "./source";
 import type { State } from "./state";
 import { h, clear } from "./dom";
 import { fig, metricFigure, times } from "./format";
@@ -36,7 +36,7 @@ export class Depth {
   private readonly remark = h("p", { class: "remark" });
   private readonly controls = h("div", { class: "controls" });
   private chart: uPlot | null = null;
-  private direction: "forward" | "backward";
+  private direction: Pass;
   private places: number[] = []; // row numbers along x
   private marks: number[] = []; // index of each place in the line of the data
   private readonly shown = new Set<string>();
@@ -57,9 +57,9 @@ export class Depth {
     const usual = [...this.metrics].sort((a, b) => (deciding.get(b.name) ?? 0) - (deciding.get(a.name) ?? 0));
     for (const metric of new Set([...usual.slice(0, 1), ...this.metrics])) if (this.shown.size < FIRST_SHOWN) this.shown.add(metric.name);
     const first = data.verdict.row;
-    this.direction = first !== null && data.depth.backward && !data.depth.forward ? "backward" : "forward";
-    if (first !== null && data.depth.backward && rows.port(first).startsWith("grad")) this.direction = "backward";
-    if (!data.depth.forward) this.direction = "backward";
+    // The pass in which the drift begins; else the first there is.
+    const holding = first === null ? undefined : PASSES.find((pass) => data.depth[pass]?.rows.includes(first));
+    this.direction = holding ?? PASSES.find((pass) => data.depth[pass]) ?? "forward";
     if (rows.steps.length > 1) this.step = first === null ? rows.steps[0] : rows.step(first);
     if (rows.ranks.length > 1) this.rank = first === null ? rows.ranks[0] : rows.rank(first);
     this.element.append(this.controls, this.plot, this.legend, this.remark);
@@ -81,15 +81,16 @@ export class Depth {
 
   private drawControls(): void {
     const { data, rows } = this.state;
-    const both = data.depth.forward !== null && data.depth.backward !== null;
-    const tabs = (["forward", "backward"] as const).map((name) =>
+    const several = PASSES.filter((name) => data.depth[name] !== null).length > 1;
+    // The optimizer is a part of training only: of other runs nobody misses it.
+    const tabs = PASSES.filter((name) => name !== "optimizer" || data.depth[name] !== null).map((name) =>
       h(
         "button",
         {
           type: "button",
           "aria-pressed": String(this.direction === name),
           disabled: data.depth[name] === null,
-          title: data.depth[name] === null ? `the runs hold nothing of the ${name} pass` : null,
+          title: data.depth[name] === null ? `the runs hold nothing of the ${named(name)}` : null,
           on: {
             click: () => {
               this.direction = name;
@@ -124,7 +125,7 @@ export class Depth {
       );
     clear(
       this.controls,
-      h("div", { class: both ? "segmented" : "segmented single", role: "group", "aria-label": "Direction" }, ...tabs),
+      h("div", { class: several ? "segmented" : "segmented single", role: "group", "aria-label": "Part of the step" }, ...tabs),
       pick("step", rows.steps, this.step, (value) => (this.step = value)),
       pick("rank", rows.ranks, this.rank, (value) => (this.rank = value)),
       h(
@@ -155,11 +156,12 @@ export class Depth {
     }
     this.drawLegend();
     if (!this.places.length) {
-      this.remark.textContent = `Nothing of the ${this.direction} pass was compared here.`;
+      this.remark.textContent = `Nothing of the ${named(this.direction)} was compared here.`;
       return;
     }
     const noise = line!.noise_from ? `Shaded: normal error, from ${line!.noise_from}. ` : "";
-    this.remark.textContent = `${noise}Dashed: limits. On the floor: no error at all.${this.places.some((row) => this.state.rows.decidedBy(row) === "one_sided") ? " Triangles at the top: NaN or infinite on one side, which has no size." : ""} Drag to zoom, click to choose a site.`;
+    const meaning = this.direction === "optimizer" ? "Gradients as the optimizer sees them. " : "";
+    this.remark.textContent = `${meaning}${noise}Dashed: limits. On the floor: no error at all.${this.places.some((row) => this.state.rows.decidedBy(row) === "one_sided") ? " Triangles at the top: NaN or infinite on one side, which has no size." : ""} Drag to zoom, click to choose a site.`;
     const xs = this.places.map((_, at) => at);
     const shown = this.metrics.filter((m) => this.shown.has(m.name));
     const series = shown.map((metric) => this.values(metric));
@@ -308,14 +310,17 @@ export class Depth {
     const room = Math.min(96, Math.max(...starts.map((k) => this.groupName(k, u).length)) * 6.4 + 14);
     const lengths = starts.map((k, i) => (starts[i + 1] ?? to + 1) - k);
     const ranked = starts.map((_, i) => i).sort((a, b) => lengths[b] - lengths[a] || a - b);
-    if (starts.length * room > 1.5 * u.bbox.width) {
-      const every = Math.ceil((starts.length * room) / (u.bbox.width / devicePixelRatio));
-      return starts.filter((_, i) => i % every === 0);
+    const wide = u.bbox.width / devicePixelRatio;
+    // A name stands in the middle below its place, and may not leave the picture on the right.
+    const fits = (k: number) => pixels(k) + this.groupName(k, u).length * 3.4 <= wide + 14;
+    if (starts.length * room > 1.5 * wide) {
+      const every = Math.ceil((starts.length * room) / wide);
+      return starts.filter((k, i) => i % every === 0 && fits(k));
     }
     const taken: number[] = [];
     for (const i of ranked) {
       const x = pixels(starts[i]);
-      if (x + this.groupName(starts[i], u).length * 3.2 > u.bbox.width / devicePixelRatio + 14) continue;
+      if (!fits(starts[i])) continue;
       if (taken.every((other) => Math.abs(pixels(other) - x) >= room)) taken.push(starts[i]);
     }
     return taken.sort((a, b) => a - b);
@@ -323,7 +328,10 @@ export class Depth {
 
   private groupName(at: number, u: uPlot): string {
     const [from, to] = inView(u, this.places.length);
-    const site = this.state.rows.site(this.places[at] ?? this.places[0]);
+    const { rows } = this.state;
+    const row = this.places[at] ?? this.places[0];
+    // Each parameter of a module has a place of its own.
+    const site = /^(param|optimizer)_/.test(rows.port(row)) ? `${rows.site(row)}.${rows.slot(row)}` : rows.site(row);
     const name = to - from < 14 ? site.split(/[./]/).slice(-2).join(".") : this.group(at);
     const short = name.length > 13 ? name.split(/[./]/).slice(-2).join(".") : name;
     return short.length > 16 ? `…${short.slice(-15)}` : short;
@@ -447,6 +455,10 @@ export class Depth {
       }),
     );
   }
+}
+
+function named(pass: Pass): string {
+  return pass === "optimizer" ? pass : `${pass} pass`;
 }
 
 function decades(low: number, high: number): number[] {

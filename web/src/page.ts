@@ -1,7 +1,7 @@
 // The page: a headline that is there already, and what can be looked at below it.
 
 import "./page.css";
-import type { PageData, Source } from "./source";
+import { PASSES, type PageData, type Source } from "./source";
 import { State } from "./state";
 import { h, put } from "./dom";
 import { Depth } from "./depth";
@@ -65,7 +65,7 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
     const paintScale = () => (scale.style.background = heatGradient());
     paintScale();
     add({ retheme: paintScale });
-    const depth = data.depth.forward || data.depth.backward ? add(new Depth(state)) : null;
+    const depth = PASSES.some((pass) => data.depth[pass]) ? add(new Depth(state)) : null;
     if (depth) blocks.push(["depth", "Depth", section("depth", "Error along the depth", "in the order of execution", depth.element)]);
     const flow = new Flow(state);
     if (flow.worthIt) {

@@ -136,7 +136,7 @@ export class SiteDetail {
   private around(site: string): [string | null, string | null] {
     if (!this.order) {
       const { rows, data } = this.state;
-      const line = data.depth.forward ?? data.depth.backward;
+      const line = data.depth.forward ?? data.depth.backward ?? data.depth.optimizer;
       const seen = new Set<string>();
       if (line) for (let i = 0; i < line.rows.length; i++) seen.add(rows.site(line.rows[i]));
       this.order = [...seen];

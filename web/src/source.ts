@@ -114,6 +114,7 @@ export interface DecoderPart {
   };
   layers: null | {
     sites: string[];
+    passes: Pass[];
     steps: Numbers;
     unit: "token" | "step";
     metric: string;
@@ -154,6 +155,10 @@ export interface DiagnosisData {
   needs: string[];
 }
 
+/** The parts of a training step, in order of execution. */
+export const PASSES = ["forward", "backward", "optimizer"] as const;
+export type Pass = (typeof PASSES)[number];
+
 export interface PageData {
   schema: string;
   made: { by: string; at: string };
@@ -163,7 +168,7 @@ export interface PageData {
   metrics: MetricAbout[];
   rows: { count: number; columns: Record<string, ColumnData>; metrics: Record<string, ColumnData> };
   tree: { count: number; name: string[]; site: (string | null)[]; parent: Numbers; class: string[] };
-  depth: { forward: Line | null; backward: Line | null };
+  depth: Record<Pass, Line | null>;
   flow: null | { source: string; sites: string[]; from: Numbers; to: Numbers };
   pictures: Record<string, Pictures>;
   decoder: DecoderPart[];

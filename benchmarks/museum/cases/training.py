@@ -35,7 +35,7 @@ def language(variant: Variant) -> nn.Module:
 @case(
     "https://github.com/ml-explore/mlx-lm/pull/1413",
     "means of micro-batches are averaged although they count different numbers of tokens",
-    "",
+    "(loss)",
     causes="scale",
     dump=ALL_STEPS,
 )
@@ -55,7 +55,7 @@ def micro_batches_weighted_alike(variant: Variant) -> None:
 @case(
     "https://github.com/ByteDance-Seed/VeOmni/pull/963",
     "losses of micro-batches are added up and not divided by their number",
-    "",
+    "(loss)",
     causes="scale",
     dump=ALL_STEPS,
 )
@@ -73,7 +73,7 @@ def micro_batches_not_divided(variant: Variant) -> None:
 @case(
     "https://github.com/Lightning-AI/pytorch-lightning/issues/9599",
     "gradients are clipped while they still carry the scale of mixed precision",
-    "",
+    "(gradients)",
     causes="scale",
     dump=ALL_STEPS,
 )
@@ -97,7 +97,7 @@ def clipped_before_unscaled(variant: Variant) -> None:
 @case(
     "https://github.com/huggingface/accelerate/issues/113",
     "gradients are divided by the scale of mixed precision twice",
-    "",
+    "(gradients)",
     causes="scale",
     dump=ALL_STEPS,
 )
@@ -162,7 +162,7 @@ def optimised(variant: Variant, mode: str, scale: float = 1.0) -> None:
 @case(
     "https://github.com/nntrainer/nntrainer/pull/3565",
     "weight decay goes through the gradient's moments instead of straight to the weight",
-    "",
+    "(optimizer)",
     differences="mode",
     dump=ALL_STEPS,
 )
@@ -173,7 +173,7 @@ def decay_through_the_gradient(variant: Variant) -> None:
 @case(
     "https://github.com/karpathy/nanochat/pull/353",
     "epsilon is added before the second moment is corrected",
-    "",
+    "(optimizer)",
     differences="mode",
     dump=ALL_STEPS,
 )
@@ -184,7 +184,7 @@ def epsilon_before_correction(variant: Variant) -> None:
 @case(
     "https://github.com/huggingface/transformers/issues/14539",
     "weight decay acts on the updated weight",
-    "",
+    "(optimizer)",
     differences="mode",
     dump=ALL_STEPS,
 )
@@ -195,7 +195,7 @@ def decay_after_the_update(variant: Variant) -> None:
 @case(
     "https://github.com/huggingface/transformers/pull/37830",
     "labels are shifted by the model and once more by the loss",
-    "",
+    "(loss)",
     causes="shift loss",
     dump=ALL_STEPS,
 )

@@ -127,7 +127,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "push": Command("push:push", CAPTURE, "send a run or a comparison to s3:// or another address"),
     "merge": Command(
-        "merge:merge",
+        "compare:merge",
         COMPARE,
         "the shards of a comparison: its table, as one process would make it",
     ),
@@ -180,7 +180,7 @@ COMMANDS: dict[str, Command] = {
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
     "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
     "completion": Command(
-        "setup:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
+        "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
     ),
     "compat": Command(
         "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"
@@ -389,7 +389,7 @@ def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.
         # Errors are ours to print: cyclopts would draw a box and end the process.
         _, call, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise _refusal(name, error) from None
+        raise _refusal(name, error, _greedy_option(tokens, options)) from None
     if takes_program:
         if call.args:
             # Bare words before `--`, the value of a misspelt option say: cyclopts would run them.
@@ -492,7 +492,26 @@ def _convert_word(kind: Any, word: str) -> Any:
     return kind(word)
 
 
-def _refusal(name: str, error: CycloptsError) -> BadInput:
+def _greedy_option(words: Sequence[str], options: Mapping[str, Argument]) -> str:
+    """The last option on the line that took several words for its own; empty if none did."""
+    greedy, count, spelling = "", 0, ""
+    for word in words:
+        if word in options:
+            spelling, count = word, 0
+        else:
+            count += 1
+            # Only lists take a second word.
+            if spelling and count > 1 and get_origin(_bare(options[spelling].hint)) is list:
+                greedy = spelling
+    return greedy
+
+
+def _bare(hint: Any) -> Any:
+    """An annotation without `| None`."""
+    return next((member for member in get_args(hint) if get_origin(member) is list), hint)
+
+
+def _refusal(name: str, error: CycloptsError, greedy: str) -> BadInput:
     """The sentence for what cyclopts refused, as our other refusals are worded."""
     argument = error.argument
     hint = _see_help(name)
@@ -507,6 +526,8 @@ def _refusal(name: str, error: CycloptsError) -> BadInput:
     ):
         return BadInput(f"{error.keyword} needs a value", hint=hint)
     if isinstance(error, MissingArgumentError) and argument is not None:
+        if greedy:
+            hint = f"{greedy} takes every word up to the next option: put {argument.name} before it"
         return BadInput(f"`driftline {name}` needs {argument.name}", hint=hint)
     if isinstance(error, RepeatArgumentError):
         return BadInput(f"{error.token.keyword} is given more than once", hint=hint)

@@ -18,7 +18,13 @@ from driftline.comparison.measure.scheduler import FAR_OFF
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.comparison.options import CompareOptions, Limits
-from driftline.comparison.pipeline import MeasureRequest, Progress, prepare, run_comparison
+from driftline.comparison.pipeline import (
+    MeasureRequest,
+    Progress,
+    prepare,
+    run_comparison,
+    with_placed_differences,
+)
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.verdict.judge import judge
@@ -122,7 +128,7 @@ def compared_in_step(
         return None
     if table.judgement is not None and table.judgement.needs_second_look:
         return None
-    return table
+    return with_placed_differences(table)
 
 
 class _NeedsValues(Exception):

@@ -118,6 +118,9 @@ class Assembly:
                     return self._undecided(suspects, findings, gathered, coverage, rate)
                 return self._clean(findings, statuses, final, gathered, coverage, rate)
             return self._by_rows(coverage, findings, gathered)
+        if self._parts_in_training(first):
+            gathered = self._evidence(statuses, None, {}, final, final_noise, rate)
+            return self._by_rows(coverage, findings, gathered)
         share, third_sentence = explained(final, final_noise), ""
         # A measured share from bisection replaces the estimate.
         if self.proof is not None:
@@ -144,6 +147,14 @@ class Assembly:
             coverage,
             self._needs(standing),
         )
+
+    def _parts_in_training(self, first: Place) -> bool:
+        """Whether the two trainings part between modules, before the first guilty one computes.
+
+        What that module does with other weights, as a factor or an offset, would be no cause.
+        """
+        broken = None if self.table.training is None else self.table.training.broken
+        return broken is not None and self.table.first_site == broken.site != first.site
 
     def _where(self, place: Place, standing: SiteStatus, finding: SiteFinding) -> str:
         """The first sentence; of NaN and Inf that begin at the site it is the comparison's."""

@@ -7,6 +7,7 @@ best source there is: the list of calls, else the dump's edges, else equal bytes
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,16 +139,19 @@ def _of_file(place: Path) -> Graph:
 
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
-    folder = place / folder_name(rank, process)
-    if url_of(place) is not None:
-        from driftline.formats.registry import open_run
+    if url_of(place) is None:
+        # Read from the file itself: the tensors beside it may be missing.
+        with suppress(OSError):
+            folder = place / folder_name(rank, process)
+            content = read_inside(place.resolve(), folder / CALLS, LARGEST_CALLS)
+            return list(read_calls(content.decode("utf-8", "replace")))
+    from driftline.formats.registry import open_run
 
-        return list(read_calls(open_run(place).sheet(CALLS, rank, process)))
-    try:
-        content = read_inside(place.resolve(), folder / CALLS, LARGEST_CALLS)
-    except OSError:
+    run = open_run(place)
+    # A tree that `ait llm dump` left has its list elsewhere.
+    if CALLS not in run.sheets(rank, process):
         return []
-    return list(read_calls(content.decode("utf-8", "replace")))
+    return list(read_calls(run.sheet(CALLS, rank, process)))
 
 
 def _shapes_of_dump(place: Path) -> Shapes:

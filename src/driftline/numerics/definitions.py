@@ -362,3 +362,72 @@ def estimate_inner_product(reference: Sequence[float], candidate: Sequence[float
     if not reference or len(reference) != len(candidate):
         return math.nan
     return math.fsum(r * c for r, c in zip(reference, candidate, strict=True))
+
+
+# The digest of tensors that stay on a device.
+#
+# xxh3 reads its bytes one after the other; this digest can be made by many threads at once. It cuts
+# a tensor into chunks of 512 groups of 64 elements; every lane of a chunk hashes its words by
+# multiplication with odd keys, and the lanes' results, each mixed with its place, are added. Equal
+# bytes of the same width have equal digests on every device; a digest of one kind says nothing
+# about one of the other. The words of a group are taken in the order of the sketch's buckets,
+# since that is how `gpu/kernels/summary.py` reads them.
+
+DIGEST_PREFIX = "lanes-128:"
+CHUNK_ROWS, LANES, STEPS = 512, 8, 4
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_TIMES_A, _TIMES_B = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_DIGEST_KEYS = (
+    (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93),
+    (0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3),
+)
+_WORDS = {1: "<u1", 2: "<u4", 4: "<u4", 8: "<u8"}
+_M = (1 << 64) - 1
+
+
+def _scrambled(z: U64) -> U64:
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def digest_of(data: npt.NDArray[Any], width: int) -> str:
+    """The digest of flat storage whose elements take `width` bytes: 1, 2, 4 or 8."""
+    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    columns = 32 if width == 2 else 64
+    tile = LANES * STEPS
+    row_bytes = 64 * width
+    count = raw.size // width
+    tiles = -(-count // (64 * tile))
+    padded = np.zeros(tiles * tile * row_bytes, np.uint8)
+    padded[: raw.size] = raw
+    words = padded.view(_WORDS[width]).astype(np.uint64).reshape(-1, columns)
+    flips = group_flips(group_signs(np.arange(len(words), dtype=np.uint64)))
+    place = np.arange(columns)[None, :] ^ (flips >> np.uint64(width == 2)).astype(np.int64)[:, None]
+    words = np.take_along_axis(words, place, 1)
+    if width == 2:  # a thread takes 16 bytes of a group at a time
+        words = np.moveaxis(words.reshape(tiles, tile, LANES, STEPS), 3, 1)
+    else:
+        words = words.reshape(tiles, STEPS, LANES, columns)
+    sums = [np.uint64(0), np.uint64(0)]
+    with np.errstate(over="ignore"):
+        keys = [np.array(some, np.uint64)[:, None, None] for some in _DIGEST_KEYS]
+        spots = np.arange(LANES * columns, dtype=np.uint64).reshape(words.shape[2:])
+        per_chunk = CHUNK_ROWS // tile
+        for chunk in range(-(-tiles // per_chunk)):
+            a = b = np.zeros(words.shape[2:], np.uint64)
+            for tile_words in words[chunk * per_chunk : (chunk + 1) * per_chunk]:
+                a = a * _TIMES_A + (tile_words * keys[0]).sum(0, dtype=np.uint64)
+                b = b * _TIMES_B + (tile_words * keys[1]).sum(0, dtype=np.uint64)
+            first = np.uint64(chunk * LANES * columns + 1)
+            spot = _scrambled((spots + first) * _GOLDEN)
+            sums[0] += _scrambled(a ^ spot).sum(dtype=np.uint64)
+            sums[1] += _scrambled(b + spot).sum(dtype=np.uint64)
+    return digest_text(int(sums[0]), int(sums[1]), count, width)
+
+
+def digest_text(a: int, b: int, count: int, width: int) -> str:
+    """What the two sums are called, together with how much they are sums of."""
+    size = (count * width + 1) * 0x9E3779B97F4A7C15
+    return f"{DIGEST_PREFIX}{a & _M:016x}{(b ^ size) & _M:016x}"

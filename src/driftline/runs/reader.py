@@ -87,8 +87,9 @@ _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 _UNSEALED: Mapping[bool | None, str] = {
     True: "is still being written: this is what was complete when it was read",
-    False: "was not closed: it was killed, and at most its last 64 MB or 0.2 s are missing",
-    None: "was not closed (killed, or still running): at most its last 64 MB or 0.2 s are missing",
+    # The last 0.2 s only as a rule: a program that holds the interpreter's lock stops our writing.
+    False: "was not closed: it was killed, and its last 0.2 s may be missing, at most 64 MB",
+    None: "was not closed (killed, or still running): its last 0.2 s may be missing, at most 64 MB",
 }
 _NO_PROCESS = (
     "no process has called anything that is watched: the program was killed before, or only starts"

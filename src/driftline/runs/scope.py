@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -50,6 +50,7 @@ class RunScope(NamedTuple):
         filters: What its selection left out on purpose, in words.
         notes: What the capture said that it could not see or keep.
         compiled: Modules that were compiled, whose parts were therefore not seen.
+        hidden: Modules in those, themselves included, each with the number of leaves inside it.
         ranks: How many ranks the job had; 0 if it is not known.
         engine: What computed it, as far as known: torch, paddle, onnxruntime.
         updates: How many steps optimizers made; -1 if it is not known.
@@ -68,6 +69,7 @@ class RunScope(NamedTuple):
     ranks: int = 0
     engine: str = ""
     updates: int = -1
+    hidden: tuple[tuple[str, int], ...] = ()
 
     @property
     def has_modules(self) -> bool:
@@ -117,6 +119,7 @@ class RunScope(NamedTuple):
             _count(facts.get("ranks")),
             str(facts.get("engine") or ""),
             _updates(facts),
+            tuple(_hidden(facts.get("hidden"))),
         )
 
 
@@ -175,7 +178,43 @@ def scope_of(run: Run) -> RunScope:
         run.facts.world,
         run.facts.framework,
         max(map(_updates, captures), default=-1),
+        tuple(_hidden_leaves(run, compiled)),
     )
+
+
+def _hidden_leaves(run: Run, compiled: Container[str]) -> Iterable[tuple[str, int]]:
+    """Modules in compiled regions with the number of leaves that each holds, as the tree has it."""
+    tree = (run.topology() or {}) if compiled else {}
+    counts: dict[str, int] = {}
+
+    def leaves_inside(node: Mapping[str, Any], within: bool) -> int:
+        site = str(node.get("site", ""))
+        within = within or site in compiled
+        children = _nodes(node.get("children"))
+        count = sum(leaves_inside(child, within) for child in children)
+        if within and children:
+            counts[site] = count
+        return count or 1
+
+    for root in _nodes(tree.get("roots")):
+        # A tree deeper than Python's stack is nobody's model.
+        with contextlib.suppress(RecursionError):
+            leaves_inside(root, False)
+    return counts.items()
+
+
+def _nodes(listed: Any) -> list[Mapping[str, Any]]:
+    entries = cast("list[Any]", listed) if isinstance(listed, list) else []
+    return [cast("Mapping[str, Any]", entry) for entry in entries if isinstance(entry, Mapping)]
+
+
+def _hidden(shown: Any) -> Iterable[tuple[str, int]]:
+    for entry in cast("list[Any]", shown) if isinstance(shown, list) else ():
+        match entry:
+            case [str() as site, int() as leaves] if 0 < leaves < _MOST_STEPS:
+                yield site, leaves
+            case _:
+                continue
 
 
 class _Told(NamedTuple):

@@ -157,14 +157,26 @@ class Common(NamedTuple):
     repeated: tuple[int, ...] = ()
 
 
+def _unlisted(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
+    """Both batches; a plain list of all tokens of the other side is that side's rows."""
+    if reference.flat == candidate.flat:
+        return reference, candidate
+    flat, full = (reference, candidate) if reference.flat else (candidate, reference)
+    if flat.tokens != full.rows * full.tokens:
+        return reference, candidate
+    flat = flat._replace(rows=full.rows, tokens=full.tokens)
+    return (flat, full) if reference.flat else (full, flat)
+
+
 def common_part(reference: Batch, candidate: Batch) -> Common | None:
     """How two steps of different size are cut to what both have; None if nothing shows it."""
+    reference, candidate = _unlisted(reference, candidate)
     rows = min(reference.rows, candidate.rows)
     uncut = Common(rows, (0, reference.tokens), (0, candidate.tokens))
     # One side is a plain list of tokens: all of the other's, or those that its mask keeps.
     if reference.flat != candidate.flat:
         flat, full = (reference, candidate) if reference.flat else (candidate, reference)
-        if flat.tokens == full.rows * full.tokens:
+        if (flat.rows, flat.tokens) == (full.rows, full.tokens):
             return uncut
         if full.mask is not None and flat.tokens == int(full.mask.sum()):
             side = "reference" if reference.flat else "candidate"
@@ -260,6 +272,7 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
     reference_shape, candidate_shape = shapes_of(pair)
     if common.packed:
         return _unpacked(pair, reference, candidate, common)
+    reference, candidate = _unlisted(reference, candidate)
     # Rows and tokens may be folded into one axis on one side, or on both.
     reference_shape, reference_first = _unfolded(reference_shape, candidate_shape, reference)
     candidate_shape, candidate_first = _unfolded(candidate_shape, reference_shape, candidate)

@@ -94,6 +94,7 @@ def _of_shape(nodes: Sequence[GraphNode], shape: tuple[int, ...]) -> list[GraphN
 def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[GraphNode]]]]:
     """By port and module, call by call: the nodes whose values enter or leave the module."""
     uses = graphs.uses(graph)
+    merged = _merged_calls(graph)
     leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     for node in graph.nodes:
@@ -103,12 +104,14 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
             module = label.partition("@")[0]
             outputs = leaving[module][label]
             inputs = entering[module][label]
-            if valued and (node.leaves or any(label not in item.calls for item in uses[node.name])):
+            outside = (item for item in uses[node.name] if label not in item.calls)
+            if valued and (node.leaves or any(_reads_it(item, node, merged) for item in outside)):
                 outputs[node.name] = node
             for name in node.inputs:
                 source = graphs.node(graph, name)
-                outside = source is not None and label not in source.calls
-                if source is not None and outside and (source.shape is not None or source.dtype):
+                if source is None or label in source.calls or not _reads_it(node, source, merged):
+                    continue
+                if source.shape is not None or source.dtype:
                     inputs[name] = source
     return {
         port: {
@@ -117,6 +120,34 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
         }
         for port, sides in (("output", leaving), ("input", entering))
     }
+
+
+def _merged_calls(graph: Graph) -> set[tuple[str, str]]:
+    """(module, operator) of which some calls were traced and have no node of their own.
+
+    A compiler that finds one computation in two modules keeps the first: the second module then
+    reads a value that the first never gave away.
+    """
+    calls: dict[tuple[str, str], set[int]] = defaultdict(set)
+    totals: dict[tuple[str, str], int] = {}
+    for node in graph.nodes:
+        for origin in node.origins if node.phase == "forward" else ():
+            place = (node.module, origin.operator)
+            calls[place].add(origin.nth)
+            # What the backward pass repeats is counted on, and comes later.
+            totals[place] = min(totals.get(place, origin.total), origin.total)
+    return {place for place, total in totals.items() if len(calls[place]) < total}
+
+
+def _reads_it(reader: GraphNode, node: GraphNode, merged: set[tuple[str, str]]) -> bool:
+    """Whether a node outside of a module is sure to read what the module gave, and not a value
+    that its own module had computed as well.
+    """
+    # One more look at the same elements is the same value.
+    return all(
+        origin.name in RESHAPES or (reader.module, origin.operator) not in merged
+        for origin in node.origins
+    )
 
 
 def _call_number(label: str) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from driftline.captures.model_facts import FactOptions
 from driftline.captures.options import Reduction
 from driftline.captures.recorder import Refusal, TensorAddress
 from driftline.captures.selection import Selection
@@ -209,6 +210,7 @@ class _Side:
             address.class_name,
             shot.device,
         )
+        self._session.recorder.tensors += 1
         self._meeting.arrive(self._side, record, shot.owner)
         return True
 
@@ -270,6 +272,7 @@ def in_step(
         sink = steps.reference if name == "reference" else steps.candidate
         session = CaptureSession(sink, selection, Reduction(), model=model)
         session.recorder.device_backend = _Side(meeting, name, session)
+        session.describe_models(FactOptions())
         sessions[name] = session
     states = _random_states()
     thread = threading.Thread(target=run_reference, name="driftline-reference", daemon=True)
@@ -281,7 +284,8 @@ def in_step(
             run("candidate", *candidate)
             thread.join()
         finally:
-            for session in sessions.values():
+            # The last one first, so that each finds in place what it has replaced.
+            for session in reversed(list(sessions.values())):
                 session.stop()
             # The caller's random state is the same afterwards as before.
             _restore(states)

@@ -10,6 +10,7 @@ buffers at once, because a forward pass may change them.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -33,6 +34,7 @@ from driftline.captures.model_facts import (
     qualified,
 )
 from driftline.captures.naming import ROOT, Place, Root
+from driftline.captures.patching import PatchSet
 from driftline.captures.recorder import Pending, Refusal, Snapshot
 from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.layers import children, class_of, unwrapped
@@ -103,6 +105,7 @@ class TorchFacts:
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training = TrainingFacts(session, self.file, self.path_of, self._weights.wait)
         self._calls = CallDigests(session, self.file)
+        self._attention = _AttentionBackends(session)
         self._reset()
 
     def _reset(self) -> None:
@@ -117,8 +120,10 @@ class TorchFacts:
 
     def install(self) -> None:
         self._training.install()
+        self._attention.install()
 
     def remove(self) -> None:
+        self._attention.remove()
         self._training.remove()
 
     def after_fork(self) -> None:
@@ -181,6 +186,9 @@ class TorchFacts:
         if any(recompute for _, recompute in self._session._visits):
             text = line_of("process", values={"recomputes_forward": True}, step=0)
             self.file.add(MODEL, text)
+        if self._attention.used:
+            values = {"sdpa_used": sorted(self._attention.used)}
+            self.file.add(MODEL, line_of("process", values=values, step=0))
         # A program that leaves by `os._exit` gives the capture two seconds in all.
         leaving = threading.current_thread().name == GOODBYE
         self._weights.wait(_LAST_SECONDS if leaving else None)
@@ -511,6 +519,76 @@ def _memory_of(tensor: torch.Tensor) -> Any:
     if not address or not tensor.numel():
         return id(tensor) if tensor.numel() else None
     return address, tuple(tensor.shape), tensor.dtype, tuple(tensor.stride())
+
+
+# Attention.
+
+
+class _AttentionBackends:
+    """Which back ends `scaled_dot_product_attention` chooses in the watched models.
+
+    torch is asked what it chooses for the same arguments; the call itself is left as it is. Calls
+    inside compiled graphs, and of the function below `torch._C`, are not seen.
+
+    Attributes:
+        used: Names of the back ends so far.
+    """
+
+    def __init__(self, session: CaptureSession) -> None:
+        self._session = session
+        self._patches = PatchSet()
+        self._left = _MOST_ATTENTIONS
+        self.used: set[str] = set()
+
+    def install(self) -> None:
+        me: weakref.ref[_AttentionBackends] = weakref.ref(self)
+        self._patches.replace(nn.functional, _ATTENTION, lambda plain: _watched(plain, me))
+
+    def remove(self) -> None:
+        self._patches.restore()
+
+    def called(self, args: Any, kwargs: Any) -> None:
+        session = self._session
+        if self._left <= 0 or not session.running or not session.thread.stack:
+            return
+        query = args[0] if args else kwargs.get("query")
+        traced = _tracing_state() is not None or _interpreters() is not None
+        if traced or type(query) not in (torch.Tensor, nn.Parameter):
+            return
+        self._left -= 1
+        session.guarded("attention", self._look, query, args, kwargs)
+
+    def _look(self, query: torch.Tensor, args: Any, kwargs: Any) -> None:
+        # Even asking a tensor for its device shows in the program's own modes.
+        with undisturbed():
+            if not query.is_meta:
+                choice = _chosen_backend(*args, **kwargs)
+                self.used.add(_BACKENDS.get(choice, str(choice)))
+
+
+_ATTENTION = "scaled_dot_product_attention"
+_MOST_ATTENTIONS = 1000
+"""Calls that are looked at: a model's choices show in its first ones."""
+_BACKENDS = {-1: "none", 0: "math", 1: "flash", 2: "mem_efficient", 3: "cudnn", 4: "overrideable"}
+_torch: Any = torch
+_chosen_backend: Callable[..., int] = _torch._fused_sdp_choice
+_tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+_interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def _watched(plain: Callable[..., Any], me: weakref.ref[_AttentionBackends]) -> Callable[..., Any]:
+    """The function, with each call told to the watcher before it."""
+
+    @functools.wraps(plain)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        # Inside a graph that is being compiled it is the plain function.
+        if not torch.compiler.is_compiling() and (watcher := me()) is not None:
+            watcher.called(args, kwargs)
+        return plain(*args, **kwargs)
+
+    # Scripts know built-in functions by identity.
+    torch.jit._builtins._register_builtin(attention, f"aten::{_ATTENTION}")
+    return attention
 
 
 # The state of the process.

@@ -118,8 +118,10 @@ def _watched(
         if place is not None and place.last is not None and _is_usual(session, self, depth):
             return _watched_again(session, stack, place, call, self, args, kwargs)
     frame: Frame | None = None
+    quiet = False
     try:
         frame = enter(session, stack, self, args, kwargs)
+        quiet = frame is not None and _is_quiet(session, frame, depth)
     except Exception as error:
         fault(session, self, error)
     finally:
@@ -134,7 +136,7 @@ def _watched(
         return call(self, *args, **kwargs)
     room = raise_recursion_limit() if depth % DEEP == DEEP - 1 else 0
     try:
-        thread.quiet = _is_quiet(session, frame, depth)
+        thread.quiet = quiet
         if session.stand_in is None:
             result = call(self, *args, **kwargs)
         else:

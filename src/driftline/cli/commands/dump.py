@@ -391,7 +391,7 @@ def _details(outcome: Outcome) -> list[str]:
         f"  debug: engine {plan.engine}, frameworks {', '.join(plan.frameworks)}, "
         f"levels {', '.join(plan.levels)}, types {', '.join(plan.types)}, kept {plan.reduction}",
         f"  debug: selection: {plan.selection}",
-        f"  debug: {outcome.messages.started} processes began to capture",
+        f"  debug: processes that began to capture: {outcome.messages.started}",
     ]
     lines += [
         f"  debug: rank {report.rank}: {report.calls} module calls, {report.tensors} tensors, "

@@ -26,6 +26,7 @@ from driftline.runs.sidecars.model_facts import (
 )
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+_ADDRESSES = 1 << 40
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|~[\\/]|\.{0,2}/|file:).*")
 _PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s?$")
 # A word with a number is any accelerator that torch knows, under whatever name it registered.
@@ -89,6 +90,10 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
 
     >>> is_same_value("device", "cpu", "cuda:0"), is_same_value("eps", 1e-12, 1e-05)
     (True, False)
+    >>> is_same_value("key", -(2**60), 2**59), is_same_value("limit", 2**63 - 1, 4096)
+    (True, False)
+    >>> is_same_value("mask_value", -1e30, -1e38)
+    False
     """
     if reference == candidate and type(reference) is type(candidate):
         return True
@@ -96,7 +101,12 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
         return True
     numbers = isinstance(reference, int | float) and isinstance(candidate, int | float)
     if numbers and not isinstance(reference, bool) and not isinstance(candidate, bool):
-        return reference == candidate
+        if reference == candidate:
+            return True
+        # No whole number of a setting is that large: these are addresses, or hashes that every
+        # process salts anew. Floats are: attention masks are filled with -1e30.
+        whole_numbers = isinstance(reference, int) and isinstance(candidate, int)
+        return whole_numbers and min(abs(reference), abs(candidate)) >= _ADDRESSES
     if isinstance(reference, list) and isinstance(candidate, list):
         first, second = cast("list[Any]", reference), cast("list[Any]", candidate)
         pairs = zip(first, second, strict=False)

@@ -25,6 +25,7 @@ _CONTEXT = frozenset(
         "cudnn_benchmark",
         "cudnn_deterministic",
         "recomputes_forward",
+        "sdpa_used",
         "device",
     }
 )

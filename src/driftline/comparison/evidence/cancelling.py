@@ -25,6 +25,7 @@ from driftline.comparison.evidence.context import (
 )
 from driftline.comparison.evidence.rules import (
     CANCELLED,
+    GRADIENTS,
     SUMMED,
     is_cancelled_over_limit,
     is_sum_over_limit,
@@ -87,17 +88,48 @@ class Sums:
 
     def summed(self, record: Record) -> float:
         """The norm of what was added up to get a tensor; 0 where that is not known."""
+        if record.key.port in GRADIENTS:
+            return self._arrived(record)
         if (size := self._cancelled(record)) is not None:
             return size
-        for source in self._sources(record):
-            if math.prod(source.shape) > _LARGEST_SUM or source.dtype not in DTYPES:
-                continue
-            try:
-                values = to_float64(self._run.raw(source), DTYPES[source.dtype])
-            except (DriftlineError, OSError, ValueError):
-                continue
-            return float(np.linalg.norm(values))
-        return 0.0
+        sizes = (self._size(source) for source in self._sources(record))
+        return next(filter(None, sizes), 0.0)
+
+    def _arrived(self, record: Record) -> float:
+        """The norm of the gradient that arrives at a norm, which its parameters' gradients add up.
+
+        For the bias as it is, for the weight times what the norm made of its input, whose mean
+        square is one. Behind a rectifier and before another norm those terms cancel.
+        """
+        key = record.key
+        arrived = self._gradients_of_norms.get((key.rank, key.process, key.step, key.site), ())
+        # Of several calls the gradient is one sum.
+        return self._size(arrived[0]) if len(arrived) == 1 else 0.0
+
+    @cached_property
+    def _gradients_of_norms(self) -> Mapping[tuple[int, int, int, str], list[Record]]:
+        calls: dict[tuple[int, int, int, str], list[Record]] = {}
+        for record in self._run.records:
+            key = record.key
+            if key.port == "grad_output" and "Norm" in record.class_name:
+                calls.setdefault((key.rank, key.process, key.step, key.site), []).append(record)
+        return calls
+
+    def _size(self, record: Record) -> float:
+        """The norm of a tensor; 0 where nothing says it."""
+        if record.summary is not None:
+            return float(record.summary.l2 or 0.0)
+        values = self._values(record)
+        return 0.0 if values is None else float(np.linalg.norm(values))
+
+    def _values(self, record: Record) -> F64 | None:
+        if math.prod(record.shape) > _LARGEST_SUM or record.dtype not in DTYPES:
+            return None
+        try:
+            values = to_float64(self._run.raw(record), DTYPES[record.dtype])
+            return np.asarray(values, np.float64).reshape(record.shape)
+        except (DriftlineError, OSError, ValueError):
+            return None
 
     def _cancelled(self, record: Record) -> float | None:
         """The norm of a product before its mean was taken off; None for anything else."""
@@ -137,13 +169,9 @@ class Sums:
                 if first[0] is None:
                     return None
                 continue  # a norm without weight
-            if math.prod(factor.shape) > _LARGEST_SUM or factor.dtype not in DTYPES:
+            if (read := self._values(factor)) is None:
                 return None
-            try:
-                read = to_float64(self._run.raw(factor), DTYPES[factor.dtype]).reshape(factor.shape)
-                values = values * read
-            except (DriftlineError, OSError, ValueError):
-                return None
+            values = values * read
         return float(np.linalg.norm(values))
 
     def _sources(self, record: Record) -> Iterator[Record]:

@@ -8,6 +8,9 @@ Which elements these are is followed through the optimizer's arithmetic, as a gr
 run of operators recorded it, and through elementwise operators only. What is left of a difference
 without them is the metric `beyond_rounding`, and is judged elsewhere. Nothing is excused whose
 gradient is not in the runs, or differs by more than rounding.
+
+Of modules nobody recorded the optimizer's arithmetic. There the signs of a parameter's gradients
+and the learning rate say how far apart two sound updates may leave it (`TurnedSigns`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,22 +27,27 @@ import numpy.typing as npt
 from driftline.alignment.plan import Pair
 from driftline.comparison.evidence.cancelling import Sums
 from driftline.comparison.evidence.context import EvidenceContext, relative_error
+from driftline.comparison.evidence.loose_bias import NO_MORE
 from driftline.comparison.evidence.rules import (
     GRADIENTS,
     SUMMED,
     is_operator_over_limit,
+    is_updated_parameter_over_limit,
 )
 from driftline.comparison.measure.operands import F64
 from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
-from driftline.comparison.tolerance.tolerance import BEYOND_ROUNDING
+from driftline.comparison.tolerance.tolerance import BEYOND_ROUNDING, MOVED_APART
+from driftline.comparison.verdict.module_kinds import strides_of
 from driftline.numerics.dtypes import DType
 from driftline.runs.layout import GRAPHS
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+from driftline.runs.sidecars.model_facts import tensor_path
 
 if TYPE_CHECKING:
     from driftline.alignment.sites.compiled_graphs import Graphs
+    from driftline.comparison.table.structure import Stride
     from driftline.graphs.sources.graph_files import Graph, GraphNode
 
 _ELEMENTWISE = frozenset(
@@ -57,6 +65,8 @@ _APART = 1e-3
 _ROUNDINGS = 64
 """Differences up to so many roundings of the largest element are rounding."""
 _DEEPEST = 400
+_EPSILON = 1e-8
+"""What optimizers add to the size of a gradient: smaller elements move less."""
 _TAKEN = ("input", "param")
 """What an operator takes; a parameter is one, where it is known as such."""
 
@@ -85,6 +95,91 @@ class OptimizerRounding:
             return {SUMMED: summed}
         left = self._elements.left(pair)
         return {} if left is None else {BEYOND_ROUNDING: left}
+
+
+class TurnedSigns:
+    """Says how far apart turned signs of gradients may leave a parameter.
+
+    An optimizer that divides a gradient by its size moves each element by its learning rate at
+    most, to the side that the sign says. So two sound updates leave a parameter apart by the share
+    of the signs that rounding turned, times the learning rate, in every step; beside the size of
+    the parameter, which may have begun at zero.
+    """
+
+    def __init__(self, context: EvidenceContext) -> None:
+        self._context = context
+        self._signs: dict[int, _Signs | None] = {}
+
+    @cached_property
+    def _gradients(self) -> dict[tuple[int, int, str, str], list[Pair]]:
+        by_parameter: dict[tuple[int, int, str, str], list[Pair]] = defaultdict(list)
+        for pair in self._context.pairs:
+            if pair.reference.key.port == "optimizer_grad":
+                by_parameter[_parameter(pair.reference.key)].append(pair)
+        return by_parameter
+
+    @cached_property
+    def _strides(self) -> dict[str, Stride]:
+        places = {(rank, process) for rank, process, *_ in self._gradients}
+        return strides_of(self._context.runs[0], places)
+
+    def wants(self, row: Row) -> bool:
+        return is_updated_parameter_over_limit(row)
+
+    def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
+        del pair
+        key, size = row.key, float(row.metrics.get("reference_l2", 0.0))
+        stride = self._strides.get(tensor_path(key.site, key.slot))
+        if stride is None or stride.by_gradient or not size > 0.0:
+            return {}
+        updates = key.step + (key.moment == "after")
+        gradients = [
+            gradient
+            for gradient in self._gradients.get(_parameter(key), ())
+            if gradient.reference.key.step < updates
+        ]
+        signs = [read for gradient in gradients if (read := self._signs_of(gradient)) is not None]
+        share = max((read.turned for read in signs), default=0.0)
+        # Of later steps a run may keep no values: what is rounding in one step is so in all.
+        if len(signs) < updates:
+            share = max([share, *(read.loose for read in signs)])
+        explained = share * stride.length * updates / size
+        return {MOVED_APART: explained} if explained > 0.0 else {}
+
+    def _signs_of(self, gradient: Pair) -> _Signs | None:
+        if id(gradient) not in self._signs:
+            self._signs[id(gradient)] = None
+            values = self._context.values(gradient)
+            dtype = coarsest((gradient.reference.dtype, gradient.candidate.dtype))
+            if values is not None and dtype is not None and values[0].size:
+                self._signs[id(gradient)] = _signs(*values, dtype)
+        return self._signs[id(gradient)]
+
+
+class _Signs(NamedTuple):
+    """What the signs of a gradient say, as shares of a step in which every element moves.
+
+    Attributes:
+        turned: How far apart the two sides' signs are.
+        loose: How far apart they may be in a step in which rounding falls otherwise.
+    """
+
+    turned: float
+    loose: float
+
+
+def _signs(reference: F64, candidate: F64, dtype: DType) -> _Signs:
+    moved = [side / (np.abs(side) + _EPSILON) for side in (reference, candidate)]
+    apart = float(np.linalg.norm(moved[1] - moved[0]))
+    sizes = np.maximum(np.abs(reference), np.abs(candidate))
+    # Elements of one gradient are sums of like terms: the largest says what rounding is.
+    is_loose = sizes <= NO_MORE * dtype.unit_roundoff * sizes.max()
+    opposite = 2.0 * math.sqrt(np.count_nonzero(is_loose))
+    return _Signs(*(share / math.sqrt(reference.size) for share in (apart, opposite)))
+
+
+def _parameter(key: TensorKey) -> tuple[int, int, str, str]:
+    return key.rank, key.process, key.site, key.slot
 
 
 class _Elements:

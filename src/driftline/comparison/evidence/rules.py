@@ -22,6 +22,7 @@ from driftline.comparison.tolerance.tolerance import (
     ADDED_ALLOWED,
     BEYOND,
     BEYOND_ROUNDING,
+    MOVED_APART,
 )
 from driftline.numerics.dtypes import DType
 from driftline.registry import Address
@@ -53,6 +54,9 @@ ADDED_COLUMNS = (
 BEYOND_OUTPUTS = "beyond_outputs"
 BEYOND_OUTPUTS_COLUMN = Column(
     BEYOND_OUTPUTS, "none", "relative L2 of a loss's gradient without what the output explains"
+)
+MOVED_APART_COLUMN = Column(
+    MOVED_APART, "none", "relative L2 of a parameter that turned signs of its gradients explain"
 )
 _MODEL = ("(root)", "", "(program)")
 """Names that captures give to the model itself."""
@@ -110,7 +114,10 @@ def is_operator_over_limit(row: Row) -> bool:
 
 
 def is_sum_over_limit(row: Row) -> bool:
-    """As `is_operator_over_limit`, of a result."""
+    """As `is_operator_over_limit`, of a result, or of the gradient of a norm's parameters."""
+    if row.key.port in GRADIENTS:
+        # Sizes are in summaries, too.
+        return "Norm" in row.class_name and _is_over_limit(row)
     return row.key.port == "output" and is_operator_over_limit(row)
 
 
@@ -124,6 +131,14 @@ def is_cancelled_over_limit(row: Row) -> bool:
 def is_arriving_gradient_off(row: Row) -> bool:
     """A gradient that arrives at the output of the model, and that no limit of its format holds."""
     return row.key.port == "grad_output" and row.key.site in _MODEL and _is_far(row)
+
+
+def is_updated_parameter_over_limit(row: Row) -> bool:
+    """A parameter after an update that no limit of its format holds."""
+    if row.key.port != "param" or not (row.key.step or row.key.moment == "after"):
+        return False
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
 
 def is_leaf_beyond_rounding(row: Row) -> bool:
@@ -155,8 +170,10 @@ def has_many_scales(row: Row) -> bool:
 
 
 def _is_far(row: Row) -> bool:
-    if row.basis != "values":
-        return False
+    return row.basis == "values" and _is_over_limit(row)
+
+
+def _is_over_limit(row: Row) -> bool:
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
 
@@ -202,6 +219,12 @@ SOURCES: tuple[EvidenceSource, ...] = (
         Address(f"{_HERE}.loss_gradient:LossGradient"),
         is_arriving_gradient_off,
         (BEYOND_OUTPUTS_COLUMN,),
+    ),
+    EvidenceSource(
+        Address(f"{_HERE}.optimizer_rounding:TurnedSigns"),
+        is_updated_parameter_over_limit,
+        (MOVED_APART_COLUMN,),
+        needs_weights=True,
     ),
     EvidenceSource(
         Address(f"{_HERE}.integer_steps:IntegerSteps"), has_many_scales, needs_weights=True

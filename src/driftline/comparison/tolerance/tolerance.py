@@ -41,6 +41,9 @@ size on its own scale, as the norm's result has it."""
 TURNED = "turned_signs"
 """Metric of a gradient that an optimizer was given: relative error of the step that is made of it
 where every element is divided by its size, as Adam does in its first step."""
+MOVED_APART = "moved_apart"
+"""Metric of a parameter after updates: relative error that signs of its gradients which rounding
+turns explain."""
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"

@@ -65,7 +65,8 @@ class StepErrors:
         updates: What the update did to each parameter.
         lone_updates: Parameters that only one side updates: (reference's, candidate's).
         distance: Relative error of the weights as they are.
-        others: The same of weights that no optimizer updates (averages, teachers), by path.
+        others: The same of weights that no optimizer updates (averages, teachers), by path; and of
+            the trained weights that they may be made of.
     """
 
     step: int
@@ -79,7 +80,7 @@ class StepErrors:
     updates: list[Change] = field(default_factory=list[Change])
     lone_updates: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     distance: float = 0.0
-    others: dict[str, float] = field(default_factory=dict[str, float])
+    others: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
 
 class Trainings:
@@ -153,7 +154,10 @@ class Trainings:
         errors.weights = _way_apart(now, first, trained)
         errors.distance = _distance(now, trained)
         for path in own[0].before.keys() & own[1].before.keys() - trained:
-            errors.others[path] = _distance(now, (path,))
+            # An average has the name of what it averages, behind that of its own model.
+            partner = next((tail for tail in _tails(path) if tail in trained), None)
+            source = trained if partner is None else (partner,)
+            errors.others[path] = _distance(now, (path,)), _distance(now, source)
         self._measure_gradients(errors, own[0].gradients, own[1].gradients)
         for side, other in ((0, 1), (1, 0)):
             # A parameter that the other optimizer does not know is a matter of its update.
@@ -326,6 +330,13 @@ def _distance(now: tuple[Weights, Weights], paths: Iterable[str]) -> float:
             square += 0.0 if same else float(np.sum((a - b) ** 2))
             size += float(a @ a)
     return _ratio(math.sqrt(square), math.sqrt(size))
+
+
+def _tails(path: str) -> Iterator[str]:
+    """What is left of a path without its first parts, the longest first."""
+    while "." in path:
+        path = path.partition(".")[2]
+        yield path
 
 
 def _is_moved(before: TensorState | None, after: TensorState) -> bool:

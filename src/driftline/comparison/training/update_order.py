@@ -88,10 +88,7 @@ def training_report(
     thinned = _thinned(sides)
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
         # The loss of a rank is that of its rows, its weights may be shards: only rows are joined.
-        replicas = _replicas_off(sides, plan)
-        return (
-            TrainingReport(weights_off=replicas, thinned=thinned) if replicas or thinned else None
-        )
+        return TrainingReport(thinned=thinned) if thinned else None
     parted = _inputs_part(sides)
     if max(scope.updates for scope in scopes) <= 0:
         return TrainingReport(broken=parted, thinned=thinned) if parted or thinned else None
@@ -130,21 +127,6 @@ def _thinned(sides: Sequence[_Side]) -> tuple[str, ...]:
         for _, facts in side.values()
         for text in facts.thinned[:1]
     )
-
-
-def _replicas_off(sides: Sequence[_Side], plan: Plan | None) -> dict[int, float]:
-    """How far weights have moved apart that begin equal on the same rank of two layouts."""
-    weights_off: dict[int, float] = {}
-    for place in sides[0].keys() & sides[1].keys():
-        (first, steps), (second, other_steps) = sides[0][place], sides[1][place]
-        pair = ModelPair(first, second, names_of(first, second, plan))
-        finder = _Finder(_allowed(pair, (steps, other_steps)), (), (set(), set()))
-        for errors in Trainings(pair, steps, other_steps).steps():
-            # Other shards are no replicas: nothing follows from them.
-            if finder.begun_apart(errors):
-                break
-            weights_off[errors.step] = max(errors.weights, weights_off.get(errors.step, 0.0))
-    return weights_off
 
 
 _Side = dict[tuple[int, int], tuple[ModelFacts, StepFacts]]
@@ -379,7 +361,11 @@ class _Finder:
                 )
                 return self._break(errors, "weights", words, math.inf)
         most = max(_AVERAGES, 3.0 * errors.distance)
-        apart = {path: error for path, error in errors.others.items() if error > most}
+        apart = {
+            path: error
+            for path, (error, trained) in errors.others.items()
+            if error > max(most, 3.0 * trained)
+        }
         if apart and step > 0:
             words = (
                 f"the trained weights agree before step {step}, and weights that no optimizer "

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
-from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.plan import LONE_NODE, NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
@@ -115,6 +115,7 @@ class SideCalls:
         self._containers: set[str] | None = None
         self._inside: dict[str, list[str]] | None = None
         self._by_module: dict[str, list[str]] | None = None
+        self._lasts: dict[str, tuple[int, int]] | None = None
 
     def copied(self, name: str) -> SideCalls:
         """The same calls under another side's name; no tensor may be waiting."""
@@ -184,7 +185,7 @@ class SideCalls:
 
         Args:
             other: The other side.
-            compiled: Its modules that were compiled, whose parts were there and not seen.
+            compiled: Its modules that lie in compiled ones, whose parts were there and not seen.
         """
         leaves = set(other.leaves())
         self.pieces = {
@@ -234,7 +235,7 @@ class SideCalls:
                     continue
                 if not has_outputs:
                     compared = entry.touched
-                if not compared and _moves_only(self.classes.get(leaf, "")):
+                if self._is_moving(leaf):
                     continue
             calls, covered = calls + count, covered + compared
             if compared < count:
@@ -255,8 +256,6 @@ class SideCalls:
         What they made went into what was compared next, so that an error of theirs shows there.
         """
         most = SMALL_CONTAINER * calls
-        if not modules or self.has_operators:
-            most = max(most, _FEW_CALLS)
         inside, all_missed = Counter[str](), Counter[str]()
         stretch: list[str] = []
         begun = self._border_compared(_INPUT)
@@ -332,11 +331,30 @@ class SideCalls:
             for leaf in self.leaves():
                 if "/" in leaf:
                     self._by_module.setdefault(leaf.rpartition("/")[0], []).append(leaf)
-        in_module = [self.sites[leaf].leaf for leaf in self._by_module[operator.rpartition("/")[0]]]
-        size = sum(count for count, _ in in_module)
-        return size < max(SMALL_CONTAINER * calls, _FEW_CALLS) and any(
-            compared for _, compared in in_module
-        )
+        in_module = self._by_module[operator.rpartition("/")[0]]
+        size = sum(self.sites[leaf].leaf[0] for leaf in in_module if not self._is_moving(leaf))
+        if size >= max(SMALL_CONTAINER * calls, _FEW_CALLS):
+            return False
+        made = self._last_calls()
+        if not made:
+            return any(self.sites[leaf].leaf[1] for leaf in in_module)
+        return made.get(operator, (0, 0))[0] < max(made.get(leaf, (0, 0))[1] for leaf in in_module)
+
+    def _is_moving(self, leaf: str) -> bool:
+        return _moves_only(self.classes.get(leaf, ""))
+
+    def _last_calls(self) -> dict[str, tuple[int, int]]:
+        """When every site was called last, and when a call of it was compared last."""
+        if self._lasts is None:
+            self._lasts = {}
+            for (site, visit), order in self.order.items():
+                last, compared = self._lasts.get(site, (-1, -1))
+                is_compared = (site, visit) in self.compared_calls
+                self._lasts[site] = (
+                    max(last, order),
+                    max(compared, order) if is_compared else compared,
+                )
+        return self._lasts
 
 
 def _moves_only(class_name: str) -> bool:
@@ -473,6 +491,10 @@ class CallCounts:
         """Take a row that only one side has."""
         key, is_extra = row.key, row.status == "extra"
         side = self.candidate if is_extra else self.reference
+        self.lone_steps[is_extra].add(key.step)
+        # Of a run of modules such a node is code of the model itself, and no call of a leaf.
+        if row.reason.startswith(LONE_NODE) and "/" not in key.site:
+            return
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
             side.beside_graphs.add(key.site)
         if compared:
@@ -480,7 +502,6 @@ class CallCounts:
             side.compared_calls.add((key.site, key.visit))
         else:
             side.wait(key.site, port, call)
-        self.lone_steps[is_extra].add(key.step)
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
@@ -553,8 +574,8 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
     if own is not other:
-        own.set_pieces(other, candidate.scope.compiled)
-        other.set_pieces(own, reference.scope.compiled)
+        own.set_pieces(other, {*candidate.scope.compiled, *dict(candidate.scope.hidden)})
+        other.set_pieces(own, {*reference.scope.compiled, *dict(reference.scope.hidden)})
     first = _share_of(own, other, reference, modules=modules)
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)
@@ -579,13 +600,17 @@ def _share_of(
     share = own.share(modules=modules)
     unseen = ""
     total = sum(other.sites[leaf].leaf[0] for leaf in other.leaves() if "/" not in leaf)
+    hidden = dict(side.scope.hidden)
     for leaf in own.leaves() if modules else ():
-        partner = own.partners.get(leaf)
+        # Calls that are alike are each other's partners.
+        partner = leaf if own is other else own.partners.get(leaf)
         # A module of one call may have many parts elsewhere; compiled, it has them here, too.
-        if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled):
+        if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled or leaf in hidden):
             continue
         calls, compared = other.calls_inside(partner, operators=False)
         counted, covered = own.sites[leaf].leaf
+        # Where the other side has not seen them either, the model's tree says how many they are.
+        calls = max(calls, counted * hidden.get(leaf, 0))
         if calls > counted and calls >= SMALL_CONTAINER * total:
             unseen = unseen or leaf
             share = share._replace(

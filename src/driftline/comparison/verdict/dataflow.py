@@ -28,6 +28,7 @@ from driftline.comparison.verdict.sites import (
     Site,
     ancestors,
     error_of,
+    is_in_parts,
     over_before,
     role_of,
 )
@@ -79,7 +80,8 @@ class MovedWeights:
     """
 
     def __init__(self, sites: Mapping[Place, Site], strides: Mapping[str, Stride]) -> None:
-        self._learnt: dict[tuple[str, int, int], list[tuple[Row, Stride | None]]] = {}
+        # By the module, and by the process unless its ranks hold the parameter in parts.
+        self._learnt: dict[tuple[object, ...], list[tuple[Row, Stride | None]]] = {}
         gradients = [
             row
             for place, site in sites.items()
@@ -97,13 +99,14 @@ class MovedWeights:
             outer = (key.site, *ancestors(key.site))
             if (holder := next((name for name in outer if name in names), None)) is not None:
                 stride = strides.get(tensor_path(key.site, key.slot))
-                learnt = self._learnt.setdefault((holder, key.rank, key.process), [])
-                learnt.append((row, stride))
+                owner = (holder,) if is_in_parts(row) else (holder, key.rank, key.process)
+                self._learnt.setdefault(owner, []).append((row, stride))
 
     def error(self, site: str, call: Call) -> float:
         """Relative error that a call has because its parameters were moved apart before."""
         apart: dict[tuple[str, str], float] = {}
-        for row, stride in self._learnt.get((site, call.rank, call.process), ()):
+        own = self._learnt.get((site, call.rank, call.process), ())
+        for row, stride in (*own, *self._learnt.get((site,), ())):
             if row.key.step < call.step:
                 parameter = (row.key.site, row.key.slot)
                 apart[parameter] = apart.get(parameter, 0.0) + _moved_apart(row, stride, call)
@@ -199,7 +202,10 @@ def _events(
         for call in site.calls:
             window = (place.direction, parent, call.rank, call.process, call.step)
             listed = events.setdefault(window, [])
-            listed += [_Event(row.order, False, row) for row in call.ins]
+            # What ranks hold in parts was made on all of them; the first one's call tells of it.
+            listed += [
+                _Event(row.order, False, row) for row in call.ins if row.key.rank == call.rank
+            ]
             # A parameter's gradient is handed to nobody inside the model.
             listed += [
                 _Event(row.order, True, row) for row in call.outs if row.key.port != "param_grad"

@@ -182,10 +182,14 @@ def _too_few_calls(facts: Facts) -> Iterator[str]:
     )
     if facts.covered.unseen:
         words += f"; of '{facts.covered.unseen}' only inputs and outputs are known"
-    for name, side in zip(("reference", "candidate"), facts.sides, strict=True):
-        if side.scope.notes:
-            words += f"; the {name}'s dump notes: {side.scope.notes[0]}"
-    yield words
+    noted = {
+        f"the {name}'s dump notes": side.scope.notes[0]
+        for name, side in zip(("reference", "candidate"), facts.sides, strict=True)
+        if side.scope.notes
+    }
+    if len(noted) == 2 and len({*noted.values()}) == 1:
+        noted = {"both dumps note": next(iter(noted.values()))}
+    yield "; ".join([words, *(f"{who}: {note}" for who, note in noted.items())])
 
 
 def _left_out(facts: Facts) -> Iterator[str]:

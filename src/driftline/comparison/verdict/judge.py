@@ -503,10 +503,10 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
         sign = {"higher": ">=", "zero": "within +-"}.get(column.direction, "<=")
         whose = _WHOSE.get(source, f"for {source}")
         where = _place(row, "max_abs_error_at", "largest error")
-        shown = f"{value:.3g}"
+        shown, bound = f"{value:.3g}", f"{limit:g}"
         if shown == f"{limit:.3g}":  # 0.99999 is below 1, and must not read as 1
-            shown = f"{value:.16g}"
-        reason = f"{about}{column.name} {shown}, allowed {sign} {limit:g} {whose}{where}"
+            shown, bound = f"{value:.16g}", f"{limit:.16g}"
+        reason = f"{about}{column.name} {shown}, allowed {sign} {bound} {whose}{where}"
     return row.judged(
         "pass" if holds else "fail",
         reason,

@@ -61,15 +61,11 @@ class ReplayResult(NamedTuple):
     def is_open(self) -> bool:
         """Whether nothing is known from replay, and other evidence may convict the site.
 
-        Choices that can fall either way and random numbers err without any fault. A module that
-        does not reproduce itself is not guilty by any evidence: its right output is not known.
+        Silence acquits nobody: a site that draws or chooses stands as two runs let it stand. A
+        module that does not reproduce itself is not guilty by any evidence: its right output is
+        not known.
         """
-        return self.is_suspect and not self.failed
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether other evidence may at least suspect it."""
-        return bool(self.trouble) and self.trouble != CHOICES and "random" not in self.trouble
+        return bool(self.trouble) and not self.failed
 
     def as_json(self) -> dict[str, JSON]:
         """The figures as JSON values."""

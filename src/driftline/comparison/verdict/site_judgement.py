@@ -28,6 +28,7 @@ from driftline.comparison.tolerance.tolerance import (
     GIVEN,
     HALF,
     INTEGER_STEP,
+    MOVED_APART,
     REST,
     TURNED,
 )
@@ -282,8 +283,11 @@ class _Explanations:
                     self._outputs[*_moment("forward", row), place.site, row.key.slot] = row
                 if place.direction == "param":
                     gradient = learnt.gradient(row)
-                    if error_of(row) <= _STEP * math.sqrt(gradient):
-                        self._brought[tensors_of(row)] = gradient
+                    apart = float(row.metrics.get(MOVED_APART, 0.0))
+                    # Besides what the signs explain it may be off as any tensor of its format.
+                    allowed = max(_STEP * math.sqrt(gradient), apart + (row.limit or 0.0))
+                    if error_of(row) <= allowed:
+                        self._brought[tensors_of(row)] = max(gradient, apart)
 
     def _add(self, place: Place, transfer: Transfer, brought: float) -> None:
         """Note what a site made that adds no error of its own."""
@@ -458,7 +462,7 @@ _NEEDED = frozenset(
     {
         *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
         *("cosine", "max_rel_error", "reference_nan", "candidate_nan"),
-        *(HALF, REST, GIVEN, TURNED, INTEGER_STEP),
+        *(HALF, REST, GIVEN, TURNED, MOVED_APART, INTEGER_STEP),
         *(ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
     }
 )

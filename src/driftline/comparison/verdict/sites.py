@@ -414,6 +414,7 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
         else:
             call.outs.append(row)
             call.order = max(call.order, row.order)
+    _give_parts(calls)
     # Sites without a measured output cannot be judged and are dropped here.
     measured = [site for site in sites.values() if _kept(site)]
     measured.sort(key=lambda site: site.order)
@@ -425,6 +426,21 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
             call.length = length_of(site.class_name, weight, call.ins, call.outs)
     _longest_inside(measured)
     return {site.place: site for site in measured}
+
+
+def is_in_parts(row: Row) -> bool:
+    """Whether ranks of the reference hold a tensor in parts; its one row is that of the first."""
+    return " ranks" in row.reference_recipe
+
+
+def _give_parts(calls: Mapping[tuple[Place, int, int, int, int], Call]) -> None:
+    """Give the calls of all ranks what they were given together, each a part of it."""
+    together: dict[tuple[Place, int, int], list[Row]] = {}
+    for (place, _, _, step, visit), call in calls.items():
+        if rows := [row for row in call.ins if is_in_parts(row)]:
+            together.setdefault((place, step, visit), []).extend(rows)
+    for (place, rank, _, step, visit), call in calls.items() if together else ():
+        call.ins += [r for r in together.get((place, step, visit), ()) if r.key.rank != rank]
 
 
 def _longest_inside(sites: Sequence[Site]) -> None:

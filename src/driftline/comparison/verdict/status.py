@@ -402,7 +402,7 @@ def _other_evidence(
     convicted: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
         judgement = evidence.replayed.get(place.site)
-        if statuses[place].status != "unknown" or judgement is None or not judgement.is_suspect:
+        if statuses[place].status != "unknown" or judgement is None or not judgement.trouble:
             continue
         if floor is not None and floor.used and _known(floor, site):
             standing = _confirmed(_by_noise(site, floor))

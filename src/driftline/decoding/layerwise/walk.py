@@ -110,7 +110,7 @@ def walk_layers(
     rendezvous = Rendezvous(measurement.take_pair)
     # Outputs only: inputs are other modules' outputs, and would be compared twice. Every iteration
     # with its values: of later steps capture keeps only summaries where none are named.
-    watched = partial(capture, ports="output", steps="*", steps_by="call")
+    watched = partial(capture, ports="output", steps="*", steps_by="call", model_facts=False)
     reference_thread = _Thread()
     caches: list[Any] = [None, None]
     try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.options import Reduction
 from driftline.captures.selection import Selection
-from driftline.diagnosis.experiments.folders import NOISE, make_room, write_json
+from driftline.diagnosis.experiments.experiment_folders import NOISE, make_room, write_json
 from driftline.diagnosis.experiments.run_program import Ended, run_with
 from driftline.errors import BadInput, did_you_mean
 from driftline.formats.registry import open_run

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.selection import Selection
-from driftline.diagnosis.experiments.folders import (
+from driftline.diagnosis.experiments.experiment_folders import (
     EXACT,
     NATIVE,
     REPLAY,

@@ -24,7 +24,7 @@ import numpy as np
 
 from driftline import settings
 from driftline.dialects.aclcmp.store import STORE, LabelWriter, Value
-from driftline.dialects.errors import BadConfig
+from driftline.errors import BadConfig
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.files.owned_file import print_to_stderr
 

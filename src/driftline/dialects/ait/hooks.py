@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from driftline.dialects.errors import BadConfig
 from driftline.dialects.paddle_hook.hook import register_saving_hook as register_saving_hook
+from driftline.errors import BadConfig
 
 if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession

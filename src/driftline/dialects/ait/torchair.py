@@ -15,8 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from driftline.dialects.errors import BadConfig
-from driftline.errors import BadInput
+from driftline.errors import BadConfig, BadInput
 
 if TYPE_CHECKING:
     from _typeshed import StrPath

@@ -21,9 +21,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 from driftline import settings
 from driftline.captures.framework import Engine, Leaf, engine_for
 from driftline.captures.recorder import Snapshot
-from driftline.dialects.errors import BadConfig
 from driftline.dialects.paddle_hook.files import SavedFiles
-from driftline.errors import did_you_mean
+from driftline.errors import BadConfig, did_you_mean
 from driftline.runs.files.owned_file import print_to_stderr
 from driftline.runs.jobs import begin_run
 from driftline.runs.records import Port, Record, TensorKey

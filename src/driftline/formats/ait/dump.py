@@ -9,23 +9,28 @@ that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` 
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from driftline.errors import BadFile
-from driftline.formats.ait import execution, module_tree, statistics
+from driftline.formats.ait import execution, module_tree
 from driftline.formats.ait.module_tree import Place, places_of, topology_of
-from driftline.formats.dump_run import Leaf, TreeRun, refuse_several
+from driftline.formats.dump_run import Leaf, TreeRun, partial_summary, refuse_several
 from driftline.formats.folder import Folder, natural
 from driftline.formats.tensor_files import describe, leaf
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
 from driftline.runs.facts import Order
 from driftline.runs.files.local_files import folders_in, reason_of
-from driftline.runs.records import TensorKey
-from driftline.runs.sidecars.calls import CALLS
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.sidecars.calls import CALLS, read_calls
 
 NAME = "ait torch dump"
 TORCH = "torch_tensors"
@@ -36,6 +41,8 @@ STATISTICS = "statistics.csv"
 SHEET = "driftline_"
 """Before the names of our own files in the folder of a process."""
 LARGEST_JSON = 1 << 28
+_LARGEST_STATISTICS = 1 << 26
+_NUMBER = re.compile(r"\d+")
 _ROOTS = ("ait_dump", "msit_dump")
 _BY_HAND = re.compile(r"\d+_\d+")
 
@@ -84,6 +91,7 @@ def open(path: Path) -> TreeRun:
         facts=reader.facts,
     )
     run.folders = reader.folders
+    run.token = next((process.token for process in _processes(path)), None)
     return run
 
 
@@ -91,6 +99,8 @@ class AitRun(TreeRun):
     """A dump of `ait llm`, and the list of calls that our own dumps of operators have beside it."""
 
     folders: Mapping[tuple[int, int], Path] = MappingProxyType({})
+    token: int | None = None
+    """The only token that was opened; None for all."""
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
         folder = self.folders.get((rank, process))
@@ -101,9 +111,18 @@ class AitRun(TreeRun):
         if folder is None or name != CALLS:
             return ""
         try:
-            return Folder(folder).read(f"{SHEET}{CALLS}", LARGEST_JSON).decode("utf-8", "replace")
+            text = Folder(folder).read(f"{SHEET}{CALLS}", LARGEST_JSON).decode("utf-8", "replace")
         except OSError:
             return ""
+        if self.token is None:
+            return text
+        # The list is of all tokens of the process.
+        return "".join(f"{line}\n" for line in text.split("\n") if _step_of(line) == self.token)
+
+
+def _step_of(line: str) -> int | None:
+    call = next(read_calls(line), None)
+    return None if call is None else call.step
 
 
 def _processes(path: Path) -> Iterator[_Process]:
@@ -236,7 +255,7 @@ class _Reader:
         class_name = place.class_name if place else ""
         source = self._source(folder, name)
         if parts[-1] == STATISTICS:
-            lines, notes = statistics.read(folder, name)
+            lines, notes = _statistics(folder, name)
             for note in notes:
                 self.note(f"{source}: {note}", rank, number)
             for line in lines:
@@ -300,3 +319,86 @@ def _order(key: TensorKey, place: Place | None) -> tuple[Any, ...]:
 
 def _slot(key: TensorKey) -> tuple[Any, ...]:
     return (key.port, natural(key.slot))
+
+
+# Figures without values.
+
+
+class _StatisticsLine(NamedTuple):
+    """One tensor of a `statistics.csv`: a few numbers instead of its values.
+
+    NodeName,NodeType,InputOutput,Index,DataType,Shape,Max,Min,Mean,L2Norm
+    """
+
+    port: Literal["input", "output"]
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    summary: Summary
+    node_type: str
+
+    def record(self, key: TensorKey, class_name: str) -> Record:
+        has_figures = any(not math.isnan(figure) for figure in self.summary[1:6])
+        return Record(
+            key,
+            0,
+            self.dtype,
+            self.shape,
+            class_name=class_name or self.node_type,
+            kept="summary" if has_figures else "describe",
+            summary=self.summary if has_figures else None,
+        )
+
+
+def _statistics(folder: Folder, name: str) -> tuple[list[_StatisticsLine], list[str]]:
+    """The lines that make sense, and a sentence for each that does not."""
+    notes: list[str] = []
+    try:
+        # `utf-8-sig`: spreadsheet programs put a byte order mark in front.
+        text = folder.read(name, _LARGEST_STATISTICS).decode("utf-8-sig")
+        rows = list(csv.DictReader(io.StringIO(text)))
+    except (OSError, ValueError, csv.Error) as trouble:
+        return [], [f"cannot be read: {reason_of(trouble)}"]
+    lines: list[_StatisticsLine] = []
+    # Line 1 is the heading, so numbers agree with an editor's.
+    for number, row in enumerate(rows, 2):
+        try:
+            lines.append(_line(row))
+        except (KeyError, ValueError, TypeError, AttributeError) as trouble:
+            notes.append(f"line {number} makes no sense: {reason_of(trouble)}")
+    # A file of another kind has thousands of bad lines; twenty say enough.
+    return lines, notes[:20]
+
+
+def _line(row: Mapping[str, str]) -> _StatisticsLine:
+    side = row["InputOutput"].strip().lower()
+    if side not in ("input", "output"):
+        raise ValueError(f"neither input nor output: {side[:40]!r}")
+    dtype = row["DataType"].strip().removeprefix("torch.")
+    # Without the width of an element even the size of the tensor would be unknown.
+    if dtype not in DTYPES:
+        raise ValueError(f"the element type {dtype[:40]!r} is not known")
+    shape = tuple(int(size) for size in _NUMBER.findall(row["Shape"]))
+    index = row["Index"].strip()
+    return _StatisticsLine(
+        "input" if side == "input" else "output",
+        index if index.isdigit() else "0",
+        dtype,
+        shape,
+        partial_summary(
+            math.prod(shape),
+            low=_number(row["Min"]),
+            high=_number(row["Max"]),
+            mean=_number(row["Mean"]),
+            l2=_number(row["L2Norm"]),
+        ),
+        row.get("NodeType", "").strip(),
+    )
+
+
+def _number(text: str) -> float:
+    """A number, NaN for what is none: `N/A`, or nothing at all."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,13 +1,14 @@
 """The error along the depth of the model: which rows make the line, and the noise band around it.
 
-Forward lines hold the output of every call in order of execution, backward lines the gradients in
-theirs. Limits are not repeated here: they belong to the rows.
+The forward line holds the output of every call in order of execution, the backward line the
+gradients in theirs, the optimizer line the gradients that the optimizer was given (after clipping
+and unscaling). Limits are not repeated here: they belong to the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,46 +27,60 @@ DRAWN = (
 """Metrics that have a noise band of their own where trusted runs were compared."""
 _EXPECTED = "relative_l2"
 """What a diagnosis calls the error of a site."""
-_BACKWARD = ("grad_input", "grad_output", "param_grad", "optimizer_grad")
+Pass: TypeAlias = Literal["forward", "backward", "optimizer"]
+PASSES: tuple[Pass, ...] = ("forward", "backward", "optimizer")
+"""The parts of a training step that have a line of their own, in order of execution."""
+_PASS_OF: dict[str, Pass] = {
+    "output": "forward",
+    "grad_input": "backward",
+    "grad_output": "backward",
+    "param_grad": "backward",
+    "optimizer_grad": "optimizer",
+}
+
+
+def pass_of(key: TensorKey) -> Pass | None:
+    """Part of the step whose line a tensor belongs to; None for inputs and weights."""
+    drawn = _PASS_OF.get(key.port)
+    return None if drawn == "forward" and key.phase == "backward" else drawn
 
 
 def depth_lines(
     table: Table, *, diagnosis: Diagnosis | None = None, noise: Sequence[Table] = ()
 ) -> dict[str, Any]:
-    """The lines of both directions; None for one that the table has nothing of."""
+    """The line of each pass; None for one that the table has nothing of."""
     metrics = {name for row in table.rows for name in row.metrics}
     if not metrics & {_EXPECTED, "abs_diff"}:  # single operators: no error that could be handed on
-        return {"forward": None, "backward": None}
+        return dict.fromkeys(PASSES)
     measured = [index for index, row in enumerate(table.rows) if row.compared and row.metrics]
-    forward = [index for index in measured if _gives(table.rows[index])]
-    backward = [index for index in measured if table.rows[index].port in _BACKWARD]
+    places: dict[Pass, list[int]] = {name: [] for name in PASSES}
+    for index in measured:
+        if name := pass_of(table.rows[index].key):
+            places[name].append(index)
     # A file of named tensors has no ports: then every row is part of the line.
-    if not forward and not backward:
-        forward = measured
+    if not any(places.values()):
+        places["forward"] = measured
     bands = _Bands(noise, diagnosis)
-    return {
-        "forward": _line(table, _first_slots(table, forward), bands, "forward"),
-        "backward": _line(table, _first_slots(table, backward), bands, "backward"),
-    }
-
-
-def _gives(row: Row) -> bool:
-    return row.port == "output" and row.key.phase != "backward"
+    return {name: _line(table, _first_slots(table, places[name]), bands, name) for name in PASSES}
 
 
 def _first_slots(table: Table, places: Iterable[int]) -> list[int]:
-    """One row per call and port: a second output, such as a cache, is no step of the depth."""
+    """One row per call and port: a second output, such as a cache, is no step of the depth.
+
+    The slots of a parameter's port are its parameters, and each of them is.
+    """
     seen: set[TensorKey] = set()
     kept: list[int] = []
     for index in places:
-        call = table.rows[index].key.with_slot("")
+        key = table.rows[index].key
+        call = key if key.port in ("param_grad", "optimizer_grad") else key.with_slot("")
         if call not in seen:
             seen.add(call)
             kept.append(index)
     return kept
 
 
-def _line(table: Table, places: list[int], bands: _Bands, direction: str) -> Any:
+def _line(table: Table, places: list[int], bands: _Bands, direction: Pass) -> Any:
     if not places:
         return None
     rows = [table.rows[index] for index in places]

@@ -35,11 +35,11 @@ from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats.registry import open_run
 from driftline.graphs.open import write_whole
-from driftline.reporting.html.dataflow import flow_of
 from driftline.reporting.html.decoder import decoder_folder, layers_of
 from driftline.reporting.html.document import PageContents, page_data
 from driftline.reporting.html.operators import is_operators, operator_table
 from driftline.reporting.html.page import embedded_page
+from driftline.reporting.html.site_edges import flow_of
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
 

@@ -21,6 +21,7 @@ from driftline.decoding.files.outputs import INDICES, NORM, VALUES, read_prompt
 from driftline.decoding.files.token_table import PLACES, SCORES
 from driftline.errors import BadFile, DriftlineError
 from driftline.registry import require
+from driftline.reporting.html.depth import PASSES, Pass, pass_of
 from driftline.reporting.html.document import figures, words
 from driftline.reporting.html.page import Array, singles
 
@@ -210,23 +211,27 @@ def of_steps(table: Table) -> dict[str, Any] | None:
     steps = sorted({row.step for row in rows})
     if len(steps) < FEWEST_STEPS:
         return None
-    sites = list(dict.fromkeys(row.site for row in rows))[:_MOST_LAYERS]
-    place = {site: index for index, site in enumerate(sites)}
+    # Forward, backward and optimizer below each other: a training may go wrong in any of them.
+    places = sorted(dict.fromkeys(map(_place, rows)), key=lambda place: PASSES.index(place[0]))
+    places = places[:_MOST_LAYERS]
+    place = {name: index for index, name in enumerate(places)}
+    sites = [site for _, site in places]
     column = {step: index for index, step in enumerate(steps)}
     values = np.full((len(sites), len(steps)), np.nan)
     status = np.zeros((len(sites), len(steps)), np.uint8)
     limit = np.full(len(sites), np.nan)
     for row in rows:
-        if row.site not in place:
+        if _place(row) not in place:
             continue
-        y, x = place[row.site], column[row.step]
+        y, x = place[_place(row)], column[row.step]
         value = float(row.metrics.get(_METRIC, np.nan))
         # A site may be called several times in a step; the worst call counts.
         values[y, x] = value if np.isnan(values[y, x]) else max(values[y, x], value)
         status[y, x] = max(int(status[y, x]), _STATUS.get(row.status, 0))
         if row.decided_by == _METRIC and row.limit is not None:
             limit[y] = row.limit
-    return {"unit": "step", **_map(sites, np.asarray(steps), values, status, limit, _METRIC)}
+    layer_map = _map(sites, np.asarray(steps), values, status, limit, _METRIC)
+    return {"unit": "step", "passes": [name for name, _ in places], **layer_map}
 
 
 def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
@@ -253,11 +258,18 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
     status = np.where(np.isnan(values), 2, 0).astype(np.uint8)
     limit = np.full(len(layers), np.nan)
     layer_map = _map(layers, np.arange(common), values, status, limit, "abs_diff")
-    return {"unit": "token", **layer_map}
+    return {"unit": "token", "passes": ["forward"] * len(layers), **layer_map}
 
 
 def _drawn(row: Row) -> bool:
-    return row.port == "output" and row.compared and _METRIC in row.metrics and row.slot in _FIRST
+    if not row.compared or _METRIC not in row.metrics or pass_of(row.key) is None:
+        return False
+    # A module's second output, such as a cache, is no row of the map.
+    return row.port != "output" or row.slot in _FIRST
+
+
+def _place(row: Row) -> tuple[Pass, str]:
+    return pass_of(row.key) or "forward", row.site
 
 
 _FIRST = ("0", "last_hidden_state", "logits")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from driftline.testing.expectations.pytest_session import Expecter
@@ -22,6 +22,9 @@ WRITTEN = "driftline_expectation"
 """Property of a report that names a written file: reports also come home from other processes."""
 
 INI_FILES = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+
+COMPILER_TRACE = "torch.__trace"
+"""The logger to which `torch.compile` hands its trace."""
 
 SAVED = pytest.StashKey[str]()
 """Of a test that has captured something: the words it fails with when it is through."""
@@ -111,13 +114,33 @@ def _refuse_a_model_as_root(config: pytest.Config) -> None:
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
     """Before the first test of a suite that runs models: what runs where."""
-    lines: list[str] = []
-    for item in items:
-        holder = getattr(item, "cls", None) or getattr(item, "function", None)
-        where = getattr(holder, "driftline_where", None)
-        if where is not None:
-            lines.append(where(item))
+    lines = [where(item) for item in items if (where := _suite_device(item)) is not None]
     return [f"driftline: {line}" for line in dict.fromkeys(lines) if line]
+
+
+def _suite_device(item: pytest.Item) -> Callable[[pytest.Item], str] | None:
+    """Says what a test of our suites runs on; None for a test of anybody else."""
+    holder = getattr(item, "cls", None) or getattr(item, "function", None)
+    return getattr(holder, "driftline_where", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep the compiler's trace out of the report of a suite.
+
+    It is hundreds of lines without a text for every compiled model, and hides why a test failed.
+    """
+    report = yield
+    if _suite_device(item) is not None:
+        shown: list[tuple[str, str]] = []
+        for title, text in report.sections:
+            lines = [line for line in text.splitlines() if f" {COMPILER_TRACE}:" not in line]
+            if lines:
+                shown.append((title, "\n".join(lines)))
+        report.sections = shown
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

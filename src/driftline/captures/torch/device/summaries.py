@@ -21,10 +21,10 @@ import torch
 
 from driftline.captures.recorder import Snapshot
 from driftline.captures.torch.device.places import Mark, Place
+from driftline.numerics.definitions import digest_text
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import Summary
 from driftline.numerics.gpu import launcher
-from driftline.numerics.gpu.digest import digest_text
 from driftline.numerics.gpu.launcher import NUMBERS, Kernel, Launch, level
 from driftline.runs.index_lines import encode_line, line_ends
 from driftline.runs.records import Kept, Record, TensorKey

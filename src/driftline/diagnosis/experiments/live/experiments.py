@@ -22,7 +22,7 @@ from driftline.captures.selection import Selection
 from driftline.captures.torch import layers
 from driftline.captures.torch.layers import cache_part, unwrapped
 from driftline.captures.torch.session import CaptureSession
-from driftline.diagnosis.experiments.folders import EXACT, NATIVE
+from driftline.diagnosis.experiments.experiment_folders import EXACT, NATIVE
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.repeat import copied, dithered, rounded_once, undrawn
 from driftline.errors import DriftlineError

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.errors import BadFile
-from driftline.formats.ascend.layouts import nz_shape, nz_to_nd
+from driftline.formats.ascend.tiled_layouts import nz_shape, nz_to_nd
 from driftline.formats.ascend.types import (
     ACL_TYPES,
     NZ_FORMATS,

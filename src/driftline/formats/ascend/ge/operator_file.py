@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from driftline.errors import BadFile
-from driftline.formats.ascend.layouts import PLAIN, Rearrangement, rearrangement
 from driftline.formats.ascend.protobuf import (
     BYTES,
     VARINT,
@@ -29,6 +28,7 @@ from driftline.formats.ascend.protobuf import (
     numbers,
     text,
 )
+from driftline.formats.ascend.tiled_layouts import PLAIN, Rearrangement, rearrangement
 from driftline.formats.ascend.types import ElementType, format_name, recode, type_named
 from driftline.formats.dump_run import Leaf, TreeRun
 from driftline.formats.folder import Folder, pread

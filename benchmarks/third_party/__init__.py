@@ -1,0 +1,1 @@
+"""Programs on packages from PyPI, each clean and with one fault planted from outside."""

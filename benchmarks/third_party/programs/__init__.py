@@ -1,0 +1,1 @@
+"""The programs, by the kind of their data."""
