@@ -51,6 +51,24 @@ class Adapter(nn.Module):
         return self.base(x) + self.numbers[0] * self.high(self.low(x))
 
 
+class Adapted(nn.Module):
+    """An adapter as libraries attach them: its parts in dictionaries, much louder than the base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64)
+        self.low = nn.ModuleDict({"default": nn.Linear(64, 4, bias=False)})
+        self.high = nn.ModuleDict({"default": nn.Linear(4, 64, bias=False)})
+        self.numbers = torch.tensor([8.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.numbers[0] * self.high["default"](self.low["default"](x))
+
+
+# Such a library calls it as what it replaces, so that by its class every linear is its like.
+Adapted.__name__ = "Linear"
+
+
 class Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +154,9 @@ BUGS: Mapping[str, Bug] = {
     "soft cap left out": Bug(Mix, _set(1, 0.0), "(root)", ("soft-cap",)),
     "scores scaled": Bug(Mix, _set(0, 0.27), "(root)", ("scale",)),
     "adapter scaled": Bug(Adapter, _set(0, 0.5), "(root)", ("scale",)),
+    "adapter without its scale": Bug(
+        lambda: nn.Sequential(Adapted(), nn.Linear(64, 64)), _set(0, 1.0, "0"), "0", ("scale",)
+    ),
     "base of a rotation": Bug(Turns, _set(0, 5e5), "(root)", ("positions",)),
     "epsilon of a group norm": Bug(Groups, _set(0, 1e-3, "norm"), "norm", ("scale",)),
     "leaky relu for relu": Bug(
