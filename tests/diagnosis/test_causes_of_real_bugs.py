@@ -69,6 +69,20 @@ class Adapted(nn.Module):
 Adapted.__name__ = "Linear"
 
 
+class Padded(nn.Module):
+    """A convolution that is padded by its own code, on both sides alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 1, 7))
+        self.numbers = torch.tensor([3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = int(self.numbers[0])
+        x = nn.functional.pad(x, (before, 6 - before))
+        return nn.functional.conv1d(x, self.weight, groups=40)
+
+
 class Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +181,15 @@ BUGS: Mapping[str, Bug] = {
     ),
     "relu for hard swish": Bug(
         lambda: _layers(nn.Hardswish()), _replaced(nn.ReLU()), "1", ("activation",)
+    ),
+    "hard sigmoid for sigmoid": Bug(
+        lambda: _layers(nn.Sigmoid()), _replaced(nn.Hardsigmoid()), "1", ("activation",)
+    ),
+    "convolution padded on one side": Bug(
+        lambda: nn.Sequential(nn.Conv1d(40, 40, 7, groups=40), Padded()),
+        _set(0, 6, "1"),
+        "1",
+        ("shift",),
     ),
     "key weight permuted": Bug(Mix, _permuted, "b", ("permutation",), ("modules", "params")),
     "head not loaded": Bug(lambda: _layers(nn.GELU()), _unrelated, "2", ("weights",)),
