@@ -195,6 +195,9 @@ class StepStates:
 
     def _write_changed(self, weights: Sequence[Named], state: tuple[int, What, When, str]) -> None:
         """Write weights, if one of them is not as it was last written."""
+        # Digests tell nearly always, in a tenth of the time that figures and samples take.
+        if all(_host_digest(weight) == self._seen.get(path, "") for path, weight in weights):
+            return
         tensors = _states([weight for _, weight in weights])
         changed = any(
             tensor is not None and self._seen.get(path) != _identity(tensor)
@@ -312,6 +315,18 @@ def _identity(tensor: TensorState) -> Any:
     return tensor.digest or tensor.samples.tobytes()
 
 
+def _host_digest(tensor: Any) -> str | None:
+    """The digest that the state of a tensor in host memory would have; None of any other."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, torch.Tensor) or local.device.type != "cpu":
+        return None
+    shot = snapshot(local.detach())
+    if not isinstance(shot, Snapshot) or shot.repeats != 1:
+        return None
+    is_read = 0 < shot.length <= _LARGEST_TENSOR
+    return kernel.digest_at(shot.address, shot.length) if is_read else None
+
+
 def _states(tensors: Sequence[Any]) -> list[TensorState | None]:
     """What is kept of each tensor; None for one that is absent or cannot be read."""
     states: list[TensorState | None] = [None] * len(tensors)
@@ -352,8 +367,8 @@ def _copies_of(
     trained = _sampled_values(weights)
     ranked: list[tuple[float, list[torch.Tensor]]] = []
     seen: set[int] = set()
-    for thing in gc.get_objects():
-        tensors = _tensors_in(thing, len(shapes), session)
+    for thing in _containers_of(len(shapes)):
+        tensors = _tensors_in(thing, session)
         if (
             not tensors
             or [tensor.shape for tensor in tensors] != shapes
@@ -372,21 +387,31 @@ def _copies_of(
     return [tensors for _, tensors in ranked[:_MOST_COPIES]]
 
 
-def _tensors_in(thing: Any, count: int, session: CaptureSession) -> list[torch.Tensor] | None:
-    """Tensors that a module, list or table holds, if there are so many; None else."""
-    kind = type(thing)
-    held: list[Any]
-    if kind is list:
-        held = thing
-    elif kind in (dict, OrderedDict):
-        held = list(thing.values()) if len(thing) == count else []
-    elif issubclass(kind, nn.Module):
-        # A model that was called is looked at by itself.
-        is_watched = session.names.known(thing) is not None
-        held = [] if is_watched or "_parameters" not in thing.__dict__ else list(thing.parameters())
+def _containers_of(count: int) -> list[Any]:
+    """Living modules, and lists and tables of so many things."""
+    objects = gc.get_objects()
+    modules = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    tables = {list, dict, OrderedDict}
+    # A process has some 300 000 objects: nothing is called for those that are of no interest.
+    return [
+        thing
+        for thing in objects
+        if (kind := type(thing)) in modules or (kind in tables and len(thing) == count)
+    ]
+
+
+def _tensors_in(thing: Any, session: CaptureSession) -> list[torch.Tensor]:
+    """Tensors that a module, list or table holds; none if it holds anything else."""
+    if isinstance(thing, list):
+        held = list[Any](thing)
+    elif isinstance(thing, dict):
+        held = list(thing.values())
+    # A model that was called is looked at by itself.
+    elif session.names.known(thing) is not None or "_parameters" not in thing.__dict__:
+        held = []
     else:
-        return None
-    return list(held) if len(held) == count and all(map(_is_plain, held)) else None
+        held = list(thing.parameters())
+    return held if all(map(_is_plain, held)) else []
 
 
 def _is_plain(value: Any) -> bool:
