@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import cast
 
+from driftline.comparison.evidence.rules import COLUMNS
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.table.row import Row, Status
 from driftline.comparison.table.table import Table, is_spooled
@@ -439,6 +440,8 @@ def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list
     deciding = {row.decided_by for row in rows}
     present = {name for row in rows for name in row.metrics if deciding != {name}}
     standard = {metric.name for metric in STANDARD}
+    # Of what evidence has measured few rows have anything: it is shown where it decides.
+    standard |= {column.name for column in COLUMNS} - deciding
     limited: Collection[str] = table.limits.get("metrics", ())
     asked = [
         column.name
