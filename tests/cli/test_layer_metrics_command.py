@@ -371,8 +371,29 @@ def test_a_model_of_nan_fails_everywhere(layers: Command, driftline: Command, pl
     assert "FAIL: 31 layers of 32 without a single row of numbers" in said.out
     assert "on one side" not in said.out
     table = f"out/{PREFIX.format(2, 1, 24)}.layers"
-    for words in (("check", table, "--max", "relative_l2=10"), ("show", table)):
+    for words in (("check", table, "--max", "relative_l2=10"), ("check", table), ("show", table)):
         shown = driftline(*words)
-        assert "PASS" not in shown.out
-        assert "'model.embed_tokens'" in shown.out
-    assert driftline("check", table, "--max", "relative_l2=10").code == 1
+        assert shown.out.startswith("FAIL: the drift starts at 'model.embed_tokens'"), words
+        assert shown.code == (words[0] == "check")
+    made = driftline(
+        *("thresholds", "--models", "tiny", "--metrics", "abs_diff", "--file_base", "out"),
+        "--layer_io",
+    )
+    assert made.code == 2
+    assert "31 thresholds are no number" in made.err
+    for judged in ("out", table):
+        checked = driftline("check", judged, "--thresholds", "out/tiny-thresholds.json")
+        assert checked.code == 1, "a threshold that is no number lets nothing pass"
+    refused = driftline("check", "out")
+    assert refused.code == 2
+    assert f"driftline check {table}" in refused.err, "the files have a table with limits"
+
+
+def test_check_of_sound_layers_says_what_layer_metrics_said(
+    layers: Command, driftline: Command
+) -> None:
+    said = layers()
+    checked = driftline("check", f"out/{PREFIX.format(2, 1, 24)}.layers")
+    assert (said.code, checked.code) == (0, 0)
+    assert checked.out.startswith("PASS: 37 tensors compared")
+    assert "37 tensors compared, none outside its limit" in said.out

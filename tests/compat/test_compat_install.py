@@ -128,6 +128,7 @@ def test_doctor_walks_through_the_hardware_step_by_step(
     assert "next: source the ATB library's set_env.sh" in out and "-       torchair" in out
     report = json.loads(Path("driftline_ascend_report.json").read_text())
     assert [step["fine"] for step in report["steps"]] == [True, False, None, None, None]
+    assert report["steps"][0]["text"] == f"…/{tmp_path.name}", "the report names no folder of mine"
     assert main(["doctor", "--aiu", "-o", "mine.json"]) == 2
     assert "needs the package torch_sendnn" in capsys.readouterr().out
     with aiu.installed(tmp_path / "packages"):

@@ -68,3 +68,40 @@ def test_one_call_of_the_model_and_several_values(place: Path, warm_llama: str) 
             shape = f"*_batch-size-{batch}_seq-length-{length}_*model.head.abs_diff.csv"
             (file,) = (place / "output" / "granite").glob(shape)
             assert len(file.read_text().splitlines()) > batch * length // 2
+
+
+def test_a_model_of_nan_fails_in_every_command_of_the_document(
+    place: Path, warm_llama: str
+) -> None:
+    """The script, its thresholds, and `check` and `show` of what the script left."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights_file = place / "ibm-granite" / "granite-3.2-8b-instruct" / "model.safetensors"
+    weights = {name: torch.full_like(w, torch.nan) for name, w in load_file(weights_file).items()}
+    save_file(weights, weights_file, metadata={"format": "pt"})
+
+    def said(*words: object) -> tuple[int, str]:
+        exports = EXPORTS.replace("MAX_NEW_TOKENS=128", "MAX_NEW_TOKENS=2")
+        line = " ".join(map(str, words))
+        done = subprocess.run(["bash", "-c", exports + line], capture_output=True, text=True)
+        assert "Traceback" not in done.stderr
+        assert "PASS" not in done.stdout
+        return done.returncode, done.stdout
+
+    code, headline = said(warm_llama, SCRIPT, "--mode model-forward")
+    assert code == 1
+    assert "FAIL: " in headline
+    assert "on one side" not in headline
+    out = place / "output" / "granite"
+    (table,) = out.glob("*.layers")
+    driftline = SCRIPT.with_name("driftline")
+    code, text = said(driftline, "check", table)
+    assert (code, text.split(":")[0]) == (1, "FAIL")
+    assert said(driftline, "show", table)[1].startswith("FAIL")
+    code, _ = said(
+        *(SCRIPT.with_name("get_thresholds.py"), "--models ibm-granite/granite-3.2-8b-instruct"),
+        *("--metrics abs_diff cos_sim --layer_io --file_base", out),
+    )
+    assert code == 2
+    assert not list(out.glob("*thresholds.json")), "not one of the thresholds is a number"

@@ -232,6 +232,19 @@ class TestDumpAndCompare:
         assert (process / "0" / "root" / "output.pth").is_file()
         assert "layers.2.norm" in {r.key.site for r in open_run(process / "0").records}
 
+    def test_advice_and_details_are_in_the_words_of_the_document(self, desk: Path) -> None:
+        (desk / "infer.py").write_text(
+            "import torch\nfrom toy import Model\nmodel = Model().eval()\n"
+            "for _ in range(3):\n    model(torch.ones(2, 8))\n"
+        )
+        said = shell('ait llm dump --exec "python infer.py"')
+        assert "steps 1-2 ran and were not selected (2 in all); select these with -er 1,2" in said
+        assert "--step" not in said
+        said = shell('ait llm dump --exec "python infer.py" -er 7,7 -o other', code=2)
+        assert "select these with -er 0,2" in said
+        said = shell('ait llm dump --exec "python infer.py" -opname lin -l debug -o debug')
+        assert "debug: selected: names that begin with lin; steps " in said
+
     def test_operators_kernels_times_and_graphs_are_where_the_document_says(
         self, desk: Path
     ) -> None:

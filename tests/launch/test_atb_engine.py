@@ -117,6 +117,22 @@ def test_the_seeds_layout_holds_both_trees(dump, atb: Installed, workshop: Path)
     assert list(done.path.glob("ait_dump_*/tensors/0_*/0/*"))
 
 
+@pytest.mark.parametrize("root", ["-DOLD_ROOT", "-UOLD_ROOT"])
+def test_a_second_dump_into_the_seeds_tree_adds_its_process(
+    dump, atb: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
+) -> None:
+    """Probes of the document's time write to one folder, `ait_dump`, whoever calls them."""
+    probe = tmp_path / "kit" / "tools" / "ait_backend" / "dump" / "libatb_probe_abi1.so"
+    compile_("probe.c", probe, "-shared", "-fPIC", root)
+    probe.chmod(0o755)
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "kit"))
+    for options in (("-time", "3"), ("-sd",)):
+        done = dump("--layout", "ait", *options, argv=[str(atb.program)])
+        assert done.code == 0, done.err
+        assert "atb: 18 tensors" in done.err
+    assert len(list(done.path.glob("ait_dump*/tensors/0_*"))) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "sites"),
     [

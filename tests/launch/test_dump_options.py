@@ -136,6 +136,10 @@ def test_debug_says_more_than_info(quick):
     assert usual.code == more.code == 0
     assert set(usual.err.splitlines()[-1:]) < set(more.err.splitlines())
     assert "module calls" in more.err and "debug: command" in more.err
+    chosen = quick(
+        "-l", "debug", "-er", "0,1", "-ids", "1", "-stp", "1", "--force", run=["infer.py"]
+    )
+    assert "debug: selected: ids 1 and all below them; steps 0-1; outputs only" in chosen.err
 
 
 @pytest.mark.parametrize("level", ["warning", "error", "fatal", "critical"])

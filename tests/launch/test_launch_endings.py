@@ -122,7 +122,7 @@ def test_filters_that_leave_nothing_are_named(quick, workshop):
     dumped = quick("-er", "5,6", run=["infer.py", "2"])
     assert dumped.code == 2
     assert "steps 0-1 ran, and none of them is selected" in dumped.err
-    assert "select one of them: --step 0; or all steps: --step '*'" in dumped.err
+    assert "select all steps with --step '*', or these with --step 0-1" in dumped.err
 
 
 def test_a_pattern_without_a_match_is_said_although_others_matched(quick):

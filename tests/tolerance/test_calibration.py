@@ -221,6 +221,22 @@ def test_an_infinite_statistic_is_no_threshold(clean):
     assert judged.verdict == "incomparable", "a limit of infinity would let anything pass"
 
 
+def test_a_threshold_that_is_no_number_lets_nothing_pass(clean):
+    made = driftline.calibrate(clean)
+    entries = tuple(
+        entry._replace(value=math.nan) if entry.site == SITES[0] else entry
+        for entry in made.entries
+    )
+    broken = dataclasses.replace(made, entries=entries)
+    judged = driftline.check(clean[0], thresholds=broken)
+    assert judged.rows[0].reason == "the threshold of relative_l2 is no number"
+    assert judged.rows[0].status == "incomparable"
+    row = clean[0].rows[0]
+    nan = row._replace(metrics={**row.metrics, "relative_l2": math.nan})
+    table = clean[0].with_rows([nan, *clean[0].rows[1:]])
+    assert driftline.check(table, thresholds=broken).first_site == SITES[0]
+
+
 def test_integers_need_no_threshold_and_stay_exact(clean):
     ids = np.arange(6)
     ours = run_of({"tokens": ids, "model.head": np.ones(4, np.float32)})

@@ -184,6 +184,32 @@ class Selection:
         ]
         return misses
 
+    def in_words(self) -> str:
+        """What is captured, for people.
+
+        >>> Selection(steps=("3-5",), ids=("2",), part=1).in_words()
+        'ids 2 and all below them; steps 3-5; outputs only'
+        """
+        filters = (
+            ("sites", self.sites),
+            ("classes", self.classes),
+            ("ports", self.ports),
+            ("names that begin with", self.opnames),
+            ("steps", self.steps),
+            ("ranks", self.ranks),
+        )
+        parts = [f"{name} {', '.join(patterns)}" for name, patterns in filters if patterns]
+        if self.ids:
+            below = " and all below them" if self.children else ""
+            parts.insert(0, f"ids {', '.join(self.ids)}{below}")
+        if not any((self.sites, self.classes, self.opnames, self.ids)):
+            parts.insert(0, "every module")
+        moments = {0: "before the call only", 1: "after the call only", 2: "before and after"}
+        parts += [moments[self.time]] if self.time is not None else []
+        parts += [("inputs only", "outputs only")[self.part]] if self.part != 2 else []
+        parts += [f"device {self.device}"] if self.device is not None else []
+        return "; ".join(parts)
+
     def to_json(self) -> dict[str, Any]:
         """Fields that differ from the default, so that a plan shows only what was asked for."""
         defaults = Selection()

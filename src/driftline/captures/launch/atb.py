@@ -246,6 +246,10 @@ _BESIDE = {
 }
 
 
+_VALUES = ("tensors", "data")
+"""Where probes put tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class AtbHarvest:
     """The probe's dumps in numbers.
@@ -273,20 +277,19 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
     """Count what the probe wrote below the plan's output.
 
     Args:
-        already: What `dumps_in` found before the program ran, and is not its work.
+        already: What `process_folders` found before the program ran, and is not its work.
     """
     from driftline.formats.registry import open_run
 
-    roots = tuple(path for path in dumps_in(Path(plan.output)) if path not in already)
+    dumps = dumps_in(Path(plan.output))
+    roots = tuple(root for root in dumps if _process_folders_of(root) - already)
     tensors, size = 0, 0
     devices: set[int] = set()
     steps: set[int] = set()
     trouble: list[str] = []
-    for root in roots:
-        if not any((root / name).is_dir() for name in ("tensors", "data")):
-            continue  # topology or profiling only
+    for folder in (folder for root in roots for folder in _folders_to_count(root, already)):
         try:
-            run = open_run(root)
+            run = open_run(folder)
         except DriftlineError as problem:
             trouble.append(str(problem))
             continue
@@ -326,8 +329,27 @@ def dumps_in(output: Path) -> list[Path]:
     return [*dumps, output] if _written_by_probe(output) else dumps
 
 
+def process_folders(output: Path) -> frozenset[Path]:
+    """The folders of single processes in all dumps below the output."""
+    return frozenset().union(*map(_process_folders_of, dumps_in(output)))
+
+
+def _process_folders_of(root: Path) -> frozenset[Path]:
+    kinds = (root / name for name in (*_VALUES, *_BESIDE))
+    folders = (path for kind in kinds if kind.is_dir() for path in kind.iterdir())
+    return frozenset(path for path in folders if path.is_file() or _holds_files(path))
+
+
+def _folders_to_count(root: Path, already: frozenset[Path]) -> list[Path]:
+    """The dump where all of it is new; else the new processes of it: a probe may add to a dump."""
+    folders = {path for path in _process_folders_of(root) if path.parent.name in _VALUES}
+    if not folders:
+        return []  # topology or profiling only
+    return [root] if not folders & already else sorted(folders - already)
+
+
 def _written_by_probe(folder: Path) -> bool:
-    return any(_holds_files(folder / name) for name in ("tensors", "data", *_BESIDE))
+    return any(_holds_files(folder / name) for name in (*_VALUES, *_BESIDE))
 
 
 def _holds_files(folder: Path) -> bool:

@@ -25,6 +25,7 @@ from driftline.captures.launch.atb import (
     find_probe,
     gather_atb,
     not_for_the_probe,
+    process_folders,
 )
 from driftline.captures.launch.child import UnseenPythons, require_command, run_child
 from driftline.captures.launch.derived_files import Sheets, draw_atb, finish_sheets
@@ -131,7 +132,7 @@ def run_command(
     # The lock lasts until everything below has been read and sent.
     lock = _hold(plan)
     # Earlier dumps in the same folder are not this program's work.
-    already = frozenset(dumps_in(Path(plan.output))) if plan.engine == "atb" else frozenset[Path]()
+    already = process_folders(Path(plan.output)) if plan.engine == "atb" else frozenset[Path]()
     # The folder may still be in use by a process that outlives the program.
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         program_environment = build_environment(Path(folder).resolve(), plan)

@@ -227,7 +227,7 @@ def _explain_filters(
         ran = say_steps(skipped)
         return (
             f"nothing was captured: {ran} ran, and none of them is selected",
-            f"select one of them: --step {skipped[0]}; or all steps: --step '*'",
+            plan.advised_steps(skipped[0], skipped[-1]),
         )
     ranks = sorted({report.rank for report in messages.reports})
     if not any(plan.selection.takes_rank(rank) for rank in ranks):

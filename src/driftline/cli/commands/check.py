@@ -29,12 +29,12 @@ def check(
         driftline check table
 
     Reads no tensor: what was measured is in the table, and so is what a replay, noise runs or a
-    bisection had to say. Without any limit it gives the verdict of `compare`. Exit code 1 if a
-    limit is broken, 2 if too little could be judged.
+    bisection had to say. Without any limit it gives the verdict of `compare` or `layer-metrics`.
+    Exit code 1 if a limit is broken, 2 if too little could be judged.
 
     Args:
-        table: A folder that `driftline compare -o` wrote, or one of layer files (.abs_diff.csv,
-            .cos_sim.csv).
+        table: A folder that `driftline compare -o` wrote, the `….layers` of `layer-metrics`, or a
+            folder of layer files (.abs_diff.csv, .cos_sim.csv), which need limits.
         slack: How many times its threshold a tensor may reach. An average of clean runs is passed
             by about half of all clean runs: allow 2 or more there.
         model: Refuse thresholds for another model than this.
@@ -43,21 +43,25 @@ def check(
     from driftline.comparison.table.files import is_table, open_table
     from driftline.comparison.table.table import Table
     from driftline.decoding.files.layer_files import table_to_judge
+    from driftline.decoding.files.names import LAYER_TABLE
 
-    of_runs = is_table(table) and table.suffix != ".layers"
-    # Figures of layers have no number format that would say what is allowed.
-    if not of_runs and limits.thresholds is None and not limits.words:
+    judged_before = is_table(table)
+    # Bare files of layers have no number format that would say what is allowed.
+    if not judged_before and limits.thresholds is None and not limits.words:
+        tables = sorted(table.glob(f"*{LAYER_TABLE}")) if table.is_dir() else []
         raise BadInput(
             "nothing says what is allowed",
-            hint="--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
+            hint=f"the table beside these files has limits of its own: driftline check {tables[0]}"
+            if tables
+            else "--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
         )
     thresholds = None
     if limits.thresholds is not None:
         from driftline.comparison.tolerance.thresholds import load_thresholds
 
         thresholds = script.part(load_thresholds, limits.thresholds, model=model)
-    # What layer-metrics wrote is a table, too; but thresholds say which statistic of its files.
-    if of_runs:
+    # Thresholds of layer files say which statistic of the files beside a table they are held to.
+    if judged_before and not (thresholds and table.suffix == LAYER_TABLE):
         measured = script.part(open_table, table)
     else:
         measured = script.part(table_to_judge, table, thresholds)

@@ -390,7 +390,7 @@ def _details(outcome: Outcome) -> list[str]:
         f"  debug: command: {shlex.join(plan.command)}",
         f"  debug: engine {plan.engine}, frameworks {', '.join(plan.frameworks)}, "
         f"levels {', '.join(plan.levels)}, types {', '.join(plan.types)}, kept {plan.reduction}",
-        f"  debug: selection: {plan.selection}",
+        f"  debug: selected: {plan.selection.in_words()}",
         f"  debug: processes that began to capture: {outcome.messages.started}",
     ]
     lines += [
@@ -478,9 +478,7 @@ def _skipped_steps(outcome: Outcome) -> str:
             "summaries; --step '*' keeps all of them in full"
         )
     verb = "ran and was" if len(steps) == 1 else "ran and were"
-    first, last = min(steps), max(steps)
-    some = f"{first}-{last}" if first != last else f"{first}"
     return (
         f"{say_steps(steps)} {verb} not selected ({len(steps)} in all); "
-        f"select all steps with --step '*', or these with --step {some}"
+        f"{outcome.plan.advised_steps(min(steps), max(steps))}"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,8 +186,13 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
     report = {
         "format": "driftline-hardware-report",
         "kind": kind,
-        "steps": [step._asdict() for step in steps],
-        # Versions only: nothing of the user's files or environment.
+        # Names of files without their folders, and versions: nothing else of the user's machine.
+        "steps": [
+            step._replace(
+                text=_without_folders(step.text), hint=_without_folders(step.hint)
+            )._asdict()
+            for step in steps
+        ],
         "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -198,6 +204,15 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
             f"{output} cannot be written: {trouble.strerror or trouble}", hint="give another -o"
         ) from None
     return steps
+
+
+def _without_folders(text: str) -> str:
+    """A sentence for the report, which is sent: folders may have names of people and projects.
+
+    >>> _without_folders("there is no /home/ada/secret/lib/libatb.so")
+    'there is no …/libatb.so'
+    """
+    return re.sub(r"/(?:[^/\n]+/)+", "…/", text)
 
 
 def print_steps(steps: Sequence[Step], output: Path) -> bool:

@@ -157,13 +157,15 @@ class Tolerance:
         return (*test, *self.limits)
 
     def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
-        """The limits a row has to keep, each with where it comes from."""
+        """The limits a row has to keep, each with where it comes from.
+
+        A threshold that is no number is a limit of NaN, which nothing keeps.
+        """
         limits = [(limit, BY_USER) for limit in self.all_limits()]
         if self.thresholds is not None:
             for metric in self.thresholds.metrics:
                 entry = self.thresholds.find(metric, row.key.site, port=row.key.port)
-                # NaN in a file of thresholds judges nothing; a note says so.
-                if entry is not None and entry.usable:
+                if entry is not None:
                     limits.append((_limit_of(entry, row, self.slack), BY_THRESHOLDS))
         return limits
 
@@ -208,14 +210,14 @@ def widened(value: float, column: Column, times: float) -> float:
 
 def _limit_of(entry: Threshold, row: Row, slack: float) -> Limit:
     """A threshold as a limit of the table's own metric."""
-    metric, value = entry.metric, entry.value
+    metric, value = entry.metric, entry.value if entry.usable else math.nan
     if metric not in row.metrics and metric in _LAYER_METRICS:
         metric = _LAYER_METRICS[metric]
         if entry.statistic == "l2":  # of the errors of all elements, which is rmse but for a root
             metric = "rmse"
             value /= math.sqrt(max(math.prod(row.reference_shape or ()), 1))
-        elif metric == "cosine":
-            value = min(value, 1.0)  # cosines of mixed formats may come out above it
+        elif metric == "cosine" and value > 1.0:
+            value = 1.0  # cosines of mixed formats may come out above it
     return Limit(metric, widened(value, Column(metric, entry.direction), slack))
 
 

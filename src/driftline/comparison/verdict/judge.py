@@ -262,7 +262,7 @@ def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
     if broken:
         notes.append(
             f"{_THRESHOLDS_NOTE}{len(broken)} thresholds are no number, {broken[0].metric} of "
-            f"'{broken[0].site}' for one; they judge nothing"
+            f"'{broken[0].site}' for one; they let nothing pass"
         )
     if absent:
         notes.append(
@@ -477,12 +477,29 @@ def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
     judged: list[Row] = []
     for limit, source in allowed.limits_of(row):
         column = columns.get(limit.metric, Column(limit.metric, "lower"))
-        judged.append(_held(row, column, limit.value, source))
+        hold = _unlimited if math.isnan(limit.value) else _held
+        judged.append(hold(row, column, limit.value, source))
     if not judged:
         return row.judged("incomparable", NO_THRESHOLD)
     unknown = next((result for result in judged if result.status == "incomparable"), None)
     worst = max(judged, key=lambda result: (result.status == "fail", result.severity))
     return worst if worst.status == "fail" or unknown is None else unknown
+
+
+def _unlimited(row: Row, column: Column, limit: float, source: str) -> Row:
+    """A threshold that is no number: no number can keep it, and NaN fails as under any other."""
+    broken = f"the threshold of {column.name} is no number"
+    value = row.metrics.get(column.name)
+    if value is None or not math.isnan(float(value)):
+        return row.judged("incomparable", broken)
+    return row.judged(
+        "fail",
+        f"{column.name} nan, and {broken}",
+        decided_by=column.name,
+        limit=limit,
+        limit_from=source,
+        severity=math.inf,
+    )
 
 
 def _held(row: Row, column: Column, limit: float, source: str) -> Row:
