@@ -276,11 +276,11 @@ export class Flow {
     for (const at of drawn.outputs) svg.append(stub(middle.get(at)!, 1, this.parts[at].between));
     for (const at of shown) svg.append(this.node(at, middle.get(at)!));
     clear(this.box, svg);
-    // A long chain scrolls: what it is about stands in the middle.
+    // A long chain scrolls: what it is about stands in the middle, with the words beside it.
     const focus = shown.find((at) => this.blamed(at)) ?? shown[0];
     const [x, y] = (focus === undefined ? undefined : middle.get(focus)) ?? [0, 0];
     this.box.scrollTop = y * this.scale - this.box.clientHeight / 2;
-    this.box.scrollLeft = x * this.scale - this.box.clientWidth / 2;
+    this.box.scrollLeft = (x + BESIDE / 2) * this.scale - this.box.clientWidth / 2;
     const left = [drawn.before && `${drawn.before} parts before these`, drawn.after && `${drawn.after} after`].filter(Boolean).join(", ");
     const source = this.state.data.flow ? "An arrow is a tensor that both ends have, by its bytes or as the graph says" : "The runs do not say what feeds what";
     this.remark.textContent = `${source}; a dashed one only means that it runs next. Colour: the worst tensor inside, as a multiple of its limit.${left ? ` Not drawn: ${left}.` : ""}`;
