@@ -428,6 +428,31 @@ def test_the_dataflow_around_the_first_divergence(page: Page, demo: Path) -> Non
     assert "self_attn" in flow.locator(".flow-name").all_text_contents()
 
 
+def test_the_dataflow_is_coloured_by_the_step_in_which_the_drift_starts(
+    page: Page, tmp_path: Path
+) -> None:
+    """A generated text goes another way after the fault: that colours no healthy part."""
+    rng = np.random.default_rng(4)
+    sides: list[dict[Any, Any]] = [{}, {}]
+    for step in range(2):
+        for layer in range(3):
+            values = rng.standard_normal((4, 16)).astype(np.float32)
+            for side in (0, 1):
+                bad = side and (step or layer)
+                key = TensorKey.of(f"layers.{layer}", "output", step=step)
+                sides[side][key] = values * (1.5 if bad else 1.0)
+    path = tmp_path / "steps.html"
+    report(run_of(sides[0]), run_of(sides[1]), path)
+    opened(page, path)
+    abouts = page.locator("#flow .flow-node").evaluate_all(
+        "nodes => nodes.map((node) => node.getAttribute('aria-label'))"
+    )
+    healthy, first, _ = abouts
+    assert "0× of its limit" in healthy and "starts here" not in healthy
+    assert "the drift starts here" in first
+    assert "in step 0" in page.inner_text("#flow")
+
+
 def test_a_search_that_finds_nothing_is_answered(page: Page, demo: Path) -> None:
     opened(page, demo)
     search = page.locator("#tensors input[type=search]")
