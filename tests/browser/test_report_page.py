@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from chromium import Traffic, drag, point, until
 
 from driftline.reporting.html.report import report
 from driftline.runs.memory import MemorySink
 from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
+from support.chromium import Traffic, drag, point, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
