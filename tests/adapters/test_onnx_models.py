@@ -420,7 +420,10 @@ def test_an_input_is_never_set_against_what_another_made(tmp_path: Path) -> None
     assert helper.printable_graph(exported.graph).count("Relu") == 1
     (tmp_path / "once.onnx").write_bytes(exported.SerializeToString())
     candidate = run_of(tmp_path / "once.onnx", sink.run(), optimize="none")
-    clean(driftline.compare(sink.run(), candidate))
+    table = driftline.compare(sink.run(), candidate)
+    assert not table.failing, table.finding
+    # Two values leave 'left' now, and which of them it gave cannot be told: one module of three.
+    assert table.verdict == "incomplete" and "66.7% of the 3 calls" in table.finding
 
 
 class LSTM(torch.nn.Module):

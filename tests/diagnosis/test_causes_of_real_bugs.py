@@ -51,6 +51,38 @@ class Adapter(nn.Module):
         return self.base(x) + self.numbers[0] * self.high(self.low(x))
 
 
+class Adapted(nn.Module):
+    """An adapter as libraries attach them: its parts in dictionaries, much louder than the base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64)
+        self.low = nn.ModuleDict({"default": nn.Linear(64, 4, bias=False)})
+        self.high = nn.ModuleDict({"default": nn.Linear(4, 64, bias=False)})
+        self.numbers = torch.tensor([8.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.numbers[0] * self.high["default"](self.low["default"](x))
+
+
+# Such a library calls it as what it replaces, so that by its class every linear is its like.
+Adapted.__name__ = "Linear"
+
+
+class Padded(nn.Module):
+    """A convolution that is padded by its own code, on both sides alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 1, 7))
+        self.numbers = torch.tensor([3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = int(self.numbers[0])
+        x = nn.functional.pad(x, (before, 6 - before))
+        return nn.functional.conv1d(x, self.weight, groups=40)
+
+
 class Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +168,9 @@ BUGS: Mapping[str, Bug] = {
     "soft cap left out": Bug(Mix, _set(1, 0.0), "(root)", ("soft-cap",)),
     "scores scaled": Bug(Mix, _set(0, 0.27), "(root)", ("scale",)),
     "adapter scaled": Bug(Adapter, _set(0, 0.5), "(root)", ("scale",)),
+    "adapter without its scale": Bug(
+        lambda: nn.Sequential(Adapted(), nn.Linear(64, 64)), _set(0, 1.0, "0"), "0", ("scale",)
+    ),
     "base of a rotation": Bug(Turns, _set(0, 5e5), "(root)", ("positions",)),
     "epsilon of a group norm": Bug(Groups, _set(0, 1e-3, "norm"), "norm", ("scale",)),
     "leaky relu for relu": Bug(
@@ -146,6 +181,15 @@ BUGS: Mapping[str, Bug] = {
     ),
     "relu for hard swish": Bug(
         lambda: _layers(nn.Hardswish()), _replaced(nn.ReLU()), "1", ("activation",)
+    ),
+    "hard sigmoid for sigmoid": Bug(
+        lambda: _layers(nn.Sigmoid()), _replaced(nn.Hardsigmoid()), "1", ("activation",)
+    ),
+    "convolution padded on one side": Bug(
+        lambda: nn.Sequential(nn.Conv1d(40, 40, 7, groups=40), Padded()),
+        _set(0, 6, "1"),
+        "1",
+        ("shift",),
     ),
     "key weight permuted": Bug(Mix, _permuted, "b", ("permutation",), ("modules", "params")),
     "head not loaded": Bug(lambda: _layers(nn.GELU()), _unrelated, "2", ("weights",)),

@@ -103,44 +103,6 @@ def test_an_average_of_weights_with_another_decay_is_named(dumped, capsys):
     assert "an average of weights" in table["finding"]
 
 
-UNUSED = """
-import copy, sys, torch
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-if sys.argv[2] == "module":
-    average = copy.deepcopy(model)
-elif sys.argv[2] == "table":
-    average = copy.deepcopy(model.state_dict())
-else:
-    average = [parameter.detach().clone() for parameter in model.parameters()]
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
-for _ in range(20):
-    optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model(x), y).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    optimizer.step()
-    with torch.no_grad():
-        if isinstance(average, torch.nn.Module):
-            tensors = average.parameters()
-        else:
-            tensors = average.values() if isinstance(average, dict) else average
-        for own, trained in zip(tensors, model.parameters()):
-            own.lerp_(trained, float(sys.argv[1]))
-"""
-
-
-@pytest.mark.parametrize("kind", ["module", "table", "list"])
-def test_an_average_that_nobody_calls_is_compared(dumped, capsys, kind):
-    runs = [dumped(UNUSED, name, decay, kind) for name, decay in (("ref", "0.1"), ("cand", "0.3"))]
-    table = compared(*runs, capsys)
-    assert table["verdict"] == "fail", table["finding"]
-    assert "weights that no optimizer updates differ" in table["finding"]
-    assert "(copy 0)" in table["finding"]
-    assert compared(runs[0], dumped(UNUSED, "same", "0.1", kind), capsys)["verdict"] == "pass"
-
-
 def test_gradients_that_are_not_reduced_over_ranks_are_named(dumped, capsys, tmp_path):
     runs = [
         dumped(RANKS, fault, fault, str(tmp_path / f"{fault}.store"), ranks=2)

@@ -549,7 +549,8 @@ class _AttentionBackends:
 
     def called(self, args: Any, kwargs: Any) -> None:
         session = self._session
-        if self._left <= 0 or not session.running or not session.thread.stack:
+        thread = session.thread
+        if self._left <= 0 or thread.quiet or not session.running or not thread.stack:
             return
         query = args[0] if args else kwargs.get("query")
         traced = _tracing_state() is not None or _interpreters() is not None

@@ -121,7 +121,7 @@ def _watched(
     quiet = False
     try:
         frame = enter(session, stack, self, args, kwargs)
-        quiet = frame is not None and _is_quiet(session, frame, depth)
+        quiet = _is_quiet(session, frame, depth)
     except Exception as error:
         fault(session, self, error)
     finally:
@@ -169,9 +169,11 @@ def _watched(
     return result
 
 
-def _is_quiet(session: CaptureSession, frame: Frame, depth: int) -> bool:
+def _is_quiet(session: CaptureSession, frame: Frame | None, depth: int) -> bool:
     """Whether the parts of a model are called as they are: between the steps that are captured."""
-    return not depth and not frame.recompute and session.is_quiet(frame.step)
+    if frame is None or depth:
+        return False
+    return not frame.recompute and session.is_quiet(frame.step)
 
 
 def _is_usual(session: CaptureSession, module: nn.Module, depth: int) -> bool:

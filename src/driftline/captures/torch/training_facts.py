@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.captures.model_facts import GOODBYE, FactsFile, attributes_of
+from driftline.captures.model_facts import FactsFile, attributes_of
 from driftline.captures.patching import PatchSet
 from driftline.captures.torch.operators.dispatch import break_graphs
 from driftline.captures.torch.step_states import StepStates
@@ -129,18 +129,7 @@ class TrainingFacts:
 
     def finish(self) -> None:
         self._read_losses()
-        # A program that leaves at once has no time for a last look.
-        leaving = threading.current_thread().name == GOODBYE
-        optimizers = [] if leaving else [entry[0]() for entry in self._optimizers.values()]
-        self.states.finish(
-            [
-                parameter
-                for optimizer in optimizers
-                if optimizer is not None
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-            ]
-        )
+        self.states.finish()
         if self._order:
             self._write_order(self._session.clock.concluding, final=True)
 

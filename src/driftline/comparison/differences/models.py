@@ -99,20 +99,31 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
         return True
     if _SEED.search(name) or _VERSION.search(name):
         return True
-    numbers = isinstance(reference, int | float) and isinstance(candidate, int | float)
-    if numbers and not isinstance(reference, bool) and not isinstance(candidate, bool):
-        if reference == candidate:
-            return True
-        # No whole number of a setting is that large: these are addresses, or hashes that every
-        # process salts anew. Floats are: attention masks are filled with -1e30.
-        whole_numbers = isinstance(reference, int) and isinstance(candidate, int)
-        return whole_numbers and min(abs(reference), abs(candidate)) >= _ADDRESSES
+    if _is_number(reference) and _is_number(candidate):
+        return _is_same_number(reference, candidate)
     if isinstance(reference, list) and isinstance(candidate, list):
         first, second = cast("list[Any]", reference), cast("list[Any]", candidate)
         pairs = zip(first, second, strict=False)
         return len(first) == len(second) and all(is_same_value(name, a, b) for a, b in pairs)
     if not isinstance(reference, str) or not isinstance(candidate, str):
         return False
+    return _is_same_text(name, reference, candidate)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_same_number(reference: float, candidate: float) -> bool:
+    if reference == candidate:
+        return True
+    # No whole number of a setting is that large: these are addresses, or hashes that every process
+    # salts anew. Floats are: attention masks are filled with -1e30.
+    whole_numbers = isinstance(reference, int) and isinstance(candidate, int)
+    return whole_numbers and min(abs(reference), abs(candidate)) >= _ADDRESSES
+
+
+def _is_same_text(name: str, reference: str, candidate: str) -> bool:
     if _ADDRESS.sub("0x", reference) == _ADDRESS.sub("0x", candidate):
         return True
     if _DEVICE.fullmatch(reference) and _DEVICE.fullmatch(candidate):

@@ -548,13 +548,14 @@ ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
     "mish": lambda x: x * np.tanh(np.logaddexp(x, 0.0)),
     "hard swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
     "no activation": lambda x: x,
-}
-"""Functions of single elements, by name."""
-_ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
+    # Behind those they may equal: below 6 a relu6 is a relu.
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
     "hard sigmoid": lambda x: np.clip(x + 3.0, 0.0, 6.0) / 6.0,
     "leaky relu (0.2)": lambda x: np.where(x > 0.0, x, 0.2 * x),
     "leaky relu (0.1)": lambda x: np.where(x > 0.0, x, 0.1 * x),
+}
+"""Functions of single elements, by name; of two that fit equally the first is named."""
+_ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
     "softmax": _softmax,
     "log softmax": lambda x: (
         x
@@ -562,7 +563,7 @@ _ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
         - np.log(np.exp(x - x.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True))
     ),
 }
-"""Functions that only a leaf can be, not the cause of an error: a row at once, or rare ones."""
+"""Functions of a row at once, which only a leaf can be."""
 
 
 # --- parts of outputs

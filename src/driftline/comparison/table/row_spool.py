@@ -74,7 +74,7 @@ class RowSpool(Sequence[Row]):
 
     @property
     def largest(self) -> Mapping[tuple[str, str], float]:
-        """The largest finite relative L2 of either side's element types, of rows with values."""
+        """The largest finite relative L2 of either side's element types."""
         return self._about.largest
 
     @property
@@ -174,11 +174,10 @@ class _About:
         self.operators = self.operators or any("/" in row.key.site for row in block)
         largest = self.largest
         for row in block:
-            if row.basis == "values":
-                error = row.metrics.get(_ERROR, 0.0)
-                types = row.reference_dtype, row.candidate_dtype
-                if largest.get(types, 0.0) < error < math.inf:
-                    largest[types] = error
+            error = row.metrics.get(_ERROR, 0.0)
+            types = row.reference_dtype, row.candidate_dtype
+            if largest.get(types, 0.0) < error < math.inf:
+                largest[types] = error
             if row.status != "extra":
                 moment = (row.key.rank, row.key.process, row.key.step)
                 self.in_turn = self.in_turn and self._moment <= moment

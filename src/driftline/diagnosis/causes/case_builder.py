@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from driftline.comparison.measure.recipes import open_recipes
 from driftline.comparison.verdict.certain_failures import CertainFailure
 from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.own_error import ReplayResult
-from driftline.comparison.verdict.sites import FINE, ROOTS, Call, Place, Site, contains
+from driftline.comparison.verdict.sites import FINE, Call, Place, Site, ancestors, contains
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
@@ -32,9 +33,10 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 # Limits on tensors that are only read to be compared: the nearest twelve modules, the last two
-# calls.
+# calls, the last parts of a container.
 _OTHERS = 12
 _EARLIER = 2
+_MOST_PARTS = 32
 _RISING = 0.4
 """Share of neighbours that differ by one in numbers of positions; pads have one number."""
 _NEARLY = 0.1
@@ -291,7 +293,7 @@ class CaseBuilder:
             of = other.key
             if of.step >= key.step or (of.rank, of.process) != (key.rank, key.process):
                 continue
-            made = of.port == "output" and _is_part(of.site, parent)
+            made = of.port == "output" and self._is_part(of.site, parent)
             if len(other.shape) < 2 or not (made or (of.port == "input" and of.site == parent)):
                 continue
             tensors = earlier.setdefault(_part_name(of) if made else of.slot, [])
@@ -306,6 +308,17 @@ class CaseBuilder:
                 joined[name] = np.concatenate(tensors, axis=axis)
         return joined
 
+    @cached_property
+    def _called(self) -> frozenset[str]:
+        """Modules of the candidate that gave anything; a list or dictionary of modules does not."""
+        records = self.runs.candidate.records
+        return frozenset(record.key.site for record in records if record.key.port == "output")
+
+    def _is_part(self, site: str, parent: str) -> bool:
+        """Whether a module is called by another one's own code, and not by a part of it."""
+        callers = (outer for outer in ancestors(site) if outer == parent or outer in self._called)
+        return site != parent and next(callers, "") == parent
+
     def _parts(self, record: Record, parent: str, *, of_reference: bool = False) -> dict[str, F64]:
         """Inputs of a container, and what its parts had made before a tensor was passed on.
 
@@ -315,17 +328,24 @@ class CaseBuilder:
             of_reference: The reference's, under the candidate's names.
         """
         tensors: dict[str, F64] = {}
+        made: list[Record] = []
         for other in self.runs.candidate.records:
             of = other.key
             if of.step != record.key.step or of.rank != record.key.rank:
                 continue
             if other.order >= record.order:
                 continue
-            made = of.port == "output" and _is_part(of.site, parent)
-            if made or (of.port == "input" and of.site == parent):
+            if of.port == "output" and self._is_part(of.site, parent):
+                made.append(other)
+            elif of.port == "input" and of.site == parent:
                 values = self._value(other, of_reference=of_reference)
                 if values is not None:
-                    tensors[_part_name(of) if made else of.slot] = values
+                    tensors[of.slot] = values
+        # A model may have a hundred layers; what is passed on was made by the last of them.
+        for other in made[-_MOST_PARTS:]:
+            values = self._value(other, of_reference=of_reference)
+            if values is not None:
+                tensors[_part_name(other.key)] = values
         return tensors
 
     def _case(
@@ -512,6 +532,8 @@ class CaseBuilder:
                 and key.slot == record.key.slot
                 and (key.step, key.rank) == (record.key.step, record.key.rank)
                 and key.site != record.key.site
+                # A container's own part is no other module that was taken for it.
+                and not contains(record.key.site, key.site)
                 and other.shape == record.shape
                 and other.class_name == record.class_name
                 and other.digest != record.digest
@@ -617,12 +639,6 @@ def _steps(recipe: Recipe) -> Iterator[Step]:
     for source in recipe.sources:
         if isinstance(source, Recipe):
             yield from _steps(source)
-
-
-def _is_part(site: str, parent: str) -> bool:
-    """Whether a module is called by another one's own code, and not by a part of it."""
-    outer = site.rpartition(".")[0]
-    return outer == parent or (not outer and parent in ROOTS and site not in ROOTS)
 
 
 def _part_name(key: TensorKey) -> str:

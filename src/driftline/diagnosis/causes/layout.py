@@ -1,4 +1,4 @@
-"""Right numbers in wrong places: permutations, transposes, and shifts along the tokens."""
+"""Right numbers in wrong places: permutations, transposes, and shifts along tokens or positions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from driftline.diagnosis.causes.linear_solve import solved
 _WIDEST_PERMUTATION = 2048
 _ALIKE = 0.2
 """Share of its error that a column may leave after it is matched."""
+_FITS = 0.9
 Places = npt.NDArray[np.intp]
 
 
@@ -149,7 +150,9 @@ def _of_sites(case: Case) -> Clue | None:
     """The output of another module: q for k, two experts, two layers mixed up."""
     best: Clue | None = None
     for site, other in case.others.items():
-        share = case.explained(other)
+        # It is that module's output to the last bit of noise, or it is not: beside a result that
+        # is far too small, every small tensor explains most of the error.
+        share = case.fitted(other)
         if best is None or share > best.score:
             best = Clue(
                 "permutation", share, f"it is what the reference computes at '{site}'", "sites"
@@ -226,17 +229,33 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
 
 
-# Shifts: every token has the values of its neighbour (positions or a cache off by one).
+# Shifts: every token, or position of a picture or sound, has the values of a neighbour.
+
+
+_NEAR_TOKENS = (1, -1, 2, -2)
+# A convolution that is padded on one side moves positions by half its width.
+_NEAR_POSITIONS = tuple(by * sign for by in range(1, 9) for sign in (1, -1))
 
 
 def shift(case: Case) -> Clue | None:
-    """`c[t] = r[t - d]` along the tokens, for small d; the ends do not count."""
+    """`c[t] = r[t - d]` along the tokens or the last axis, for small d; the ends do not count."""
     if case.tokens is None or case.ratio < 2.0:
         return None
-    axis = case.tokens
+    best = _moved(case, case.tokens, "token", _NEAR_TOKENS)
+    last = case.r.ndim - 1
+    # Convolutions have their positions last: where tokens do not fit, these may.
+    if last > case.tokens and (best is None or best.score < _FITS):
+        along = _moved(case, last, "position", _NEAR_POSITIONS)
+        if along is not None and (best is None or along.score > best.score):
+            best = along
+    return best
+
+
+def _moved(case: Case, axis: int, what: str, distances: tuple[int, ...]) -> Clue | None:
+    """The best of some distances along one axis."""
     length = case.r.shape[axis]
     best: Clue | None = None
-    for by in (1, -1, 2, -2):
+    for by in distances:
         if length < 4 * abs(by):
             continue
         # The ends have no neighbour, or another sequence's; they say nothing.
@@ -249,8 +268,8 @@ def shift(case: Case) -> Clue | None:
         share = case.explained(np.roll(case.r, by, axis=axis), where)
         if best is None or share > best.score:
             side = "before" if by > 0 else "after"
-            count = "the token" if abs(by) == 1 else f"{abs(by)} tokens"
-            best = Clue(
-                "shift", share, f"every token has what belongs to {count} {side} it", f"{by:+d}"
-            )
+            count = f"the {what}" if abs(by) == 1 else f"{abs(by)} {what}s"
+            place = "" if what == "token" else f" along axis {axis}"
+            sentence = f"every {what}{place} has what belongs to {count} {side} it"
+            best = Clue("shift", share, sentence, f"{by:+d}")
     return best

@@ -69,8 +69,8 @@ _TABLE = (
           "a region holds what stood there before, or what belongs to other tokens",
           "stale values", freedom=4, exact=True, on_inputs=True),
     Cause("shift", _in("layout:shift"),
-          "tokens have what belongs to their neighbours: positions or cache off by one",
-          "a shift along the tokens", freedom=6, exact=True, on_inputs=True),
+          "tokens or positions have what belongs to their neighbours: a cache off by one, a "
+          "padding on the wrong side", "a shift", freedom=6, exact=True, on_inputs=True),
     Cause("transpose", _in("layout:transpose"),
           "two axes have changed places, in the output or in the weight",
           "a transpose", freedom=7, exact=True, on_inputs=True),
