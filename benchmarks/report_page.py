@@ -93,8 +93,8 @@ def big_table(rows: int = ROWS) -> Any:
 
 
 def _chromium() -> Any:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "browser"))
-    import chromium
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support import chromium
 
     return chromium
 

@@ -16,6 +16,7 @@ import os
 import random
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,6 +53,13 @@ def warm_compiler() -> Iterator[str]:
     """The same, and torch.compile with its own backends is imported too."""
     with warm("torch", "torch._dynamo", "torch._inductor.compile_fx") as python:
         yield python
+
+
+@pytest.fixture(scope="session")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pictures of pages go: $DRIFTLINE_SCREENSHOTS, to look at them, or nowhere for long."""
+    wanted = os.environ.get("DRIFTLINE_SCREENSHOTS")
+    return Path(wanted) if wanted else tmp_path_factory.mktemp("screenshots")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import NoChromium, Traffic, launched
+
+from support.chromium import NoChromium, Traffic, launched
 
 
 # Not for the session: playwright keeps a running event loop in this thread as long as it is open,
@@ -45,10 +44,3 @@ def page(any_page: Any, traffic: Traffic) -> Iterator[Any]:
     yield any_page
     any_page.title()  # what the page said before it answers this has arrived
     assert not traffic.complaints, f"the page complained: {traffic.complaints}"
-
-
-@pytest.fixture(scope="session")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures of pages go: $DRIFTLINE_SCREENSHOTS, to look at them, or nowhere for long."""
-    wanted = os.environ.get("DRIFTLINE_SCREENSHOTS")
-    return Path(wanted) if wanted else tmp_path_factory.mktemp("screenshots")

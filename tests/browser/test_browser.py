@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chromium import Traffic
+from support.chromium import Traffic
 
 
 def test_a_request_and_an_error_on_the_console_are_seen(

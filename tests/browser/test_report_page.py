@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from chromium import Traffic, drag, point, until
 
 from driftline.reporting.html.report import report
 from driftline.runs.memory import MemorySink
 from driftline.runs.records import TensorKey
 from driftline.testing.runs import run_of
+from support.chromium import Traffic, drag, point, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -428,6 +428,31 @@ def test_the_dataflow_around_the_first_divergence(page: Page, demo: Path) -> Non
     assert "self_attn" in flow.locator(".flow-name").all_text_contents()
 
 
+def test_the_dataflow_is_coloured_by_the_step_in_which_the_drift_starts(
+    page: Page, tmp_path: Path
+) -> None:
+    """A generated text goes another way after the fault: that colours no healthy part."""
+    rng = np.random.default_rng(4)
+    sides: list[dict[Any, Any]] = [{}, {}]
+    for step in range(2):
+        for layer in range(3):
+            values = rng.standard_normal((4, 16)).astype(np.float32)
+            for side in (0, 1):
+                bad = side and (step or layer)
+                key = TensorKey.of(f"layers.{layer}", "output", step=step)
+                sides[side][key] = values * (1.5 if bad else 1.0)
+    path = tmp_path / "steps.html"
+    report(run_of(sides[0]), run_of(sides[1]), path)
+    opened(page, path)
+    abouts = page.locator("#flow .flow-node").evaluate_all(
+        "nodes => nodes.map((node) => node.getAttribute('aria-label'))"
+    )
+    healthy, first, _ = abouts
+    assert "0× of its limit" in healthy and "starts here" not in healthy
+    assert "the drift starts here" in first
+    assert "in step 0" in page.inner_text("#flow")
+
+
 def test_a_search_that_finds_nothing_is_answered(page: Page, demo: Path) -> None:
     opened(page, demo)
     search = page.locator("#tensors input[type=search]")
@@ -451,6 +476,13 @@ CUT_WORDS = """() => [...document.querySelectorAll('.flow-box svg text')].filter
     const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
     return box.x < 0 || box.x + box.width > view.width;
 }).map((text) => text.textContent)"""
+# The graph may be wider than its box; what it is about can be read without scrolling.
+HIDDEN_MARK = """() => [...document.querySelectorAll('.flow-mark')].filter((text) => {
+    const words = text.getBoundingClientRect();
+    const box = text.closest('.flow-box').getBoundingClientRect();
+    return words.left < box.left || words.right > box.right
+        || words.top < box.top || words.bottom > box.bottom;
+}).map((text) => text.textContent)"""
 
 
 @pytest.mark.parametrize("width", [375, 1440, 2560])
@@ -465,4 +497,5 @@ def test_pages_fit_every_window_in_both_themes(
         page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate(BEYOND_THE_EDGE) == []
         assert page.evaluate(CUT_WORDS) == []
+        assert page.evaluate(HIDDEN_MARK) == []
         page.screenshot(path=screenshots / f"report-{theme}-{width}.png", full_page=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from chromium import Traffic, drag, point, until
 
 from driftline.reporting.viewer.api import Viewer, serve
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
+from support.chromium import Traffic, drag, point, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -13,6 +13,7 @@ import pytest
 
 from driftline.diagnosis.experiments import two_programs
 from driftline.errors import BadInput
+from driftline.reporting.html.report import page_of
 
 PROGRAM = """
 import os, sys
@@ -77,6 +78,33 @@ def test_a_fault_is_named_and_a_second_call_runs_nothing_again(folder: Path) -> 
     other = diff(folder, command("--fault"), command())
     assert other.returncode == 2
     assert "holds another diff" in other.stderr
+
+
+def test_the_table_that_is_kept_says_what_the_report_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay came after the first comparison; whoever opens the table later has it, too."""
+    monkeypatch.chdir(folder)
+    difference = two_programs.diff_programs(
+        two_programs.Program((sys.executable, "infer.py")),
+        two_programs.Program((sys.executable, "infer.py", "--fault")),
+        folder / "kept",
+    )
+    kept = page_of(folder / "kept" / "table").document["diagnosis"]
+    assert difference.diagnosis.confidence > 0.9
+    assert kept["confidence"] == difference.diagnosis.confidence
+    assert kept["finding"] == list(difference.diagnosis.sentences)
+    alone = page_of(folder / "kept" / "ref", folder / "kept" / "cand").document["diagnosis"]
+    assert alone["confidence"] < difference.diagnosis.confidence
+
+
+def test_a_program_without_a_model_is_not_said_to_have_failed(folder: Path) -> None:
+    (folder / "greeting.py").write_text("print('hello')")
+    done = diff(folder, shlex.join([sys.executable, "greeting.py"]), command())
+    assert done.returncode == 2
+    assert "nothing was captured" in done.stderr
+    assert "the reference left nothing to compare" in done.stderr
+    assert "ended with status" not in done.stderr
 
 
 def test_one_command_under_two_sets_of_variables(folder: Path) -> None:

@@ -22,6 +22,7 @@ from documents import PAGES, REASONS, ROOT, Block, blocks_of, name_of
 from driftline.cli import app
 from driftline.cli.app import COMMANDS, option_names
 from driftline.cli.main import main
+from support.chromium import NoChromium, launched
 from support.programs import running
 
 Kitchen = Callable[[Path], None]
@@ -187,7 +188,11 @@ def cases(names: Iterable[str]) -> list[object]:
 
 @pytest.mark.parametrize("name", cases(WITH_COMMANDS))
 def test_every_command_of_the_page_works(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warm_python: str,
+    screenshots: Path,
 ) -> None:
     place = tmp_path / "here"
     place.mkdir()
@@ -210,6 +215,23 @@ def test_every_command_of_the_page_works(
                 assert code == 0, f"{name}:{block.line}: {' '.join(words)}\n{said}"
             everything += said
         assert missing(block, everything) == [], f"{name}:{block.line}\n{everything}"
+    if name.startswith("docs/users/"):
+        reports = sorted(place.rglob("report.html"))
+        assert reports, f"{name} leads to no picture"
+        photograph(reports, screenshots, Path(name).stem)
+
+
+def photograph(reports: list[Path], album: Path, name: str) -> None:
+    """The first screen of every report, where there is a browser."""
+    try:
+        with launched() as browser:
+            page = browser.new_page(viewport={"width": 1440, "height": 900})
+            for number, report in enumerate(reports):
+                page.goto(report.as_uri())
+                page.wait_for_selector("html[data-ready=yes]")
+                page.screenshot(path=album / f"user-{name}-{number}.png")
+    except NoChromium:
+        pass  # the tests of pages say so
 
 
 def test_every_page_with_commands_has_what_they_take() -> None:

@@ -79,7 +79,7 @@ def test_a_faulty_run_says_what_is_faulty_first(
     assert main(["trend", str(path)]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("NaN or infinity from step 10 on: first in b output, 256 of 256")
-    assert "1 more tensors have some" in first and "errcheck" in first
+    assert "in 1 more tensor, too" in first and "errcheck" in first
     # What is followed is said as ever: the finite part kept its size.
     assert "tensors kept their usual rms" in second
     (shard,) = path.rglob("*.safetensors")

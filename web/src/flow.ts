@@ -93,17 +93,25 @@ export class Flow {
     this.draw();
   }
 
+  /** The step in which the drift starts, whose edges are drawn; null where there is only one. A later one may be of other inputs. */
+  private step(): number | null {
+    const { rows, data } = this.state;
+    return rows.steps.length > 1 && data.verdict.row !== null ? rows.step(data.verdict.row) : null;
+  }
+
   private readTree(): void {
     const { tree } = this.state.data;
     const { rows } = this.state;
+    const step = this.step();
     for (let at = 0; at < tree.count; at++) {
       const parent = at ? tree.parent[at] : -1;
       const above = parent > 0 ? this.parts[parent].path : "";
       const site = tree.site[at];
       const path = site ?? (parent < 0 ? "" : above ? `${above}.${tree.name[at]}` : tree.name[at]);
       const own = site === null ? [] : rows.rowsOf(site);
+      const shown = step === null ? own : own.filter((row) => rows.step(row) === step);
       const order = Math.min(Infinity, ...own.slice(0, 64).map((row) => rows.order(row) ?? Infinity));
-      this.parts.push({ label: tree.name[at], path, site, className: tree.class[at], parent, children: [], heat: rows.heatOf(own), order, between: false });
+      this.parts.push({ label: tree.name[at], path, site, className: tree.class[at], parent, children: [], heat: rows.heatOf(shown), order, between: false });
       if (parent >= 0) this.parts[parent].children.push(at);
       this.byPath.set(path, at);
     }
@@ -276,14 +284,15 @@ export class Flow {
     for (const at of drawn.outputs) svg.append(stub(middle.get(at)!, 1, this.parts[at].between));
     for (const at of shown) svg.append(this.node(at, middle.get(at)!));
     clear(this.box, svg);
-    // A long chain scrolls: what it is about stands in the middle.
+    // A long chain scrolls: what it is about stands in the middle, with the words beside it.
     const focus = shown.find((at) => this.blamed(at)) ?? shown[0];
     const [x, y] = (focus === undefined ? undefined : middle.get(focus)) ?? [0, 0];
     this.box.scrollTop = y * this.scale - this.box.clientHeight / 2;
-    this.box.scrollLeft = x * this.scale - this.box.clientWidth / 2;
+    this.box.scrollLeft = (x + BESIDE / 2) * this.scale - this.box.clientWidth / 2;
     const left = [drawn.before && `${drawn.before} parts before these`, drawn.after && `${drawn.after} after`].filter(Boolean).join(", ");
     const source = this.state.data.flow ? "An arrow is a tensor that both ends have, by its bytes or as the graph says" : "The runs do not say what feeds what";
-    this.remark.textContent = `${source}; a dashed one only means that it runs next. Colour: the worst tensor inside, as a multiple of its limit.${left ? ` Not drawn: ${left}.` : ""}`;
+    const step = this.step();
+    this.remark.textContent = `${source}; a dashed one only means that it runs next. Colour: the worst tensor inside${step === null ? "" : ` in step ${step}`}, as a multiple of its limit.${left ? ` Not drawn: ${left}.` : ""}`;
   }
 
   private drawPath(): void {

@@ -181,7 +181,8 @@ def _poison_sentences(
     first = min(poisoned, key=lambda tensor: (tensor.point, tensor.order))
     tensors = {(tensor.key.site, tensor.key.port, tensor.key.slot) for tensor in poisoned}
     place = f"step {points[first.point]}" if over == "steps" else f"run {points[first.point]}"
-    more = f"; {len(tensors) - 1} more tensors have some" if len(tensors) > 1 else ""
+    others = len(tensors) - 1
+    more = f"; in {others} more tensor{'s' if others > 1 else ''}, too" if others else ""
     yield (
         f"NaN or infinity from {place} on: first in {first.key.site or '(model)'} "
         f"{first.key.port}, {first.nonfinite} of {first.elements} elements{more}; "

@@ -88,7 +88,9 @@ def lines(course: Trend, *, everything: bool = False) -> Iterator[str]:
             f"{_point(course, first)} on ({_times(first.ratio)})"
         )
     else:
-        yield f"all {len(course.series)} tensors kept their usual {course.figure} ({points})"
+        # Figures are those of the finite elements.
+        rest = "apart from that, " if course.faults else ""
+        yield f"{rest}all {len(course.series)} tensors kept their usual {course.figure} ({points})"
     # Those that moved are the answer; without any, all are.
     listed = list(course.series) if everything or not moved else moved
     shown = listed if everything else listed[:MOST_SHOWN]

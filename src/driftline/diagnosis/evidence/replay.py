@@ -76,7 +76,8 @@ _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
 _IN_STEPS = 2.0
 """Times one rounding: a right norm computed in steps rounds the normalised value, the product with
-its weight and the sum with its bias, each once (the root of 3)."""
+its weight and the sum with its bias, each once (the root of 3). So does other code for the same
+function: a GELU written out rounds the cubic, its tanh and the product."""
 _ROW_SCALE = 2.5
 _NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
 """Units of roundoff. A norm rounded once has no bias; one computed in steps has (the product of a
@@ -103,6 +104,7 @@ class Limits(NamedTuple):
         error_floor: Relative error that is always allowed.
         lean_floor: Projection that is always allowed, in both directions.
         norm: Whether it is a norm in a coarse format: more roundings, no factor per row.
+        rewritten: Whether the candidate has code of its own there, which may round in steps.
     """
 
     trusted: Sequence[Effect]
@@ -110,6 +112,7 @@ class Limits(NamedTuple):
     error_floor: float
     lean_floor: float
     norm: bool = False
+    rewritten: bool = False
 
     @classmethod
     def of(
@@ -152,7 +155,7 @@ class Limits(NamedTuple):
         error = _largest([trusted.error for trusted in self.trusted])
         row = _largest([trusted.worst_row for trusted in self.trusted])
         most = _ERROR * few * error + self.error_floor
-        if self.norm:
+        if self.norm or self.rewritten:
             # The first of the trusted ones is the exact result rounded once.
             most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
         over = {
@@ -385,6 +388,7 @@ def _judged_site(
         choices > 0,
         name in context.norms,
         context.attending.get(name, 0),
+        not parts and any(_is_rewritten(record, exact) for record in records),
     )
     judgement = _site(streams, settings)
     # The output is within noise, but a similar function may hide there; only leaves in coarse
@@ -399,6 +403,12 @@ def _judged_site(
     if about is not None and _is_by_format(judgement, about.format_cost):
         judgement = judgement._replace(reason=too_coarse(_format_of(unit), about.format_cost))
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
+
+
+def _is_rewritten(record: Record, exact: Mapping[TensorKey, Record]) -> bool:
+    """Whether a module of another class made it than the one that was replayed."""
+    made = exact.get(record.key)
+    return made is not None and bool(made.class_name) and made.class_name != record.class_name
 
 
 def _is_by_format(judgement: ReplayResult, cost: float) -> bool:
@@ -522,6 +532,7 @@ class _SiteSettings(NamedTuple):
         choosing: Whether something inside chooses.
         norm: Whether it is a norm.
         attends: The longest sum of an attention; 0 for others.
+        rewritten: Whether it is a leaf of another class than the reference's.
     """
 
     format_is_right: bool
@@ -531,6 +542,7 @@ class _SiteSettings(NamedTuple):
     choosing: bool
     norm: bool
     attends: int
+    rewritten: bool
 
 
 def _site(streams: Mapping[tuple[str, int], _Stream], about: _SiteSettings) -> ReplayResult:
@@ -562,11 +574,16 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
         allowed = 0.0  # the trusted module computes with integers too, and says what that costs
     settings = about.unit, about.parts, complete, allowed, about.norm, about.attends
-    limits = Limits.of([effect_of(null) for null in nulls], *settings)
+    rewritten = about.rewritten and complete and about.unit > FINE and not allowed
+
+    def limits_of(trusted: Sequence[Effect]) -> Limits:
+        return Limits.of(trusted, *settings)._replace(rewritten=rewritten)
+
+    limits = limits_of([effect_of(null) for null in nulls])
     over = limits.excesses(effect)
     half = [halves(null) for null in nulls]
-    over_first = Limits.of([a for a, _ in half], *settings).excesses(first, half=True)
-    over_second = Limits.of([b for _, b in half], *settings).excesses(second, half=True)
+    over_first = limits_of([a for a, _ in half]).excesses(first, half=True)
+    over_second = limits_of([b for _, b in half]).excesses(second, half=True)
     confirmed = {
         name: min(over[name], over_first[name], over_second[name])
         for name in over

@@ -27,7 +27,8 @@ from driftline import settings
 from driftline.captures.launch.child import require_command, run_child
 from driftline.comparison.pipeline import compare
 from driftline.diagnosis.api import diagnose
-from driftline.errors import AlreadyThere, BadInput, DriftlineError
+from driftline.errors import EXIT_COULD_NOT, AlreadyThere, BadInput, DriftlineError
+from driftline.runs.layout import MANIFEST
 from driftline.units import size_text
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ def diff_programs(
     if table.verdict in ("fail", "incomplete") and asked.replay:
         say("replaying the reference's modules on the candidate's inputs")
         replay = _replay(reference, output, asked, notes)
+    if replay is not None:
+        # What the replay found is part of the comparison: the kept table says it, too.
+        table = compare(output / REFERENCE, output / CANDIDATE, replay=replay)
+        table.write(output / TABLE, force=True)
     diagnosis = diagnose(output / REFERENCE, output / CANDIDATE, replay=replay)
     say("writing the report")
     # Loaded late: pages are the largest part of the package, and a program may fail before.
@@ -206,6 +211,12 @@ def _dump(
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
     with _size_lines(run, side, say, expected):
         status = _run(program, words)
+    if status == EXIT_COULD_NOT and not (run / MANIFEST).is_file():
+        # The status is that of `dump`, which has said why; the program may have ended well.
+        raise BadInput(
+            f"the {side} left nothing to compare",
+            hint="the lines above say why; with that repaired, give the same command again",
+        )
     if status:
         raise BadInput(
             f"the {side} ended with status {status}",
