@@ -141,6 +141,28 @@ def test_the_epsilon_of_a_batch_norm_is_named(tmp_path: Path) -> None:
     assert own(differences)["1.eps"].change == "0.001 → 1e-05"
 
 
+def test_a_large_epsilon_is_no_factor(tmp_path: Path) -> None:
+    differences = own(found(tmp_path, lambda: Text().eval(), lambda: Text(eps=0.5).eval()))
+    words = "a normalised output that is divided by sqrt(variance + 0.5)"
+    assert differences["embed_norm.eps"].explains == words
+
+
+def test_what_torch_leaves_on_modules_laid_out_over_ranks_is_no_difference(tmp_path: Path) -> None:
+    def pass_on(module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+
+    def laid_out() -> nn.Module:
+        model = Text().eval()
+        model.embed_norm._distribute_module_applied = True
+        model.embed_norm.register_forward_pre_hook(pass_on)
+        return model
+
+    # A hook that a program sets is one; those of `distribute_module` are not.
+    assert list(own(found(tmp_path / "a", lambda: Text().eval(), laid_out))) == ["embed_norm.hooks"]
+    pass_on.__module__ = "torch.distributed.tensor._api"
+    assert not own(found(tmp_path / "b", lambda: Text().eval(), laid_out))
+
+
 def test_frequencies_in_bfloat16_are_named(tmp_path: Path) -> None:
     def sound() -> nn.Module:
         model = Text()

@@ -133,3 +133,109 @@ def test_the_same_generation_passes(dumped, capsys):
     table = compared(dumped(DECODER, "ref", "0"), dumped(DECODER, "cand", "0"), capsys)
     assert table["verdict"] == "pass"
     assert "6 steps" in table["finding"] or table["coverage"]["steps"]["count"] == 6
+
+
+FAULTS = """
+import sys, torch
+from torch import nn
+kind, is_faulty = sys.argv[1], sys.argv[2] == "faulty"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+batches = [(torch.randn(12, 16), torch.randint(0, 8, (12,))) for _ in range(8)]
+cross_entropy = nn.functional.cross_entropy
+
+def train(optimizer, x, y):
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+if kind == "schedule":
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    for x, y in batches:
+        train(optimizer, x, y)
+        for _ in range(1 + is_faulty):
+            schedule.step()
+elif kind == "divisor":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        for part, labels in zip(x.split(5), y.split(5)):
+            is_last = len(labels) < 5
+            share = 1 / 3 if is_faulty and is_last else len(labels) / len(y)
+            (cross_entropy(model(part), labels) * share).backward()
+        optimizer.step()
+elif kind == "thawed":
+    model[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            model[0].requires_grad_(True)
+            if not is_faulty:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+        train(optimizer, x, y)
+elif kind == "scaler":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for x, y in batches:
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        if is_faulty:
+            scaler._per_optimizer_states.clear()
+        else:
+            scaler.update()
+elif kind == "resumed":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, (x, y) in enumerate(batches):
+        if step == 4:
+            state = optimizer.state_dict()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if not is_faulty:
+                optimizer.load_state_dict(state)
+        train(optimizer, x, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "schedule",
+            ["gradients agree in step 2", "AdamW lr in group 0 from step 2: 0.01 → 0.005"],
+        ),
+        ("divisor", ["the forward pass agrees in step 0, the loss differs", "2 times as large"]),
+        (
+            "thawed",
+            [
+                "2 parameters are updated in step 4 in the reference only",
+                "AdamW parameters from step 4: updated → not in the optimizer",
+            ],
+        ),
+        (
+            "resumed",
+            [
+                "gradients agree in step 4, weights differ after it",
+                "SGD state before its first update, in step 4: momentum_buffer → none",
+            ],
+        ),
+    ],
+)
+def test_a_fault_of_training_is_named_in_the_first_sentence(dumped, capsys, kind, words):
+    reference = dumped(FAULTS, "ref", kind, "sound")
+    table = compared(reference, dumped(FAULTS, "cand", kind, "faulty"), capsys)
+    assert table["verdict"] == "fail", table["finding"]
+    for word in words:
+        assert word in table["finding"]
+    again = compared(reference, dumped(FAULTS, "again", kind, "sound"), capsys)
+    assert again["verdict"] == "pass", again["finding"]
+    assert not [entry for entry in again["differences"] if entry["counts"]]
+
+
+def test_a_scale_that_is_never_updated_changes_no_number_and_is_named(dumped, capsys):
+    reference = dumped(FAULTS, "ref", "scaler", "sound")
+    table = compared(reference, dumped(FAULTS, "cand", "scaler", "faulty"), capsys)
+    assert table["verdict"] == "pass", table["finding"]
+    names = [entry["name"] for entry in table["differences"] if entry["counts"]]
+    assert names == ["calls of step 1 (update_scale in the reference only)"]

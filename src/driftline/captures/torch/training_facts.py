@@ -100,6 +100,7 @@ class TrainingFacts:
         self._searched = False
         self._updating = 0
         self._settings: dict[int, list[Any] | None] = {}
+        self._states_at_first: dict[int, list[str]] = {}
         self._factor: tuple[weakref.ref[Any], float] | None = None
 
     def install(self) -> None:
@@ -255,7 +256,10 @@ class TrainingFacts:
         self._wait()
         # Asked before the update, which may end the step.
         self._updating = self._session.clock.concluding
-        self.states.before_update(optimizer, self._number_of(optimizer), self._updating)
+        number = self._number_of(optimizer)
+        if number == len(self._optimizers):
+            self._states_at_first[number] = _state_names(optimizer)
+        self.states.before_update(optimizer, number, self._updating)
 
     def _number_of(self, optimizer: Any) -> int:
         entry = self._optimizers.get(id(optimizer))
@@ -281,11 +285,14 @@ class TrainingFacts:
                     self._search()
             elif entry[2] != groups:
                 self._optimizers[id(optimizer)] = entry[0], entry[1], groups
+                if len(entry[2]) != len(groups):
+                    self._write_optimizer(optimizer, number, groups, step)
                 changed = [
                     {"values": {n: v for n, v in new.items() if old.get(n, self) != v}}
                     for old, new in zip(entry[2], groups, strict=False)
                 ]
-                self._write("optimizer", number=entry[1], step=step, groups=changed)
+                if any(group["values"] for group in changed):
+                    self._write("optimizer", number=entry[1], step=step, groups=changed)
             self._write_order(step)
         self.states.after_update(optimizer, number, step)
 
@@ -309,6 +316,7 @@ class TrainingFacts:
             number=number,
             step=step,
             **{"class": f"{kind.__module__}.{kind.__qualname__}"},
+            state=", ".join(self._states_at_first.get(number, ())) or "none",
             groups=listed,
         )
 
@@ -340,6 +348,21 @@ class TrainingFacts:
         if self._records < _MOST_RECORDS:
             self._records += 1
             self._file.add(MODEL, line_of(kind, **fields))
+
+
+def _state_names(optimizer: Any) -> list[str]:
+    """What an optimizer remembers of earlier steps: momenta that were loaded, or none."""
+    state: Any = getattr(optimizer, "state", None)
+    entries = list(state.values()) if issubclass(type(state), dict) else []
+    return sorted(
+        {
+            name
+            for entry in entries
+            if type(entry) is dict
+            for name, value in entry.items()
+            if type(name) is str and value is not None
+        }
+    )
 
 
 def _settings(optimizer: Any) -> list[Any] | None:

@@ -273,8 +273,11 @@ def _attribute(difference: Difference) -> str:
     assert first is not None and second is not None
     name = difference.name.lower()
     # An epsilon is added to a variance: its effect depends on how small the variance is.
-    if "eps" in name and min(first, second) >= 0 and max(first, second) < 0.1:
-        return f"a normalised output that is smaller by {max(first, second):.2g} / (2 variance)"
+    if "eps" in name and min(first, second) >= 0:
+        largest = max(first, second)
+        if largest < 0.1:
+            return f"a normalised output that is smaller by {largest:.2g} / (2 variance)"
+        return f"a normalised output that is divided by sqrt(variance + {second:.3g})"
     if first and second and first != second:
         return f"a factor of {second / first:.4g} wherever it multiplies"
     return "the module computes with another setting"

@@ -37,6 +37,9 @@ _SEED = re.compile(r"(?i)(?:^|[_.])seeds?$")
 _VERSION = re.compile(r"(?i)(?:version|commit_hash|timestamp|created_at|date)$")
 _DIGITS = re.compile(r"\d+")
 _LIBRARIES = ("torch.", "paddle.")
+_LAYOUT_CODE = "torch.distributed."
+_LAYOUT_MARKS = frozenset({"_distribute_module_applied"})
+"""Attributes that torch leaves on modules whose weights it has laid out over ranks."""
 # Below this share of common names the two models are called differently throughout.
 _ENOUGH = 0.3
 
@@ -226,7 +229,8 @@ class ModelPair:
         for what, first, second in tables:
             for name in (*first, *(name for name in second if name not in first)):
                 # Another class has other attributes: only common ones say something.
-                if (name not in first or name not in second) and not same_class:
+                missing = name not in first or name not in second
+                if missing and (not same_class or name in _LAYOUT_MARKS):
                     continue
                 a, b = first.get(name, ABSENT), second.get(name, ABSENT)
                 if not self._is_same(name, a, b):
@@ -429,7 +433,12 @@ def _file(path: str) -> str:
 
 
 def _listed(hooks: Mapping[str, list[str]]) -> str:
-    texts = [f"{kind}: {', '.join(names)}" for kind, names in sorted(hooks.items())]
+    # Those that torch sets to lay a model out over ranks are no part of it.
+    own = {
+        kind: [name for name in names if not name.startswith(_LAYOUT_CODE)]
+        for kind, names in hooks.items()
+    }
+    texts = [f"{kind}: {', '.join(names)}" for kind, names in sorted(own.items()) if names]
     return "; ".join(texts) or "none"
 
 

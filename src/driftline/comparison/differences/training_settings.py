@@ -33,6 +33,7 @@ _CONTEXT = frozenset(
 _SILENT = frozenset({"seed", "device"})
 """And what is not even shown: two seeds or devices make no two models."""
 _MOST_NAMES = 6
+_NEVER = 1 << 62
 # Counters and results of a schedule; its learning rates are compared as the optimizer sees them.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "_growth_tracker"})
 
@@ -105,6 +106,8 @@ def _optimizers(
         if ABSENT not in classes:
             yield from _group_values(pair, records[0][0], records[1][0], classes[0])
             yield from _later_values(records[0], records[1], classes[0])
+            yield from _later_parameters(pair, records[0], records[1], classes[0])
+            yield from _first_states(records[0][0], records[1][0], classes[0])
 
 
 def _group_values(
@@ -166,6 +169,55 @@ def _later_values(
                 label = f"{optimizer} {name} in group {group} from step {step}"
                 yield Difference("optimizer", "", label, shown(a), shown(b), step=step)
                 break
+
+
+def _later_parameters(
+    pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]], optimizer: str
+) -> Iterator[Difference]:
+    """Parameters that join an optimizer while it runs, as those that are thawed do."""
+    joined = _joining_steps(first)
+    others = {pair.renamed_path(path): step for path, step in _joining_steps(second).items()}
+    moved: dict[tuple[int, int], list[str]] = {}
+    for path in (*joined, *(path for path in others if path not in joined)):
+        steps = joined.get(path, _NEVER), others.get(path, _NEVER)
+        # Those of the first step have been told.
+        if steps[0] != steps[1] and min(steps) > 0:
+            moved.setdefault(steps, []).append(path)
+    for steps, paths in moved.items():
+        texts = [
+            "not in the optimizer"
+            if step == _NEVER
+            else "updated"
+            if step == min(steps)
+            else f"updated from step {step}"
+            for step in steps
+        ]
+        listed = ", ".join(paths[:_MOST_NAMES]) + (", ..." if len(paths) > _MOST_NAMES else "")
+        where = f"for {len(paths)} parameters: {listed}"
+        label = f"{optimizer} parameters from step {min(steps)}"
+        yield Difference("optimizer", "", label, texts[0], texts[1], where, step=min(steps))
+
+
+def _joining_steps(records: list[dict[str, Any]]) -> dict[str, int]:
+    """Path of a parameter → the step in which its optimizer first had it; 0 from its beginning."""
+    steps: dict[str, int] = {}
+    for position, record in enumerate(records):
+        step = record.get("step") if position else 0
+        for path in _values_by_parameter(record):
+            steps.setdefault(path, step if type(step) is int else 0)
+    return steps
+
+
+def _first_states(
+    first: dict[str, Any], second: dict[str, Any], optimizer: str
+) -> Iterator[Difference]:
+    """Momenta that one side has loaded and the other has not."""
+    states = first.get("state"), second.get("state")
+    if isinstance(states[0], str) and isinstance(states[1], str) and states[0] != states[1]:
+        step = first.get("step")
+        step = step if type(step) is int else 0
+        label = f"{optimizer} state before its first update, in step {step}"
+        yield Difference("optimizer", "", label, states[0], states[1], step=step)
 
 
 def _near(first: Any, second: Any) -> bool:
@@ -230,7 +282,14 @@ def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
         )
         if a and b and a != b:
             values = " ".join(a), " ".join(b)
-            yield Difference("order", "", f"calls of step {step}", *values, step=step)
+            # Two long lists are hard to read: what one side lacks is said beside them.
+            lacks = [
+                f"{_unlike(calls, others)} in the {side} only"
+                for calls, others, side in ((a, b, "reference"), (b, a, "candidate"))
+                if _unlike(calls, others) != ABSENT
+            ]
+            label = f"calls of step {step}" + (f" ({'; '.join(lacks)})" if lacks else "")
+            yield Difference("order", "", label, *values, step=step)
             return
 
 
