@@ -39,6 +39,8 @@ class ReplayResult(NamedTuple):
         failed: Whether that is because it does not give its own output on its own inputs.
         reason: What it does, where that is no number: another shape, other integers, buffers in a
             format that is too coarse for them.
+        steps: Steps of which all of its calls were replayed, where there are others; None where
+            there are none: it is known of every call.
     """
 
     introduced: bool
@@ -56,6 +58,7 @@ class ReplayResult(NamedTuple):
     trouble: str = ""
     failed: bool = False
     reason: str = ""
+    steps: tuple[int, ...] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -105,6 +108,7 @@ class ReplayResult(NamedTuple):
             str(shown["trouble"]),
             bool(shown["failed"]),
             str(shown.get("reason", "")),
+            None if (steps := shown.get("steps")) is None else tuple(map(int, steps)),
         )
 
 

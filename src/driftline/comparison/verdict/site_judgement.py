@@ -497,7 +497,7 @@ def judge_sites(
     if not sites:
         return None
     transfers = transfers_of(sites, structure)
-    growth = growths(sites, transfers, structure)
+    growth = growths(sites, transfers, structure, evidence.known_steps)
     statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)

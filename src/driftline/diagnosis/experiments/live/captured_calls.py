@@ -90,6 +90,7 @@ class Candidate:
                     self._formats.setdefault(key.site, set()).add(dtype)
             elif key.moment == "before":
                 call.inputs[key.slot] = record
+        self.called = {(site, step) for site, step, _ in self.calls}
         self._leave_out_summaries()
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
