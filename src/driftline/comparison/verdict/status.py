@@ -302,7 +302,7 @@ def _own_evidence(
         elif (recomputed := _by_recomputation(site)) is not None:
             statuses[place] = recomputed
         elif floor is not None and floor.used and _known(floor, site):
-            statuses[place] = _confirmed(_by_noise(site, floor))
+            statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
             # What is right about a container is told by its output, what is wrong by where it is.
@@ -432,6 +432,16 @@ def _other_evidence(
             reason = f"{standing.reason}; {why}" if standing.reason else why
             convicted[place] = standing._replace(reason=reason)
     return convicted
+
+
+def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
+    """A container as its output and what its parts gave it: what they did is not its doing."""
+    made = [
+        transfer.call
+        for transfer in transfers
+        if transfer.of_container and transfer.call.outs[0].key.port == "output"
+    ]
+    return Site(site.place, site.class_name, site.candidate_class, made) if made else site
 
 
 def _not_replayed(site: Site, judgement: ReplayResult) -> list[Call]:

@@ -270,7 +270,8 @@ def judge(
             judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
             judgement = _judged_site(context, name, records, about)
-            judgement = judgement._replace(steps=_replayed_steps(records, exact))
+            end = _end_of(about, context.coarsest[name]) if not context.choices.get(name) else None
+            judgement = judgement._replace(steps=_replayed_steps(records, exact), end=end)
             # Later calls, with weights that were learnt, are not known: other evidence may speak.
             if judgement.introduced or about is None or not about.updated:
                 judged[name] = judgement
@@ -343,6 +344,19 @@ def _of_container(site: str, judgement: ReplayResult, replay: Replay) -> ReplayR
 
 def _gravity(judgement: ReplayResult) -> tuple[bool, bool, float]:
     return judgement.introduced, bool(judgement.trouble), judgement.excess
+
+
+_ONE_RUN = 2.0
+"""Times the noise of one trusted execution that another right one may have."""
+
+
+def _end_of(about: ReplayedSite | None, unit: float) -> tuple[float, float] | None:
+    """Error of the model's output, and what noise explains of it, where replay measured that."""
+    if about is None or about.end is None:
+        return None
+    error, noise, elements = about.end
+    few = 1.0 + 3.0 / math.sqrt(max(elements, 1))
+    return error, _ONE_RUN * few * noise + unit
 
 
 def _replayed_steps(

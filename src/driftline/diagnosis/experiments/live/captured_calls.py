@@ -118,6 +118,18 @@ class Candidate:
         dtypes = {*held, *(dtype for formats in self._formats.values() for dtype in formats)}
         return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
+    @functools.cached_property
+    def format(self) -> torch.dtype | None:
+        """The one format of 16 bits that all of its weights have; None where there is no such."""
+        held = {
+            torch_dtype(dtype)
+            for module_parameters in self.parameters.values()
+            for dtype, _ in module_parameters.values()
+        }
+        single = next(iter(held)) if len(held) == 1 and self.autocast is None else None
+        is_coarse = single is not None and single.is_floating_point and single.itemsize == 2
+        return single if is_coarse else None
+
     @property
     def sites(self) -> Iterable[str]:
         """Every site that was called, in execution order."""

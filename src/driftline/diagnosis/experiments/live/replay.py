@@ -359,6 +359,11 @@ class Replayer:
                     raise NotReproduced("it draws random numbers")
 
             kept = self._apply(RepeatedCall(opened, way, part, wanted, good, {}), check)
+            if self._is_the_end(opened, way):
+                self.report.end(
+                    opened.site,
+                    self._apply.from_end_to_end(RepeatedCall(opened, way, part, wanted, good, {})),
+                )
         for slot in kept.left_out:
             self.report.left_out(opened.site, slot)
         self.report.replayed(
@@ -368,6 +373,15 @@ class Replayer:
             near=kept.near,
             masks=self._recast.same_masks(opened.site),
         )
+
+    def _is_the_end(self, opened: OpenCall, way: str) -> bool:
+        """Whether a call is one of the model itself, whose noise its format alone makes.
+
+        Mixed formats are not those of a model that is applied as a whole.
+        """
+        if len(self._session.frames()) > 1 or way != "own code":
+            return False
+        return self._candidate.format is not None and not self._learnt
 
     def _require_weights(self, opened: OpenCall, way: str) -> None:
         """Raise if an optimizer has moved the weights of a call otherwise, for all that is known.
