@@ -221,3 +221,63 @@ def test_merged_shards_take_the_second_look(tmp_path: Path, command: Callable[..
 
 def _without_look(metrics: Any) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name not in (HALF, REST)}
+
+
+SHARED = """
+import sys, torch
+from torch import nn
+
+torch.set_num_threads(1)
+words = set(sys.argv[1:])
+WIDTHS = (32, 48, 24, 40, 32)
+
+class Block(nn.Module):
+    def __init__(self, rows, columns, act):
+        super().__init__()
+        self.linear, self.norm, self.act = nn.Linear(rows, columns), nn.LayerNorm(columns), act
+    def forward(self, x):
+        return self.act(self.norm(self.linear(x)))
+
+torch.manual_seed(0)
+act = nn.SiLU()
+model = nn.Sequential(*(Block(*widths, act) for widths in zip(WIDTHS, WIDTHS[1:]))).eval()
+x = torch.randn(20, 32)
+with torch.no_grad():
+    if "warm" in words:
+        model(x)
+    if "bf16" in words:
+        model, x = model.bfloat16(), x.bfloat16()
+    if "replaced" in words:
+        model[2].act = nn.ReLU()
+    if "copied" in words:
+        model[2].act = nn.SiLU()
+    model(x)
+"""
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+@pytest.mark.parametrize(("child", "verdict"), [("replaced", "fail"), ("copied", "pass")])
+def test_a_replay_acquits_nobody_around_a_child_that_nobody_judged(
+    start: str,
+    child: str,
+    verdict: str,
+    command: Callable[..., Any],
+    tmp_path: Path,
+    warm_python: str,
+) -> None:
+    """One use of a shared activation is another module, which the reference never calls; after a
+    warm-up the step in which it is called keeps no values, so that none of its calls is replayed.
+    """
+    (tmp_path / "program.py").write_text(SHARED)
+    program = f"{warm_python} {tmp_path / 'program.py'} {start}"
+    reference, candidate, replay = (tmp_path / name for name in ("ref", "cand", "replay"))
+    command("dump", "-o", reference, "--exec", program)
+    command("dump", "-o", candidate, "--exec", f"{program} bf16 {child}")
+    made = command("replay", candidate, "-o", replay, "--exec", program)
+    assert ("1 unknown" in made.out + made.err) == (start == "warm"), made
+    for more in ((), ("--replay", replay)):
+        for verb in ("compare", "diagnose"):
+            said = command(verb, reference, candidate, *more, "--format", "json")
+            assert answer(said)[1] == verdict, (verb, more, said.out)
+    if (start, child) == ("cold", "replaced"):
+        assert answer(said)[2] == "2", said.out

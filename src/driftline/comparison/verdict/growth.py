@@ -239,6 +239,9 @@ FAULT = 0.2
 """Relative error of a fault that a comparison must be able to see."""
 
 
+_NOTHING: Mapping[str, AbstractSet[int]] = {}
+
+
 class Growth(NamedTuple):
     """A site's error compared with what its input lets expect.
 
@@ -282,6 +285,7 @@ def growths(
     sites: Mapping[Place, Site],
     transfers: Mapping[Place, Sequence[Transfer]],
     structure: Structure = NO_STRUCTURE,
+    known: Mapping[str, AbstractSet[int]] = _NOTHING,
 ) -> dict[Place, Growth]:
     """For every site, the worst of what its own code made against what was to be expected.
 
@@ -289,6 +293,7 @@ def growths(
         sites: All of them.
         transfers: What their own code made, from `transfers_of`.
         structure: What the runs know of their model.
+        known: Steps in which better evidence knows a site, by its name; the others are asked for.
     """
     captured = parts_of(place.site for place in sites if place.direction == "forward")
     roles: dict[_Peers, list[tuple[int, float]]] = {}
@@ -322,15 +327,17 @@ def growths(
     for place, entries in measured.items():
         least = structure.quantised.get(place.site, 0.0)
         results: list[Growth] = []
-        for entry in entries:
+        steps = known.get(place.site, ()) if place.direction == "forward" else ()
+        asked = [entry for entry in entries if entry.transfer.call.step not in steps]
+        for entry in asked or entries:
             others = usual.get((entry.transfer.role, entry.loudness), _NO_SIBLINGS)
             if others.sites < _SIBLINGS:
                 others = usual_kin.get((entry.transfer.kind, entry.loudness), _NO_SIBLINGS)
             results.append(_judged(entry, others, least, sites[place].order[1]))
         best = max(results, key=lambda growth: growth.excess)
         worst[place] = best._replace(
-            hides=_hides_somewhere(entries, [growth.hides for growth in results]),
-            drowns=_hides_somewhere(entries, [growth.drowns for growth in results]),
+            hides=_hides_somewhere(asked or entries, [growth.hides for growth in results]),
+            drowns=_hides_somewhere(asked or entries, [growth.drowns for growth in results]),
         )
     return worst
 

@@ -39,6 +39,10 @@ class ReplayResult(NamedTuple):
         failed: Whether that is because it does not give its own output on its own inputs.
         reason: What it does, where that is no number: another shape, other integers, buffers in a
             format that is too coarse for them.
+        steps: Steps of which all of its calls were replayed, where there are others; None where
+            there are none: it is known of every call.
+        end: Of the model itself: the error of its output, and the error that a trusted execution of
+            the whole model explains; None where that was not measured.
     """
 
     introduced: bool
@@ -56,6 +60,8 @@ class ReplayResult(NamedTuple):
     trouble: str = ""
     failed: bool = False
     reason: str = ""
+    steps: tuple[int, ...] | None = None
+    end: tuple[float, float] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -88,7 +94,7 @@ class ReplayResult(NamedTuple):
             return float(number_from_json(shown[name]))
 
         first, second = (float(number_from_json(half)) for half in shown["halves"])
-        effect = shown["effect"]
+        effect, end = shown["effect"], shown.get("end")
         return cls(
             bool(shown["introduced"]),
             str(shown["statistic"]),
@@ -105,6 +111,8 @@ class ReplayResult(NamedTuple):
             str(shown["trouble"]),
             bool(shown["failed"]),
             str(shown.get("reason", "")),
+            None if (steps := shown.get("steps")) is None else tuple(map(int, steps)),
+            None if end is None else (_number(end[0]), _number(end[1])),
         )
 
 

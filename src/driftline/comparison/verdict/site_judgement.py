@@ -175,8 +175,27 @@ class SiteJudgement:
     @property
     def unlocated(self) -> str:
         """A sentence, if the final output is off beyond measured noise though no site is guilty."""
+        if self.culprits:
+            return ""
+        return self._beyond_trusted_runs() or self._beyond_replay()
+
+    def _beyond_replay(self) -> str:
+        ends = [
+            own.end
+            for name, own in self.evidence.replayed.items()
+            if name in ROOTS and own.end is not None
+        ]
+        for error, allowed in ends:
+            if error > allowed:
+                return (
+                    f"not located: the final output is off by {error:.3g}, where the trusted model "
+                    f"in this format explains {allowed:.3g}, and no site is to blame"
+                )
+        return ""
+
+    def _beyond_trusted_runs(self) -> str:
         floor = self.evidence.floor
-        if self.culprits or floor is None or not floor.used:
+        if floor is None or not floor.used:
             return ""
         forward = [site for place, site in self.sites.items() if place.direction == "forward"]
         if not forward:
@@ -497,7 +516,7 @@ def judge_sites(
     if not sites:
         return None
     transfers = transfers_of(sites, structure)
-    growth = growths(sites, transfers, structure)
+    growth = growths(sites, transfers, structure, evidence.known_steps)
     statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)

@@ -206,6 +206,15 @@ class Evidence(NamedTuple):
         )
 
     @property
+    def known_steps(self) -> dict[str, frozenset[int]]:
+        """Steps in which a replay knows a site that it does not know in all of them."""
+        return {
+            site: frozenset(own.steps)
+            for site, own in self.replayed.items()
+            if own.steps is not None and not own.trouble
+        }
+
+    @property
     def has_noise(self) -> bool:
         """Whether trusted runs have measured the noise of the candidate's format."""
         return self.floor is not None and bool(self.floor.used)
@@ -293,7 +302,7 @@ def _own_evidence(
         elif (recomputed := _by_recomputation(site)) is not None:
             statuses[place] = recomputed
         elif floor is not None and floor.used and _known(floor, site):
-            statuses[place] = _confirmed(_by_noise(site, floor))
+            statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
             # What is right about a container is told by its output, what is wrong by where it is.
@@ -393,28 +402,53 @@ def _other_evidence(
     growth: Mapping[Place, Growth],
     evidence: Evidence,
 ) -> dict[Place, SiteStatus]:
-    """Sites that replay cannot judge, and which noise runs or growth convict.
+    """Sites that replay cannot judge, or not in all steps, and which noise runs or growth convict.
 
-    Only used where replay itself convicts no site. A site that these do not convict stays unknown,
+    Only used where replay itself convicts no site. A site that these do not convict stays as it is,
     and so does one that does not reproduce its own output; that one becomes a suspect.
     """
     floor = evidence.floor
     convicted: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
-        judgement = evidence.replayed.get(place.site)
-        if statuses[place].status != "unknown" or judgement is None or not judgement.trouble:
+        judgement = evidence.replayed.get(place.site) if place.direction == "forward" else None
+        if judgement is None or statuses[place].status not in ("unknown", "clean"):
             continue
-        if floor is not None and floor.used and _known(floor, site):
-            standing = _confirmed(_by_noise(site, floor))
+        asked, why = site, judgement.trouble
+        if not why:
+            asked = Site(
+                place, site.class_name, site.candidate_class, _not_replayed(site, judgement)
+            )
+            why = "it was replayed in other steps only"
+        if not asked.calls:
+            continue
+        if floor is not None and floor.used and _known(floor, asked):
+            standing = _confirmed(_by_noise(asked, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
-        if standing.status == "introduced" and not judgement.is_open:
+        if standing.status == "introduced" and judgement.failed:
             convicted[place] = statuses[place]._replace(suspected=standing)
         elif standing.status == "introduced":
-            why = f"replay says nothing of it ({judgement.trouble})"
+            why = f"replay says nothing of it ({why})"
             reason = f"{standing.reason}; {why}" if standing.reason else why
             convicted[place] = standing._replace(reason=reason)
     return convicted
+
+
+def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
+    """A container as its output and what its parts gave it: what they did is not its doing."""
+    made = [
+        transfer.call
+        for transfer in transfers
+        if transfer.of_container and transfer.call.outs[0].key.port == "output"
+    ]
+    return Site(site.place, site.class_name, site.candidate_class, made) if made else site
+
+
+def _not_replayed(site: Site, judgement: ReplayResult) -> list[Call]:
+    """Calls of a site that replay has not looked at: its silence about them acquits nobody."""
+    if judgement.steps is None:
+        return []
+    return [call for call in site.calls if call.step not in judgement.steps]
 
 
 def _within(

@@ -47,6 +47,8 @@ class ReplayedSite(NamedTuple):
         updated: Whether calls were left out because an optimizer had changed the weights.
         format_cost: Relative error that the candidate's format of buffers makes by itself, where
             that is more than a few roundings.
+        end: Of a model that was applied as a whole: how far from exact the candidate's output is,
+            how far a trusted one in its format, and how many elements it has.
     """
 
     status: str = "replayed"
@@ -59,6 +61,7 @@ class ReplayedSite(NamedTuple):
     differs: str = ""
     updated: bool = False
     format_cost: float = 0.0
+    end: tuple[float, float, int] | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
@@ -80,6 +83,7 @@ class ReplayedSite(NamedTuple):
             str(fields.get("differs") or ""),
             bool(fields.get("updated_calls")),
             float(fields.get("format_cost") or 0.0),
+            _end(fields.get("end")),
         )
 
     @property
@@ -94,6 +98,18 @@ class ReplayedSite(NamedTuple):
         if self.reproduced is None:
             return self.reason or "some of its calls could not be replayed"
         return ""
+
+
+def _end(shown: Any) -> tuple[float, float, int] | None:
+    if not isinstance(shown, dict):
+        return None
+    fields = cast("dict[str, Any]", shown)
+    # What is not there is no number, and the caller says so.
+    return (
+        float(fields.get("error", "?")),
+        float(fields.get("noise", "?")),
+        int(fields.get("elements", "?")),
+    )
 
 
 _NO_SITES: Mapping[str, ReplayedSite] = {}

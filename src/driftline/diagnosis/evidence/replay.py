@@ -273,6 +273,8 @@ def judge(
             judged[name] = ReplayResult(False, trouble=about.trouble, failed=failed)
         elif any(record.key in exact for record in records):
             judgement = _judged_site(context, name, records, about)
+            end = _end_of(about, context.coarsest[name]) if not context.choices.get(name) else None
+            judgement = judgement._replace(steps=_replayed_steps(records, exact), end=end)
             # Later calls, with weights that were learnt, are not known: other evidence may speak.
             if judgement.introduced or about is None or not about.updated:
                 judged[name] = judgement
@@ -306,13 +308,73 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
     for site, why in inputs_of_other_kinds(plan, replay.sites).items():
         if site in judged:
             judged[site] = ReplayResult(False, trouble=why)
-    # Findings go by the reference's names.
-    names = {
-        pair.candidate.key.site: pair.reference.key.site
-        for pair in plan.pairs
-        if pair.candidate.key.port == "output"
-    }
-    return {names.get(site, site): judgement for site, judgement in judged.items()}
+    # Findings go by the reference's names and steps.
+    names: dict[str, str] = {}
+    steps: dict[int, int] = {}
+    for pair in plan.pairs:
+        if pair.candidate.key.port == "output":
+            names[pair.candidate.key.site] = pair.reference.key.site
+            steps[pair.candidate.key.step] = pair.reference.key.step
+    results: dict[str, ReplayResult] = {}
+    for site, judgement in judged.items():
+        if judgement.steps is not None:
+            known = tuple(steps[step] for step in judgement.steps if step in steps)
+            judgement = judgement._replace(steps=known)
+        name = names.get(site, site)
+        if site not in names:
+            outer = next((outer for outer in ancestors(site) if outer in names), "")
+            judgement, name = _of_container(site, judgement, replay), names.get(outer, site)
+        # Two modules may stand in the place of one that is called twice.
+        results[name] = max(results.get(name, judgement), judgement, key=_gravity)
+    return results
+
+
+def _of_container(site: str, judgement: ReplayResult, replay: Replay) -> ReplayResult:
+    """What a part that no tensor of the reference is compared with says of its container.
+
+    The container's own code was repeated around what this part gave: where that is wrong, or nobody
+    knows, it is so for the container.
+    """
+    about = replay.sites.get(site)
+    if judgement.introduced:
+        reason = judgement.reason or "the trusted module gives something else on the same input"
+        return judgement._replace(reason=f"its part '{site}': {reason}")
+    if judgement.trouble and about is not None and about.status != "skipped":
+        return ReplayResult(False, trouble=f"its part '{site}': {judgement.trouble}")
+    # The program has no such part: its container was repeated without it.
+    return judgement._replace(excess=0.0, trouble="")
+
+
+def _gravity(judgement: ReplayResult) -> tuple[bool, bool, float]:
+    return judgement.introduced, bool(judgement.trouble), judgement.excess
+
+
+_ONE_RUN = 2.0
+"""Times the noise of one trusted execution that another right one may have."""
+
+
+def _end_of(about: ReplayedSite | None, unit: float) -> tuple[float, float] | None:
+    """Error of the model's output, and what noise explains of it, where replay measured that."""
+    if about is None or about.end is None:
+        return None
+    error, noise, elements = about.end
+    few = 1.0 + 3.0 / math.sqrt(max(elements, 1))
+    return error, _ONE_RUN * few * noise + unit
+
+
+def _replayed_steps(
+    records: Sequence[Record], exact: Mapping[TensorKey, Record]
+) -> tuple[int, ...] | None:
+    """Steps of which all calls of a site were replayed; None where that is every one."""
+    calls: dict[tuple[int, int, int, int], bool] = {}
+    for record in records:
+        key = record.key
+        call = key.rank, key.process, key.step, key.visit
+        calls[call] = calls.get(call, False) or key in exact
+    if all(calls.values()):
+        return None
+    left = {step for (_, _, step, _), replayed in calls.items() if not replayed}
+    return tuple(sorted({step for _, _, step, _ in calls} - left))
 
 
 class _Context(NamedTuple):

@@ -539,6 +539,29 @@ class CallApplier:
         made = self._apply(again, keep, exact=exact, own_buffers=own_buffers)
         return {**tensors, **made}
 
+    def from_end_to_end(self, again: RepeatedCall) -> tuple[float, float, int] | None:
+        """How far from exact the whole of a module is: in the captured run, and in its format.
+
+        Both are relative, of the output that is further off in the captured run than the format
+        explains; and how many elements it has. None where no output can be compared.
+        """
+        self._recast.begin()
+        as_whole = again._replace(way="whole")
+        exact, native = (
+            self._all_of(as_whole, exact=wide, own_buffers=False) for wide in (True, False)
+        )
+        ends: list[tuple[float, float, int]] = []
+        for slot, right in exact.items():
+            record = again.outputs.get(slot) if isinstance(slot, str) else None
+            made = native.get(slot)
+            if record is None or made is None or record.kept != "full":
+                continue
+            if not right.is_floating_point() or tuple(right.shape) != record.shape:
+                continue
+            error = _apart(right, self._recast.captured(record, right))
+            ends.append((error, _apart(right, made), right.numel()))
+        return max(ends, key=lambda end: end[0] / max(end[1], 1e-12), default=None)
+
     def _comparable_slots(
         self, again: RepeatedCall, made: dict[str, torch.Tensor]
     ) -> tuple[set[str], set[str]]:

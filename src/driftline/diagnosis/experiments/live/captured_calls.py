@@ -90,6 +90,7 @@ class Candidate:
                     self._formats.setdefault(key.site, set()).add(dtype)
             elif key.moment == "before":
                 call.inputs[key.slot] = record
+        self.called = {(site, step) for site, step, _ in self.calls}
         self._leave_out_summaries()
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
@@ -116,6 +117,18 @@ class Candidate:
         }
         dtypes = {*held, *(dtype for formats in self._formats.values() for dtype in formats)}
         return not any(d is not None and d.is_floating_point and d.itemsize < 4 for d in dtypes)
+
+    @functools.cached_property
+    def format(self) -> torch.dtype | None:
+        """The one format of 16 bits that all of its weights have; None where there is no such."""
+        held = {
+            torch_dtype(dtype)
+            for module_parameters in self.parameters.values()
+            for dtype, _ in module_parameters.values()
+        }
+        single = next(iter(held)) if len(held) == 1 and self.autocast is None else None
+        is_coarse = single is not None and single.is_floating_point and single.itemsize == 2
+        return single if is_coarse else None
 
     @property
     def sites(self) -> Iterable[str]:

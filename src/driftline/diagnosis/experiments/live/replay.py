@@ -16,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from driftline.captures.naming import ROOT
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers
 from driftline.captures.torch.layers import cache_part, unwrapped
@@ -63,6 +65,8 @@ if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession, Frame
 
 MOST_HELD = 4 << 30
+CallName: TypeAlias = tuple[str, int, int]
+"""Site of the captured run, step and visit."""
 
 
 class _Thread(threading.local):
@@ -108,6 +112,8 @@ class Replayer:
         self._most_held = most_held
         self._held, self._names = 0, -1
         self._sites: Mapping[str, str] = {}
+        self._visits: Counter[tuple[str, int]] = Counter()
+        self._visits_elsewhere: Counter[tuple[str, int]] = Counter()
         self._alike: dict[Any, str] = {}
         self._check_each = check_each
         self._thread = _Thread()
@@ -139,8 +145,11 @@ class Replayer:
         stack = self._thread.stack
         depth = len(stack)
         opened: OpenCall | None = None
+        called = ("", frame.step, frame.visit)
         try:
-            opened = self._before(frame, args, kwargs)
+            self._learn_names()
+            called = self._captured_name(frame)
+            opened = self._before(frame, called, args, kwargs)
         except Exception as problem:  # an experiment never stops the program
             self.report.fault(frame.site, problem)
         stack.append(opened)
@@ -156,7 +165,7 @@ class Replayer:
             del stack[depth:]
         if opened is not None or (stack and stack[-1] is not None):
             try:
-                self._after(frame, opened, stack[-1] if stack else None, result)
+                self._after(frame, called, opened, stack[-1] if stack else None, result)
             except Exception as problem:
                 self.report.fault(frame.site, problem)
         return result
@@ -167,10 +176,47 @@ class Replayer:
 
     # --- before the call
 
+    def _learn_names(self) -> None:
+        """Match names again whenever there are new modules: models may be built late."""
+        names = self._session.names
+        if names.count != self._names:
+            self._names = names.count
+            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
+            self.report.look_for_clashes(names, self._sites)
+
+    def _captured_name(self, frame: Frame) -> CallName:
+        """What the captured run calls a call of the program: site, step and visit.
+
+        A module that the program shares between its containers may be several in the captured run.
+        Each of them is called what its container calls it, and its calls are no visits of the
+        others.
+        """
+        site, step = self._sites.get(frame.site, ""), frame.step
+        own = self._site_in_container(frame)
+        if own and own != site:
+            visit = self._visits[own, step]
+            self._visits[own, step] += 1
+            self._visits_elsewhere[frame.site, step] += 1
+            return own, step, visit
+        return site, step, frame.visit - self._visits_elsewhere[frame.site, step]
+
+    def _site_in_container(self, frame: Frame) -> str:
+        """The captured run's site of a part by the name that its container has for it."""
+        frames = self._session.frames()
+        outer = frames[-2] if len(frames) > 1 and frames[-1] is frame else None
+        container = None if outer is None else self._sites.get(outer.site)
+        if outer is None or container is None:
+            return ""
+        name = next(
+            (key for key, part in outer.module._modules.items() if part is frame.module), ""
+        )
+        path = name if container == ROOT else f"{container}.{name}"
+        return path if name and (path, frame.step) in self._candidate.called else ""
+
     def _before(
-        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, frame: Frame, called: CallName, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpenCall | None:
-        captured = self._captured_call(frame)
+        captured = self._captured_call(frame, called)
         if captured is None:
             return None
         site, candidate = captured
@@ -198,18 +244,12 @@ class Replayer:
         self._keep_arguments(opened)
         return opened
 
-    def _captured_call(self, frame: Frame) -> tuple[str, CandidateCall] | None:
+    def _captured_call(self, frame: Frame, called: CallName) -> tuple[str, CandidateCall] | None:
         """The captured site and call of a call of the program; None if it is not to be replayed."""
         if frame.recompute:
             return None
-        names = self._session.names
-        # Models may be built late: names are matched again whenever there are new modules.
-        if names.count != self._names:
-            self._names = names.count
-            self._sites = self._match([p.site for p in names.places()], self._candidate.places)
-            self.report.look_for_clashes(names, self._sites)
-        site = self._sites.get(frame.site, "")
-        candidate = self._candidate.calls.get((site, frame.step, frame.visit))
+        site = called[0]
+        candidate = self._candidate.calls.get(called)
         if candidate is None or not candidate.outputs:
             return None
         selected = self._selection.takes_step(frame.step) and self._selection.takes_place(
@@ -248,11 +288,16 @@ class Replayer:
     # --- after it
 
     def _after(
-        self, frame: Frame, opened: OpenCall | None, parent: OpenCall | None, result: Any
+        self,
+        frame: Frame,
+        called: CallName,
+        opened: OpenCall | None,
+        parent: OpenCall | None,
+        result: Any,
     ) -> None:
         part = cache_part(frame.module, self._session.frames())
         if parent is not None and parent.parts is not None:
-            self._hold(frame, parent, result, part)
+            self._hold(frame, called, parent, result, part)
         if opened is None or opened.candidate is None:
             return
         try:
@@ -272,7 +317,9 @@ class Replayer:
             for held in opened.parts or ():
                 self._held -= bytes_of(held.slots)
 
-    def _hold(self, frame: Frame, parent: OpenCall, result: Any, part: int) -> None:
+    def _hold(
+        self, frame: Frame, called: CallName, parent: OpenCall, result: Any, part: int
+    ) -> None:
         """Keep what a part gave, for the code of the module that called it."""
         assert parent.parts is not None
         slots = layers.outputs(result, part)
@@ -287,13 +334,12 @@ class Replayer:
         own = itself if parent.proven else clone
         value = copied(result, lambda tensor: keep.setdefault(id(tensor), own(tensor)))
         self._held += size
-        site = self._sites.get(frame.site, "")
         parent.parts.append(
             Part(
                 frame.module,
                 value,
                 [(slot, alias, keep[id(t)]) for slot, alias, t in slots if id(t) in keep],
-                self._candidate.calls.get((site, frame.step, frame.visit)),
+                self._candidate.calls.get(called),
             )
         )
 
@@ -313,6 +359,11 @@ class Replayer:
                     raise NotReproduced("it draws random numbers")
 
             kept = self._apply(RepeatedCall(opened, way, part, wanted, good, {}), check)
+            if self._is_the_end(opened, way):
+                self.report.end(
+                    opened.site,
+                    self._apply.from_end_to_end(RepeatedCall(opened, way, part, wanted, good, {})),
+                )
         for slot in kept.left_out:
             self.report.left_out(opened.site, slot)
         self.report.replayed(
@@ -322,6 +373,15 @@ class Replayer:
             near=kept.near,
             masks=self._recast.same_masks(opened.site),
         )
+
+    def _is_the_end(self, opened: OpenCall, way: str) -> bool:
+        """Whether a call is one of the model itself, whose noise its format alone makes.
+
+        Mixed formats are not those of a model that is applied as a whole.
+        """
+        if len(self._session.frames()) > 1 or way != "own code":
+            return False
+        return self._candidate.format is not None and not self._learnt
 
     def _require_weights(self, opened: OpenCall, way: str) -> None:
         """Raise if an optimizer has moved the weights of a call otherwise, for all that is known.

@@ -22,7 +22,7 @@ _UPDATED = (
 
 class _Site:
     __slots__ = (
-        *("differs", "formats", "left_out", "masks", "near", "not_reproduced", "own"),
+        *("differs", "end", "formats", "left_out", "masks", "near", "not_reproduced", "own"),
         *("reason", "replayed", "unknown", "updated", "way"),
     )
 
@@ -39,6 +39,7 @@ class _Site:
         self.differs = ""
         self.updated = 0
         self.formats = 0.0
+        self.end: tuple[float, float, int] | None = None
 
 
 class Report:
@@ -119,6 +120,12 @@ class Report:
         """Relative error that a module's buffers make by the captured run's format alone."""
         entry = self._sites.setdefault(site, _Site())
         entry.formats = max(entry.formats, cost)
+
+    def end(self, site: str, measured: tuple[float, float, int] | None) -> None:
+        """How far from exact a model's output is: the captured one, and one in its format."""
+        entry = self._sites.setdefault(site, _Site())
+        if measured is not None and (entry.end is None or measured[0] > entry.end[0]):
+            entry.end = measured
 
     def not_selected(self, site: str) -> None:
         """A call that nobody asked for."""
@@ -224,6 +231,9 @@ class Report:
                 data["reason"] = data["reason"] or _UPDATED
             if entry.formats:
                 data["format_cost"] = entry.formats
+            if entry.end is not None:
+                error, noise, elements = entry.end
+                data["end"] = {"error": error, "noise": noise, "elements": elements}
             if entry.masks:
                 data["masks"] = [*entry.masks]
             if entry.left_out:
