@@ -21,6 +21,7 @@ from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     FINE,
+    ROOTS,
     Call,
     Place,
     Site,
@@ -435,7 +436,13 @@ def _other_evidence(
 
 
 def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
-    """A container as its output and what its parts gave it: what they did is not its doing."""
+    """A model as its output and what its parts gave it: what they did is not its doing.
+
+    Other containers stay whole: one that holds weights of its own, such as a layer of experts,
+    makes most of its error before its parts are called.
+    """
+    if site.place.site not in ROOTS:
+        return site
     made = [
         transfer.call
         for transfer in transfers
