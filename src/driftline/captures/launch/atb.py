@@ -331,7 +331,7 @@ def dumps_in(output: Path) -> list[Path]:
 
 def process_folders(output: Path) -> frozenset[Path]:
     """The folders of single processes in all dumps below the output."""
-    return frozenset().union(*map(_process_folders_of, dumps_in(output)))
+    return frozenset(path for root in dumps_in(output) for path in _process_folders_of(root))
 
 
 def _process_folders_of(root: Path) -> frozenset[Path]:

@@ -299,13 +299,6 @@ class WatchPlan:
                 if word not in allowed:
                     raise BadInput(f"there is no {name} '{word}'", hint=did_you_mean(word, allowed))
 
-    def advised_steps(self, first: int, last: int) -> str:
-        """How these steps are selected; whoever writes ait's tree knows ait's option."""
-        if self.layout == "ait":
-            return f"select these with -er {first},{last}"
-        steps = f"{first}-{last}" if first != last else f"{first}"
-        return f"select all steps with --step '*', or these with --step {steps}"
-
     def says(self, level: LogLevel) -> bool:
         """Whether a message of that level is to be shown."""
         return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
