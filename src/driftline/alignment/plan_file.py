@@ -22,6 +22,7 @@ from driftline.runs.run import Run
 VERSION = 1
 # A gibibyte is some millions of pairs; a larger file is not a plan, and would fill the memory.
 _LARGEST = 1 << 30
+_HOW = "`driftline compare REF CAND --dry-run --save-plan FILE` writes one"
 _TABLES = {
     "pair": (
         *("reference", "candidate", "by", "confidence"),
@@ -128,9 +129,9 @@ def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
         text = path.read_text(encoding="utf-8")
         document: Mapping[str, Any] = tomllib.loads(text)
     except OSError as trouble:
-        raise BadFile(f"cannot read the plan {path}: {trouble.strerror}") from trouble
+        raise BadFile(f"cannot read the plan {path}: {trouble.strerror}", hint=_HOW) from trouble
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as trouble:
-        raise BadFile(f"{path} is no plan: {trouble}") from trouble
+        raise BadFile(f"{path} is no plan: {trouble}", hint=_HOW) from trouble
     return _Reader(path, text, reference, candidate).plan(document)
 
 

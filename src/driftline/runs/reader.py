@@ -58,7 +58,7 @@ def no_folder(place: Path) -> BadRun:
             f"'{place}' is a file, not the folder of a run",
             hint=f"give the folder '{place.parent}'" if place.name == MANIFEST else "",
         )
-    hint = ""
+    hint = "give the folder of a run (`driftline dump -o` writes one), or a file of tensors"
     if place.is_symlink() and not place.exists():
         return BadRun(f"'{place}' is a link that leads nowhere")
     if place.exists():  # a pipe or a device: reading it could wait for ever

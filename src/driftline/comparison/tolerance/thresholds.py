@@ -191,6 +191,7 @@ def _shape_from_json(shown: Mapping[str, JSON]) -> PerShape:
 
 
 SCHEMA = "driftline.thresholds/1"
+_HOW = "`driftline thresholds` and `driftline calibrate` write one"
 MOST_BYTES = 256 << 20
 OUTPUT = "output"
 
@@ -416,10 +417,10 @@ def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
     except OSError as trouble:
         raise BadFile(
             f"{goal} cannot be read: {trouble.strerror}",
-            hint="`driftline thresholds` and `driftline calibrate` write one",
+            hint=_HOW,
         ) from None
     except (ValueError, RecursionError) as trouble:
-        raise BadFile(f"{goal} cannot be read as JSON: {trouble}") from None
+        raise BadFile(f"{goal} cannot be read as JSON: {trouble}", hint=_HOW) from None
     thresholds = thresholds_from_json(shown, source=str(goal))
     if model is not None:
         thresholds.require_model(model)

@@ -225,7 +225,11 @@ class _Stream(NamedTuple):
 
 
 def judge(
-    candidate: Run, replay: Replay, *, allowed: Mapping[str, float] | None = None
+    candidate: Run,
+    replay: Replay,
+    *,
+    allowed: Mapping[str, float] | None = None,
+    rewritten: frozenset[str] = frozenset(),
 ) -> dict[str, ReplayResult]:
     """Judge every site of the candidate that was to be replayed.
 
@@ -234,6 +238,7 @@ def judge(
         replay: What the reference made of them.
         allowed: Relative error that a site may have whatever its dtype says: integer arithmetic
             behind a float interface.
+        rewritten: Sites whose class is another one than the reference's.
     """
     exact = index(replay.exact)
     none: Mapping[TensorKey, Record] = {}
@@ -262,6 +267,7 @@ def judge(
         sites_with_choices(candidate),
         _handed_to_parts(candidate, exact, by_site),
         allowed or {},
+        rewritten,
     )
     judged: dict[str, ReplayResult] = {}
     for name, records in by_site.items():
@@ -298,7 +304,12 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
     for record in candidate.records:
         classes.setdefault(record.class_name, set()).add(record.key.site)
     allowed = quantised_sites(comparison.reference, candidate, classes)
-    judged = judge(candidate, replay, allowed=allowed)
+    rewritten = frozenset(
+        pair.candidate.key.site
+        for pair in plan.pairs
+        if pair.reference.class_name != pair.candidate.class_name
+    )
+    judged = judge(candidate, replay, allowed=allowed, rewritten=rewritten)
     if not judged and not any(about.updated for about in replay.sites.values()):
         raise BadInput(
             "the replay has no tensor in common with the candidate",
@@ -392,6 +403,7 @@ class _Context(NamedTuple):
         choices: How many discrete choices each site contains.
         passed_on: Tensors that a container's own code passed to its parts.
         allowed: Relative error that a site may have whatever its dtype says.
+        rewritten: Sites whose class is another one than the reference's.
     """
 
     candidate: Run
@@ -405,6 +417,7 @@ class _Context(NamedTuple):
     choices: Mapping[str, int]
     passed_on: Mapping[str, Sequence[Record]]
     allowed: Mapping[str, float]
+    rewritten: frozenset[str]
 
 
 def _norms(candidate: Run) -> frozenset[str]:
@@ -450,7 +463,7 @@ def _judged_site(
         choices > 0,
         name in context.norms,
         context.attending.get(name, 0),
-        not parts and any(_is_rewritten(record, exact) for record in records),
+        not parts and name in context.rewritten,
     )
     judgement = _site(streams, settings)
     # The output is within noise, but a similar function may hide there; only leaves in coarse
@@ -465,12 +478,6 @@ def _judged_site(
     if about is not None and _is_by_format(judgement, about.format_cost):
         judgement = judgement._replace(reason=too_coarse(_format_of(unit), about.format_cost))
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
-
-
-def _is_rewritten(record: Record, exact: Mapping[TensorKey, Record]) -> bool:
-    """Whether a module of another class made it than the one that was replayed."""
-    made = exact.get(record.key)
-    return made is not None and bool(made.class_name) and made.class_name != record.class_name
 
 
 def _is_by_format(judgement: ReplayResult, cost: float) -> bool:
