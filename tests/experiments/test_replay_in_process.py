@@ -232,6 +232,16 @@ def test_a_program_under_autocast_is_followed_in_its_format() -> None:
         assert tensor.record.digest == captured.get(tensor.key.site).record.digest, tensor
 
 
+def test_isolated_modules_are_shown_with_what_differs_between_the_models():
+    def norm(eps: float) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.LayerNorm(16, eps=eps)).eval()
+
+    inputs = 0.01 * torch.linspace(-1, 1, 64).reshape(4, 16)
+    table = driftline.compare_models(norm(1e-12), norm(1e-3), inputs, isolate=True)
+    assert table.verdict == "fail"
+    assert [difference.path for difference in table.differences] == ["0.eps"]
+
+
 def test_isolated_comparison_fails_only_where_the_error_is_made() -> None:
     good, bad = model(), model()
     with torch.no_grad():

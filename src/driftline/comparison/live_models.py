@@ -314,10 +314,12 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     import torch
 
     from driftline.alignment.rules.names import link_names
+    from driftline.captures.model_facts import FactOptions
     from driftline.captures.torch.session import CaptureSession
     from driftline.diagnosis.experiments.live.captured_calls import Candidate
     from driftline.diagnosis.experiments.live.replay import Replayer
     from driftline.runs.memory import MemorySink
+    from driftline.runs.sidecars.model_facts import MODEL, WEIGHTS
 
     def match(reference_sites: Iterable[str], candidate_sites: Iterable[str]) -> Mapping[str, str]:
         sites, candidates = list(reference_sites), set(candidate_sites)
@@ -331,7 +333,9 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     args, kwargs = _call(inputs)
     move = _mover(reference)
     exact = MemorySink(name="reference on the candidate's inputs")
-    session = CaptureSession(MemorySink(), levels=(), model=reference)
+    described = MemorySink()
+    session = CaptureSession(described, levels=(), model=reference)
+    session.describe_models(FactOptions())
     replayer = Replayer(session, Candidate(captured), match, exact, None, keep_all=True)
     session.stand_in = replayer
     session.start()
@@ -350,6 +354,8 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     if not report.calls:
         reasons = [str(e["reason"]) for e in report.to_json()["sites"].values() if e["reason"]]
         raise BadInput(f"no module could be applied again: {(reasons or ['none was called'])[0]}")
+    for sheet in (MODEL, WEIGHTS):
+        exact.sheet(sheet, described.run().sheet(sheet))
     return exact.run()
 
 

@@ -101,7 +101,7 @@ class TorchFacts:
     def __init__(self, session: CaptureSession, options: FactOptions) -> None:
         self._session = session
         self._options = options
-        self.file = FactsFile(self._write, lambda: session.recorder.tensors > 0)
+        self.file = FactsFile(self._write, self._has_run)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training = TrainingFacts(session, self.file, self.path_of, self._weights.wait)
         self._calls = CallDigests(session, self.file)
@@ -129,7 +129,7 @@ class TorchFacts:
     def after_fork(self) -> None:
         """This is a forked child: what was written is the parent's, and so is the thread."""
         self._weights.forget()
-        self.file = FactsFile(self._write, lambda: self._session.recorder.tensors > 0)
+        self.file = FactsFile(self._write, self._has_run)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training.after_fork(self.file, self._weights.wait)
         self._calls = CallDigests(self._session, self.file)
@@ -198,6 +198,10 @@ class TorchFacts:
         """`site.name` of a parameter; empty for one that belongs to no model that was seen."""
         entry = self._paths.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else ""
+
+    def _has_run(self) -> bool:
+        # A session of no level takes no tensors: facts are all that is asked of it.
+        return self._session.recorder.tensors > 0 or not self._session.levels
 
     def _write(self, name: str, text: str) -> None:
         sink = self._session.recorder.sink
