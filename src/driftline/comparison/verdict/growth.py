@@ -326,18 +326,18 @@ def growths(
     worst: dict[Place, Growth] = {}
     for place, entries in measured.items():
         least = structure.quantised.get(place.site, 0.0)
-        results: list[Growth] = []
         steps = known.get(place.site, ()) if place.direction == "forward" else ()
-        asked = [entry for entry in entries if entry.transfer.call.step not in steps]
-        for entry in asked or entries:
+        asked = [entry for entry in entries if entry.transfer.call.step not in steps] or entries
+        results: list[Growth] = []
+        for entry in asked:
             others = usual.get((entry.transfer.role, entry.loudness), _NO_SIBLINGS)
             if others.sites < _SIBLINGS:
                 others = usual_kin.get((entry.transfer.kind, entry.loudness), _NO_SIBLINGS)
             results.append(_judged(entry, others, least, sites[place].order[1]))
         best = max(results, key=lambda growth: growth.excess)
         worst[place] = best._replace(
-            hides=_hides_somewhere(asked or entries, [growth.hides for growth in results]),
-            drowns=_hides_somewhere(asked or entries, [growth.drowns for growth in results]),
+            hides=_hides_somewhere(asked, [growth.hides for growth in results]),
+            drowns=_hides_somewhere(asked, [growth.drowns for growth in results]),
         )
     return worst
 

@@ -329,8 +329,8 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
     results: dict[str, ReplayResult] = {}
     for site, judgement in judged.items():
         if judgement.steps is not None:
-            known = tuple(steps[step] for step in judgement.steps if step in steps)
-            judgement = judgement._replace(steps=known)
+            own_steps = tuple(steps[step] for step in judgement.steps if step in steps)
+            judgement = judgement._replace(steps=own_steps)
         name = names.get(site, site)
         if site not in names:
             outer = next((outer for outer in ancestors(site) if outer in names), "")
@@ -466,18 +466,28 @@ def _judged_site(
         not parts and name in context.rewritten,
     )
     judgement = _site(streams, settings)
-    # The output is within noise, but a similar function may hide there; only leaves in coarse
-    # formats can.
-    if not judgement.introduced and unit > FINEST and not parts:
-        readable = [r for r in records if is_readable(context.replay.exact, exact.get(r.key))]
-        other = another_function(context.candidate, context.replay, readable, exact, native)
-        if other is not None:
-            judgement = judgement._replace(
-                introduced=True, statistic="function", excess=other.excess, halves=other.halves
-            )
+    if not judgement.introduced and not parts:
+        judgement = _with_hidden_function(context, records, judgement, unit)
     if about is not None and _is_by_format(judgement, about.format_cost):
         judgement = judgement._replace(reason=too_coarse(_format_of(unit), about.format_cost))
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
+
+
+def _with_hidden_function(
+    context: _Context, records: Sequence[Record], judgement: ReplayResult, unit: float
+) -> ReplayResult:
+    """Convict a leaf whose output is within noise and is a similar function of the input."""
+    # In a fine format the output itself would show it.
+    if unit <= FINEST:
+        return judgement
+    exact, native = context.exact, context.native
+    readable = [r for r in records if is_readable(context.replay.exact, exact.get(r.key))]
+    other = another_function(context.candidate, context.replay, readable, exact, native)
+    if other is None:
+        return judgement
+    return judgement._replace(
+        introduced=True, statistic="function", excess=other.excess, halves=other.halves
+    )
 
 
 def _is_by_format(judgement: ReplayResult, cost: float) -> bool:
