@@ -239,3 +239,15 @@ def test_a_scale_that_is_never_updated_changes_no_number_and_is_named(dumped, ca
     assert table["verdict"] == "pass", table["finding"]
     names = [entry["name"] for entry in table["differences"] if entry["counts"]]
     assert names == ["calls of step 1 (update_scale in the reference only)"]
+
+
+def test_steps_that_the_budget_dropped_make_no_difference_of_the_loss(
+    dumped, capsys, tmp_path, warm_python
+):
+    reference = dumped(FAULTS, "ref", "resumed", "sound")
+    words = [warm_python, str(tmp_path / "program.py"), "resumed", "sound"]
+    thinned = tmp_path / "thinned"
+    assert main(["dump", "-o", str(thinned), "--budget", "10KB", "--", *words]) == 0
+    table = compared(reference, thinned, capsys)
+    assert table["verdict"] == "incomplete", table["finding"]
+    assert not [entry for entry in table["differences"] if entry["counts"]]

@@ -355,7 +355,8 @@ def _differences_code(table: Table, output: CompareOutput) -> int:
         return EXIT_COULD_NOT
     number = counted(table.differences)
     if number and not output.is_silent:
-        print(f"driftline: exit 1: the models differ in {number} points", file=sys.stderr)
+        points = "1 point" if number == 1 else f"{number} points"
+        print(f"driftline: exit 1: the models differ in {points}", file=sys.stderr)
     return EXIT_DIFFERENT if number else EXIT_FINE
 
 

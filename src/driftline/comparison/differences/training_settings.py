@@ -307,7 +307,8 @@ def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
             [str(name) for name in _list(side.get("functions"))] for side in (record, other)
         ]
         step = record.get("step", 0)
-        if functions[0] != functions[1]:
+        # Of a step between rungs, or beyond the budget, only the value of the loss is kept.
+        if all(functions) and functions[0] != functions[1]:
             a = _unlike(functions[0], functions[1])
             b = _unlike(functions[1], functions[0])
             yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
