@@ -137,8 +137,7 @@ def is_updated_parameter_over_limit(row: Row) -> bool:
     """A parameter after an update that no limit of its format holds."""
     if row.key.port != "param" or not (row.key.step or row.key.moment == "after"):
         return False
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    return dtype is not None and LIMITS[dtype.name] < row.metrics.get(METRIC, 0.0) < math.inf
+    return _is_over_limit(row)
 
 
 def is_leaf_beyond_rounding(row: Row) -> bool:

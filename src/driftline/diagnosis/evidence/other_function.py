@@ -52,9 +52,10 @@ def another_function(
     native: Mapping[TensorKey, Record],
 ) -> OtherFunction | None:
     """Whether a module computes another function than the reference's, from its first call."""
-    if not records:
+    readable = (r for r in records if is_readable(replay.exact, exact.get(r.key)))
+    record = next(readable, None)
+    if record is None:
         return None
-    record = records[0]
     exact_record, trusted = exact.get(record.key), native.get(record.key)
     if not _ACTIVATION.search(record.class_name) or exact_record is None or trusted is None:
         return None

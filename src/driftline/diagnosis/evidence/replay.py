@@ -442,14 +442,12 @@ def _judged_site(
     streams = _streams(context.candidate, context.replay, tensors, exact, native, unit)
     noise = None if streams or about is None else about.noise
     near = frozenset[str]() if about is None else about.near
-    # The replay kept no values because they were as good as the candidate's: only its measured
-    # noise is left.
+    # Values as good as the candidate's were not kept: only their measured noise is left.
     if noise and all(
         output.digest in near or _is_its_own(output, exact, native) for output in tensors
     ):
         return _as_trusted(noise, unit)._replace(own_code_only=blind, after_parts=bool(passed_on))
-    # Own code was repeated with answered parts, so nothing inside was computed: it counts as a
-    # leaf.
+    # Own code was repeated with answered parts, and computed nothing inside: it is a leaf.
     alone = applied == "own code"
     choices = 0 if alone else context.choices.get(name, 0)
     if choices > 1:
@@ -466,23 +464,21 @@ def _judged_site(
         not parts and name in context.rewritten,
     )
     judgement = _site(streams, settings)
-    if not judgement.introduced and not parts:
-        judgement = _with_hidden_function(context, records, judgement, unit)
+    # In a fine format the output itself would show another function.
+    if not judgement.introduced and not parts and unit > FINEST:
+        judgement = _with_hidden_function(context, records, judgement)
     if about is not None and _is_by_format(judgement, about.format_cost):
         judgement = judgement._replace(reason=too_coarse(_format_of(unit), about.format_cost))
     return judgement._replace(own_code_only=blind, after_parts=bool(passed_on))
 
 
 def _with_hidden_function(
-    context: _Context, records: Sequence[Record], judgement: ReplayResult, unit: float
+    context: _Context, records: Sequence[Record], judgement: ReplayResult
 ) -> ReplayResult:
     """Convict a leaf whose output is within noise and is a similar function of the input."""
-    # In a fine format the output itself would show it.
-    if unit <= FINEST:
-        return judgement
-    exact, native = context.exact, context.native
-    readable = [r for r in records if is_readable(context.replay.exact, exact.get(r.key))]
-    other = another_function(context.candidate, context.replay, readable, exact, native)
+    other = another_function(
+        context.candidate, context.replay, records, context.exact, context.native
+    )
     if other is None:
         return judgement
     return judgement._replace(
