@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -64,13 +64,11 @@ def names_by_prefix(reference: ModelFacts, candidate: ModelFacts) -> Names:
     meet is taken off or put on.
     """
     first, second = set(reference.modules), set(candidate.modules)
-    best, matched = "", len(first & second)
-    prefixes = {name.partition(".")[0] + "." for name in (*first, *second) if "." in name}
-    added = ""
-    for prefix in sorted(prefixes):
-        shorter = sum(prefix + name in first for name in second)
-        longer = sum(name.removeprefix(prefix) in first for name in second if prefix in name)
-        for count, put_on in ((shorter, True), (longer, False)):
+    best, matched, added = "", len(first & second), ""
+    shorter = _meeting_without_prefix(first, second)
+    longer = _meeting_without_prefix(second, first)
+    for prefix in sorted({*shorter, *longer}):
+        for count, put_on in ((shorter[prefix], True), (longer[prefix], False)):
             if count > matched:
                 best, matched, added = prefix, count, prefix if put_on else ""
     if not best:
@@ -83,6 +81,12 @@ def names_by_prefix(reference: ModelFacts, candidate: ModelFacts) -> Names:
             and (renamed := added + name if added else name.removeprefix(best)) in first
         }
     )
+
+
+def _meeting_without_prefix(names: Iterable[str], others: Container[str]) -> Counter[str]:
+    """What names begin with → how many of these names meet another one without it."""
+    parted = (name.partition(".") for name in names)
+    return Counter(f"{head}." for head, _, rest in parted if rest and rest in others)
 
 
 # Values.

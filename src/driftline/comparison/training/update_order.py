@@ -20,7 +20,7 @@ from driftline.comparison.training.step_errors import Change, StepErrors, Traini
 from driftline.comparison.training.training_report import Break, Stage, TrainingReport
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.scope import RunScope, scope_of
-from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
+from driftline.runs.sidecars.model_facts import read_model_facts
 from driftline.runs.sidecars.step_facts import StepFacts, read_step_facts
 
 if TYPE_CHECKING:
@@ -82,9 +82,9 @@ def training_report(
         differences: What differs between the two programs.
     """
     scopes = scope_of(reference), scope_of(candidate)
-    sides = [_processes(reference, scopes[0]), _processes(candidate, scopes[1])]
     if not all(scope.captured and scope.engine == "torch" for scope in scopes):
         return None
+    sides = [_processes(reference), _processes(candidate)]
     thinned = _thinned(sides)
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
         # The loss of a rank is that of its rows, its weights may be shards: only rows are joined.
@@ -96,7 +96,10 @@ def training_report(
     weights_off: dict[int, float] = {}
     breaks = [] if parted is None else [parted]
     for place in sides[0].keys() & sides[1].keys():
-        (first, steps), (second, other_steps) = sides[0][place], sides[1][place]
+        steps, other_steps = sides[0][place], sides[1][place]
+        first, second = (
+            read_model_facts(run, *place, weights=False) for run in (reference, candidate)
+        )
         pair = ModelPair(first, second, names_of(first, second, plan))
         allowed = _allowed(pair, (steps, other_steps))
         finder = _Finder(allowed, differences or (), _ranks_agree(sides))
@@ -124,26 +127,21 @@ def _thinned(sides: Sequence[_Side]) -> tuple[str, ...]:
     return tuple(
         f"{name}: {text}"
         for name, side in zip(("reference", "candidate"), sides, strict=True)
-        for _, facts in side.values()
+        for facts in side.values()
         for text in facts.thinned[:1]
     )
 
 
-_Side = dict[tuple[int, int], tuple[ModelFacts, StepFacts]]
+_Side = dict[tuple[int, int], StepFacts]
 
 
-def _processes(run: Run, scope: RunScope) -> _Side:
-    """Facts of every process of a run that has some, by rank and process."""
+def _processes(run: Run) -> _Side:
+    """What every process of a run kept of its steps, by rank and process."""
     side: _Side = {}
-    if not scope.captured:
-        return side
     for about in run.processes()[:_MOST_PROCESSES]:
         rank, process = about.get("rank", 0), about.get("process", 0)
         if type(rank) is int and type(process) is int:
-            facts = read_model_facts(run, rank, process, weights=False)
-            steps = read_step_facts(run, rank, process)
-            if facts or steps:
-                side[rank, process] = facts, steps
+            side[rank, process] = read_step_facts(run, rank, process)
     return side
 
 
@@ -168,13 +166,13 @@ def _same_layout(scopes: Sequence[RunScope], sides: Sequence[_Side]) -> bool:
         return True
     holders: list[dict[str, set[int]]] = [{}, {}]
     for own, side in zip(holders, sides, strict=True):
-        for (rank, _), (_, steps) in side.items():
+        for (rank, _), steps in side.items():
             for path in steps.parameters:
                 own.setdefault(path, set()).add(rank)
     if any(holders[0][path] != holders[1][path] for path in holders[0].keys() & holders[1].keys()):
         return False
     for place in sides[0].keys() & sides[1].keys():
-        first, second = (side[place][1].parameters for side in sides)
+        first, second = (side[place].parameters for side in sides)
         if any(first[path].shape != second[path].shape for path in first.keys() & second.keys()):
             return False
     return True
@@ -192,7 +190,7 @@ def _lacking(scopes: Sequence[RunScope], sides: Sequence[_Side]) -> str:
     for name, scope, side in zip(names, scopes, sides, strict=True):
         if scope.updates == 0:
             return f"the {name} made no update, and the other side did"
-        if not any(steps.states for _, steps in side.values()):
+        if not any(steps.states for steps in side.values()):
             return (
                 f"this is a training, and the {name} has no weights, gradients and loss after an "
                 "update: dump it without --no-model-facts"
@@ -237,7 +235,7 @@ def _ranks_agree(sides: Sequence[_Side]) -> tuple[set[int], set[int]]:
         if len(side) < 2:
             continue
         by_step: dict[int, list[dict[str, str]]] = {}
-        for _, steps in side.values():
+        for steps in side.values():
             for state in steps.states:
                 if state.what == "gradients":
                     digests = {path: tensor.digest for path, tensor in state.tensors.items()}
@@ -257,7 +255,7 @@ def _inputs_part(sides: Sequence[_Side]) -> Break | None:
     by the model. Where they are (generated tokens), the outputs before them differ, too.
     """
     for place in sides[0].keys() & sides[1].keys():
-        calls = sides[0][place][1].calls, sides[1][place][1].calls
+        calls = sides[0][place].calls, sides[1][place].calls
         equal: set[tuple[str, str]] = set()
         for call in sorted(calls[0].keys() & calls[1].keys(), key=lambda key: (key[1], key[0])):
             first, second = calls[0][call], calls[1][call]
