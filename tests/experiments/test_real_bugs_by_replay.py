@@ -78,6 +78,16 @@ class Graph(nn.Module):
         return torch.zeros_like(nodes).index_add(0, ends[1], sent)
 
 
+class Drawing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x):
+        drawn = torch.randn_like(x)
+        return self.inner(x) + (0.8 if bad else 0.5) * drawn
+
+
 class Block(nn.Module):
     def __init__(self, width=32):
         super().__init__()
@@ -103,6 +113,11 @@ def infer():
         model.to(dtype)(torch.randn(2, 8, 32).to(dtype))
     elif kind == "codes":
         Counted()(torch.randint(0, 50, (2, 20)))
+    elif kind in ("drawing", "unseeded"):
+        model, x = Drawing(), torch.randn(2, 40, 32)
+        if kind == "unseeded":
+            torch.seed()
+        model(x)
     elif kind == "shapes":
         Graph()(torch.randn(12, 16), torch.randint(0, 12, (2, 30)))
     elif kind == "cast":  # called once as it was built, then cast
@@ -189,6 +204,21 @@ def test_other_integers_that_code_passes_to_a_part_are_a_finding(
     assert (finding["code"], finding["first_site"], finding["cause"]) == (1, "(root)", "shift")
     sites = json.loads((finding["folder"] / "replay" / "replay.json").read_text())["sites"]
     assert "other integers" in sites["(root)"]["differs"]
+
+
+def test_of_one_seed_what_draws_random_numbers_stays_convicted_by_two_runs(
+    judged: Callable[..., dict[str, Any]],
+) -> None:
+    assert judged("drawing", "good")["verdict"] == "pass"
+    finding = judged("drawing", "bad")
+    assert (finding["code"], finding["first_site"]) == (1, "(root)"), finding["finding"]
+
+
+def test_of_two_seeds_nothing_is_concluded_from_what_draws(
+    judged: Callable[..., dict[str, Any]],
+) -> None:
+    finding = judged("unseeded", "good")
+    assert (finding["code"], finding["verdict"]) == (2, "incomplete"), finding["finding"]
 
 
 def test_another_shape_at_the_border_of_a_part_is_a_finding(

@@ -193,6 +193,31 @@ def test_nan_on_one_side_and_nan_on_both(command: Callable[..., Any], tmp_path: 
     )
 
 
+class Banned(nn.Module):
+    """Hands a mask of its own to its part, as attention over what came before is told."""
+
+    def __init__(self, banned: float) -> None:
+        super().__init__()
+        self.banned, self.scores = banned, nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        mask = torch.full((length, length), self.banned).triu(1)
+        return self.scores(x @ x.transpose(-1, -2) + mask) @ x
+
+
+def test_infinities_that_no_part_gave_begin_in_the_code_that_hands_them_on(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    first, x = nn.Linear(8, 8), torch.randn(2, 6, 8)
+    pair = (
+        captured(nn.Sequential(first, Banned(-torch.inf)), tmp_path / "ref", x),
+        captured(nn.Sequential(first, Banned(0.0)), tmp_path / "cand", x),
+    )
+    sentence = "NaN or Inf begins inside '1', in its own code before it calls '1.scores'"
+    fails_with(command, pair, sentence)
+
+
 # --- recomputed leaves and patterns
 
 

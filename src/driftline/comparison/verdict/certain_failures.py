@@ -86,7 +86,9 @@ class _Watch:
         self._codes: Row | None = None
         self._container = ""
         self._one_sided: Row | None = None
+        self._one_sided_in = ""
         self._nothing: Row | None = None
+        self._has_outputs = False
         self._arriving: list[Row] = []
         self._outputs: dict[tuple[_Moment, str], Row] = {}
         self._entered: dict[_Moment, set[str]] = {}
@@ -109,7 +111,7 @@ class _Watch:
         if not row.compared:
             return
         if row.decided_by == "one_sided" and row.status == "fail":
-            self._one_sided = _earlier(self._one_sided, row)
+            self._of_one_side(row)
         elif holds_nothing_finite(row):
             self._nothing = _earlier(self._nothing, row)
         if key.site in ROOTS:
@@ -117,7 +119,18 @@ class _Watch:
         elif key.port == "input":
             self._inner_input(row)
         if key.port in ("input", "output"):
+            self._has_outputs = self._has_outputs or key.port == "output"
             self._enter(row)
+
+    def _of_one_side(self, row: Row) -> None:
+        """NaN or Inf on one side. No part gave those that are first seen at an input."""
+        self._one_sided = _earlier(self._one_sided, row)
+        if self._one_sided is not row:
+            return
+        self._one_sided_in = ""
+        if row.key.port == "input" and row.key.site not in ROOTS:
+            entered = self._entered.get(_moment(row), set[str]())
+            self._one_sided_in = _enclosing(row.key.site, entered) or ""
 
     def _enter(self, row: Row) -> None:
         moment, site = _moment(row), row.key.site
@@ -163,7 +176,9 @@ class _Watch:
         if self._codes is not None:
             return _of_codes(self._codes, self._container)
         if self._one_sided is not None or self._nothing is not None:
-            return _of_nonfinite(self._one_sided, self._nothing)
+            # Where no output was captured, any part may have given them.
+            container = self._one_sided_in if self._has_outputs else ""
+            return _of_nonfinite(self._one_sided, self._nothing, container)
         for row in self._arriving:
             made = self._outputs.get((_moment(row), row.key.slot))
             if (beyond := gradient_excess(row, made)) > 1.0:
@@ -279,22 +294,31 @@ def _difference(row: Row) -> str:
 
 
 def _of_codes(row: Row, container: str) -> CertainFailure:
-    around = "the model itself" if container in ROOTS else f"'{container}'"
-    return CertainFailure(
-        "codes",
-        row,
-        container,
-        f"the drift starts inside {around}, in its own code before it calls '{row.key.site}': "
-        f"input '{row.key.slot}'{_difference(row)}",
+    sentence = f"the drift starts {_in_own_code(container, row)}{_difference(row)}"
+    return CertainFailure("codes", row, container, sentence)
+
+
+def _in_own_code(container: str, row: Row) -> str:
+    """Where an input was made that no part gave."""
+    return (
+        f"inside {_quoted(container)}, in its own code before it calls '{row.key.site}': "
+        f"input '{row.key.slot}'"
     )
 
 
-def _of_nonfinite(one_sided: Row | None, nothing: Row | None) -> CertainFailure:
+def _quoted(site: str) -> str:
+    return "the model itself" if site in ROOTS else f"'{site}'"
+
+
+def _of_nonfinite(one_sided: Row | None, nothing: Row | None, container: str) -> CertainFailure:
     first = nothing if one_sided is None else one_sided
     if one_sided is not None and nothing is not None:
         first = min(one_sided, nothing, key=lambda row: (row.key.step, row.order))
     assert first is not None
-    name = "the model itself" if first.key.site in ROOTS else f"'{first.key.site}'"
+    name = _quoted(first.key.site)
+    if first is one_sided and container:
+        sentence = f"NaN or Inf begins {_in_own_code(container, first)}: {first.reason}"
+        return CertainFailure("nonfinite", first, container, sentence)
     if first is one_sided:
         sentence = f"NaN or Inf begins at {name}, {first.key.port}: {first.reason}"
     else:

@@ -26,6 +26,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.files import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
+from driftline.runs.sidecars.model_facts import read_model_facts
 
 if TYPE_CHECKING:
     from driftline.captures.torch.session import Frame
@@ -94,6 +95,8 @@ class Candidate:
         self._leave_out_summaries()
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
+        # What its random numbers came from; None where nothing is known of its process.
+        self.seed = read_model_facts(run, rank, process, weights=False).process.get("seed")
 
     def _leave_out_summaries(self) -> None:
         """Of later steps a run may keep summaries: its sites are applied where values were kept."""

@@ -356,7 +356,7 @@ class Replayer:
 
             def check() -> None:
                 if before is not None and opened.proven and has_drawn(before):
-                    raise NotReproduced("it draws random numbers")
+                    raise self._drawing()
 
             kept = self._apply(RepeatedCall(opened, way, part, wanted, good, {}), check)
             if self._is_the_end(opened, way):
@@ -403,7 +403,7 @@ class Replayer:
         if opened.proven:
             return opened.proven, everything
         assert opened.held is not None
-        reasons: list[str] = []
+        drawn = False
         # Own code alone is cheaper and sharper; the whole module is the second choice.
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
@@ -415,7 +415,7 @@ class Replayer:
             tensors = self._recast.as_they_are(real)
             result = repeat(script, module, real, tensors, args, kwargs)
             if has_drawn(before):
-                reasons.append("it draws random numbers")
+                drawn = True
                 continue
             again = {slot: tensor for slot, _, tensor in layers.outputs(result, part)}
             good = {
@@ -427,5 +427,15 @@ class Replayer:
                 if good == everything:
                     self._alike[likeness(opened)] = way
                 return way, good
-            reasons.append("applied to its own inputs again it does not give its own output")
-        raise NotReproduced(reasons[-1])
+            drawn = False
+        if drawn:
+            raise self._drawing()
+        raise NotReproduced("applied to its own inputs again it does not give its own output")
+
+    def _drawing(self) -> NotReplayed:
+        """Why a call that draws random numbers says nothing.
+
+        Of one seed both programs draw the same numbers: what two runs show of it stands.
+        """
+        kind = NotReplayed if self._candidate.seed == torch.initial_seed() else NotReproduced
+        return kind("it draws random numbers")
