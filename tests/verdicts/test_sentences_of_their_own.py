@@ -218,6 +218,34 @@ def test_infinities_that_no_part_gave_begin_in_the_code_that_hands_them_on(
     fails_with(command, pair, sentence)
 
 
+class Summed(nn.Module):
+    def forward(self, sent: torch.Tensor) -> torch.Tensor:
+        return sent.sum(0, keepdim=True)
+
+
+class Graph(nn.Module):
+    """Every node gets the sum of what all send, and of what it keeps to itself."""
+
+    def __init__(self, *, loops: bool) -> None:
+        super().__init__()
+        self.loops, self.summed = loops, Summed()
+
+    def forward(self, nodes: torch.Tensor) -> torch.Tensor:
+        sent = torch.cat([nodes, 0.5 * nodes]) if self.loops else nodes
+        return nodes + self.summed(sent)
+
+
+def test_a_part_that_is_handed_another_shape_is_not_to_blame(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    first, nodes = nn.Linear(8, 8), torch.randn(5, 8)
+    for name, loops in (("ref", True), ("cand", False)):
+        captured(nn.Sequential(first, Graph(loops=loops)), tmp_path / name, nodes)
+    for verb in ("compare", "diagnose"):
+        said = command(verb, tmp_path / "ref", tmp_path / "cand", "--format", "json")
+        assert (said.code, json.loads(said.out)["first_site"]) == (1, "1"), said.out
+
+
 # --- recomputed leaves and patterns
 
 

@@ -184,6 +184,42 @@ def transfers_of(
     return made
 
 
+def makers_of_other_shapes(rows: Sequence[Row]) -> Mapping[str, str]:
+    """Parts that are handed a tensor of another shape → the container whose own code made it.
+
+    Shapes that one can be stretched to, or that hold as many elements, are the same thing in
+    another form.
+    """
+    handed = {
+        row.key.site
+        for row in rows
+        if row.key.port == "input" and has_other_shape(row) and not _is_another_form(row)
+    }
+    if not handed:
+        return {}
+    names = {row.key.site for row in rows if row.compared}
+    makers: dict[str, str] = {}
+    for name in handed:
+        maker = next((outer for outer in ancestors(name) if outer in names), None)
+        if maker is not None and maker not in handed:
+            makers[name] = maker
+    return makers
+
+
+def has_other_shape(row: Row) -> bool:
+    """Whether a tensor could not be compared because its shape is another one."""
+    shapes = row.reference_shape, row.candidate_shape
+    return row.status == "incomparable" and None not in shapes and shapes[0] != shapes[1]
+
+
+def _is_another_form(row: Row) -> bool:
+    first, second = row.reference_shape or (), row.candidate_shape or ()
+    if math.prod(first) == math.prod(second):
+        return True
+    sizes = zip(reversed(first), reversed(second), strict=False)
+    return all(own == other or 1 in (own, other) for own, other in sizes)
+
+
 def _parent(place: Place, names: set[str]) -> str | None:
     """The nearest captured site around another; modules in between were not captured."""
     return next((outer for outer in ancestors(place.site) if outer in names), None)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from driftline.comparison.table.row import Row
+from driftline.comparison.verdict.dataflow import has_other_shape, makers_of_other_shapes
 from driftline.comparison.verdict.verdict import RowCounts, execution
 
 ROOT = ("(root)", "")
@@ -110,6 +111,19 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
         arrived = _inherited_drift(first, _nearly_outside(first, rows))
         if arrived is not None:
             return _locate_maker(arrived, first, rows, when)
+    # What it made of another thing is no error of its own.
+    if key.port == "output" and (maker := makers_of_other_shapes(rows).get(key.site)) is not None:
+        handed = next(
+            row
+            for row in rows
+            if (row.key.site, row.key.port) == (key.site, "input") and has_other_shape(row)
+        )
+        shapes = [list(shape or ()) for shape in (handed.reference_shape, handed.candidate_shape)]
+        return maker, (
+            f"the drift starts inside {_around(maker, rows)}{when}, in its own code before it "
+            f"calls {name}: input '{handed.key.slot}' has shape {shapes[0]}, in the candidate "
+            f"{shapes[1]}"
+        )
     if key.port != "input":
         # Another writer's run may have ports of its own.
         what = _PLACES.get(key.port, f"its {key.port}") + (

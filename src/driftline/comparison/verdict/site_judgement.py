@@ -33,7 +33,13 @@ from driftline.comparison.tolerance.tolerance import (
     TURNED,
 )
 from driftline.comparison.verdict.certain_failures import CertainFailure, gradient_excess
-from driftline.comparison.verdict.dataflow import Transfer, identity_of, transfers_of
+from driftline.comparison.verdict.dataflow import (
+    Transfer,
+    has_other_shape,
+    identity_of,
+    makers_of_other_shapes,
+    transfers_of,
+)
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
 from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_before, with_pattern
 from driftline.comparison.verdict.sites import (
@@ -256,7 +262,7 @@ class SiteJudgement:
         explained = _Explanations(self)
         for row in rows:
             # A lone tensor of the candidate may have the key of a pair.
-            judged = row.compared or _has_other_shape(row)
+            judged = row.compared or has_other_shape(row)
             standing = convicted.get(tensors_of(row)) if convicted and judged else None
             if standing is not None:
                 says_more = row.status != "fail" or standing.by == "recomputed"
@@ -518,6 +524,15 @@ def judge_sites(
     transfers = transfers_of(sites, structure)
     growth = growths(sites, transfers, structure, evidence.known_steps)
     statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
+    for name, maker in makers_of_other_shapes(rows).items():
+        # By two runs a part errs that was given another thing than the reference's.
+        part, container = Place("forward", name), Place("forward", maker)
+        standing = statuses.get(part)
+        if container not in sites or standing is None:
+            continue
+        if (standing.status, standing.by) == ("introduced", "growth"):
+            statuses[part] = standing._replace(status="inherited")
+            statuses[container] = standing._replace(reason=f"it hands another shape to '{name}'")
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:
@@ -572,17 +587,12 @@ def _with_other_borders(
     more = dict(sites)
     for row in rows:
         key = row.key
-        if key.site in convicted and key.port == "output" and _has_other_shape(row):
+        if key.site in convicted and key.port == "output" and has_other_shape(row):
             call = Call(key.step, key.rank, row.order, row.order, outs=[row], process=key.process)
             call.error = math.inf
             place = Place("forward", key.site)
             more.setdefault(place, Site(place, row.class_name, row.candidate_class, [call]))
     return dict(sorted(more.items(), key=lambda item: item[1].order))
-
-
-def _has_other_shape(row: Row) -> bool:
-    shapes = row.reference_shape, row.candidate_shape
-    return row.status == "incomparable" and None not in shapes and shapes[0] != shapes[1]
 
 
 def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:
