@@ -202,7 +202,11 @@ def test_a_device_selects_its_own_tensors(dump, atb: Installed) -> None:
     assert {r.key.rank for r in open_run(done.path).records} == {3}
     other = dump("--engine", "atb", "-device", "2", "--force", argv=[str(atb.program), "1", "3"])
     assert other.code == 2
-    assert "the ATB probe wrote nothing" in other.err and "-device" in other.err
+    assert "the ATB probe wrote nothing" in other.err
+    assert "and do --step, -ids, -opname and -device leave something of it?" in other.err
+    words = ("--engine", "atb", "--layout", "ait", "-device", "2", "-o", "tree")
+    theirs = dump(*words, argv=[str(atb.program), "1", "3"])
+    assert theirs.code == 2 and "and do -er, -ids, -opname and -device leave" in theirs.err
 
 
 def test_descriptions_only_have_shapes_and_no_values(dump, atb: Installed) -> None:
