@@ -133,6 +133,20 @@ def test_a_second_dump_into_the_seeds_tree_adds_its_process(
     assert len(list(done.path.glob("ait_dump*/tensors/0_*"))) == 2
 
 
+def test_the_seeds_own_spelling_dumps_twice_into_one_folder(atb: Installed, workshop: Path) -> None:
+    ait = Path(sys.executable).parent / "ait"
+    for options in (["-sd"], ["-time", "3"]):
+        words = ["llm", "dump", "--exec", str(atb.program), "-o", "new/folder", *options]
+        done = subprocess.run(
+            [str(ait), *words], cwd=workshop, capture_output=True, text=True, timeout=110
+        )
+        assert done.returncode == 0 and "atb: 18 tensors" in done.stderr, done.stderr
+    folders = list((workshop / "new" / "folder").glob("ait_dump*/tensors/0_*"))
+    assert len(folders) == 2
+    kept = [{record.kept for record in open_run(folder).records} for folder in folders]
+    assert sorted(map(sorted, kept)) == [["describe"], ["full"]]
+
+
 @pytest.mark.parametrize(
     ("options", "sites"),
     [
