@@ -30,7 +30,6 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.formats.dump_run import TreeRun
 from driftline.formats.folder import Folder
 from driftline.formats.tensor_files import describe, leaf
-from driftline.formats.tools.paddle_hook import NAME
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
@@ -298,7 +297,7 @@ def _opened(tree: Path, places: Places, names: Sequence[str]) -> TreeRun:
         leaf(TensorKey.of(name, "output"), file, describe(folder, file)[0])
         for name, file in zip(names, files, strict=True)
     ]
-    return TreeRun(tree, NAME, leaves)
+    return TreeRun(tree, "files of a rank", leaves)
 
 
 def _line(
@@ -340,11 +339,9 @@ def _figures(tree_a: Run, tree_b: Run, pair: Pair, row: Row) -> tuple[float, Spr
         for what in ("nan", "inf")
     )
     if row.compared and math.prod(pair.reference.shape) and not strange:
-        spreads = (
-            (float(metrics[f"{side}_mean"]), float(metrics[f"{side}_std"]))
-            for side in ("reference", "candidate")
-        )
-        return float(metrics["cosine"]), *spreads
+        spread_a = float(metrics["reference_mean"]), float(metrics["reference_std"])
+        spread_b = float(metrics["candidate_mean"]), float(metrics["candidate_std"])
+        return float(metrics["cosine"]), spread_a, spread_b
     # The comparison leaves out what is not finite, and takes a format's lowest value for minus
     # infinity; the original counts all elements. Tensors of other shapes it does not measure.
     values_a, values_b = _numbers(tree_a, pair.reference), _numbers(tree_b, pair.candidate)
