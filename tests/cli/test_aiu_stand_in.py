@@ -156,12 +156,26 @@ def test_explain_says_what_reached_the_backend(
     assert "nothing is concluded from them" in said.out
 
 
-def test_the_seeds_own_command_on_the_device(place: Path) -> None:
-    """`generate_layers_metrics.py` with its variables; the device by an option of ours."""
+@pytest.mark.parametrize(
+    ("model", "words", "parts", "site"),
+    [
+        ("tiny-llama", ["--library", "transformers"], 24, "model.layers.0.self_attn.q_proj"),
+        ("tiny-granite", [], 23, "base_model.layers.0.attn.in_proj.query"),
+    ],
+)
+def test_the_seeds_own_command_on_the_device(
+    place: Path, model: str, words: list[str], parts: int, site: str
+) -> None:
+    """`generate_layers_metrics.py` with its variables; the device by an option of ours.
+
+    By itself it loads models through ibm-fms.
+    """
+    if not words:
+        pytest.importorskip("fms", reason="ibm-fms is not installed")
     script = Path(sys.executable).parent / "generate_layers_metrics.py"
     packages = aiu.write_package(place / "packages", linear=1.5)
     env = os.environ | {
-        "MODEL_PATHS": "tiny",
+        "MODEL_PATHS": str(FIXTURES / model),
         "BATCH_SIZES": "1",
         "SEQ_LENGTHS": "24",
         "MAX_NEW_TOKENS": "2",
@@ -170,11 +184,9 @@ def test_the_seeds_own_command_on_the_device(place: Path) -> None:
         "PYTHONPATH": str(packages),
         "OMP_NUM_THREADS": "1",
     }
-    words = ["--mode", "model-forward", "--candidate", "device=aiu", "--compile_unit", "leaf"]
-    words += ["--library", "transformers"]
-    done = subprocess.run(
-        [sys.executable, str(script), *words], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, str(script), "--mode", "model-forward", *words]
+    command += ["--candidate", "device=aiu", "--compile_unit", "leaf"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "24 of 24 parts" in done.stdout
-    assert "the drift starts at 'model.layers.0.self_attn.q_proj'" in done.stdout
+    assert f"{parts} of {parts} parts" in done.stdout
+    assert f"the drift starts at '{site}'" in done.stdout

@@ -1,8 +1,12 @@
-"""Decoder commands at their edges: no decoder, too many logits or tokens, tokens never said."""
+"""Decoder commands at their edges: no decoder, too many logits or tokens, tokens never said.
+
+As `driftline metrics`, and as `python generate_metrics.py` after `driftline compat install`.
+"""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from driftline.cli.main import main
+from support.commands import Said
 
 FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 PROMPTS = FIXTURES / "share_gpt_tiny.json"
@@ -24,14 +31,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def metrics(driftline: Command) -> Command:
+@pytest.fixture(params=["ours", "theirs"])
+def metrics(request: pytest.FixtureRequest, driftline: Command, warm_llama: str) -> Command:
+    def script(*words: object) -> Said:
+        assert main(["compat", "install", "."]) == 0
+        line = [warm_llama, "generate_metrics.py", "--architecture=hf_pretrained", *map(str, words)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=110)
+        assert "Traceback" not in done.stderr
+        return Said(done.returncode, done.stdout, done.stderr)
+
     def call(*words: object, model: object = "tiny", out: str = "out", length: int = 16) -> Any:
-        return driftline(
-            *("metrics", f"--model_path={model}", "--tokenizer=tiny", f"--output_dir={out}"),
+        words = (
+            *(f"--model_path={model}", "--tokenizer=tiny", f"--output_dir={out}"),
             *(f"--sharegpt_path={PROMPTS}", f"--min_pad_length={length}", "--max_new_tokens=2"),
             *words,
         )
+        return driftline("metrics", *words) if request.param == "ours" else script(*words)
 
     return call
 
@@ -83,6 +98,10 @@ def test_compile_dynamic_says_where_it_changes_nothing(metrics: Command) -> None
         "reference: cpu in fp32, not compiled; candidate: cpu in fp16, not compiled",
         "--compile_dynamic changes nothing: neither side is compiled",
     ]
+
+
+@pytest.mark.parametrize("metrics", ["ours"], indirect=True)
+def test_compile_dynamic_is_not_remarked_on_where_a_side_is_compiled(metrics: Command) -> None:
     torch._dynamo.reset()
     compiled = metrics(
         "--compile_dynamic",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from driftline import open_run
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from support.ge import GeDump, ge_bytes, write_fx
 
@@ -158,10 +162,6 @@ def test_a_conversion_that_corrupts_is_where_the_drift_starts(
     tmp_path: Path, spelling: str
 ) -> None:
     """A TransData whose output is not its input: its own fault, not that of the model's inputs."""
-    import struct
-    import subprocess
-    import sys
-
     data = Path(__file__).parents[1] / "data" / "ascend"
     shutil.copytree(data / "ge_dump", tmp_path / "ge")
     (file,) = (tmp_path / "ge").rglob("TransData.*")
@@ -182,23 +182,35 @@ def test_a_conversion_that_corrupts_is_where_the_drift_starts(
     assert "inputs differ already" not in text
 
 
-def test_operators_of_one_time_stamp_stand_as_the_graph_has_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_operators_of_one_time_stamp_stand_as_the_graph_has_them(
+    tmp_path: Path, spelling: str
+) -> None:
     """Task numbers may be the other way round; what feeds what comes first."""
-    from driftline import open_run
-
-    dump = GeDump(tmp_path)
-    value = np.ones((2, 2), np.float32)
     names = ["Last", "Middle", "First"]
-    for task, name in enumerate(names):
-        path = dump.operator("Relu", name, [value], [value])
-        path.rename(path.with_name(f"Relu.{name}.{task}.6.1706596912161941"))
-    dump.graph_text(
-        [
-            GraphNode("Last", "Relu", (("Middle", 0),)),
-            GraphNode("Middle", "Relu", (("First", 0),)),
-            GraphNode("First", "Relu", (("Data", 0),)),
-            GraphNode("Data", "Data"),
-        ]
-    )
-    run = open_run(tmp_path)
+    # From the first operator on the values of the candidate are wrong, so all three differ.
+    for folder, factor in (("golden", 1), ("mine", 2)):
+        dump = GeDump(tmp_path / folder)
+        right = np.ones((2, 2), np.float32)
+        for task, name in enumerate(names):
+            given = right if name == "First" else right * factor
+            path = dump.operator("Relu", name, [given], [right * factor])
+            path.rename(path.with_name(f"Relu.{name}.{task}.6.1706596912161941"))
+        dump.graph_text(
+            [
+                GraphNode("Last", "Relu", (("Middle", 0),)),
+                GraphNode("Middle", "Relu", (("First", 0),)),
+                GraphNode("First", "Relu", (("Data", 0),)),
+                GraphNode("Data", "Data"),
+            ]
+        )
+    run = open_run(tmp_path / "golden")
     assert list(dict.fromkeys(record.key.site for record in run.records)) == names[::-1]
+    place = Path(sys.executable).parent
+    words = [str(place / "driftline"), "compare"]
+    if spelling == "theirs":
+        words = [str(place / "ait"), "llm", "compare"]
+    words += ["--golden-path", "golden", "--my-path", "mine"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the drift starts at 'First' (Relu), in its output" in " ".join(done.stdout.split())

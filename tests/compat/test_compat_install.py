@@ -75,10 +75,20 @@ def test_the_layers_script_gives_the_documented_names(desk: Path, warm_llama: st
     assert "reference: cpu in fp32" in done.stdout.splitlines()[0]
 
 
-def test_the_decoder_suite_finds_outputs_under_hashed_names(
-    desk: Path, warm_llama: str, monkeypatch: pytest.MonkeyPatch
+OURS = (
+    *("--batch-sizes", "1", "--seq-lengths", "16", "--max-new-tokens", "8"),
+    *("--cumulative-test-tokens-per-sequence", "8"),
+)
+"""The shapes of the next test, as options of `driftline validate`."""
+
+
+def test_outputs_under_hashed_names_are_found(
+    desk: Path,
+    warm_llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As newer versions of the documented suite save them."""
+    """As newer versions of the documented suite save them; by the suite and by `validate`."""
     model = str(FIXTURES / "tiny-llama")
     words = {
         "COMMON_MODEL_PATHS": model,
@@ -102,7 +112,10 @@ def test_the_decoder_suite_finds_outputs_under_hashed_names(
     monkeypatch.delenv("FMS_TEST_SHAPES_SAVE_VALIDATION_INFO_OUTPUTS")
     done = run(*command, python=warm_llama)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "cpu validation info found for seed=0 -- loading it" in done.stdout
+    found = "cpu validation info found for seed=0 -- loading it"
+    assert found in done.stdout
+    assert main(["validate", *OURS, "--model-paths", model, "--validation-info-dir", "saved"]) == 0
+    assert found in capsys.readouterr().out
 
 
 def test_the_digest_is_that_of_the_documented_text() -> None:

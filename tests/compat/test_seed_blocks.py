@@ -217,6 +217,18 @@ class TestDumpAndCompare:
         assert (process / "model_tree.json").is_file()
         assert (process / "0" / "root.layers.1.linear" / "output.pth").is_file()
 
+    def test_descriptions_and_a_second_dump_lie_in_one_tree(self, desk: Path) -> None:
+        (desk / "infer.py").write_text(self.PROGRAM)
+        shell('ait llm dump --exec "python infer.py" -sd')
+        tree = desk / "ait_dump" / "torch_tensors"
+        (first,) = tree.iterdir()
+        assert not list(first.rglob("*.pth"))
+        assert {record.kept for record in open_run(first).records} == {"describe"}
+        shell('ait llm dump --exec "python infer.py" -time 3')
+        (second,) = set(tree.iterdir()) - {first}
+        moments = {(r.key.port, r.key.moment) for r in open_run(second).records}
+        assert moments == {("input", "before"), ("output", "after")}
+
     def test_hooks_are_registered_as_the_document_writes(self, desk: Path) -> None:
         (desk / "infer.py").write_text(
             "import torch\n"
@@ -314,10 +326,12 @@ class TestDumpAndCompare:
         values = np.arange(12, dtype=np.float32).reshape(3, 4)
         torch.save(torch.from_numpy(values), desk / "xx.pth")
         write_bin(desk / "xx.bin", values)
-        shell("ait llm compare -gp xx.pth -mp xx.bin")
+        usual = shell("ait llm compare -gp xx.pth -mp xx.bin")
         (report,) = desk.glob("ait_cmp_report_*.csv")
         (row,) = rows_of(report)
         assert float(row["cosine_similarity"]) == 1.0
+        said = shell("ait llm compare -gp xx.pth -mp xx.bin -l debug")
+        assert "  pair " in said and "  pair " not in usual
 
     def test_graph_dumps_are_compared(self, desk: Path) -> None:
         twins = graph_twins(desk)

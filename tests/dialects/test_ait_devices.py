@@ -5,6 +5,7 @@ As `driftline compare` and as `ait llm compare`.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,11 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
         atb_twin(base / name, model, PROMPT, device=1, pid=2, error=error)
     atb_twin(base / "single", model, PROMPT, device=0, pid=1)
     torch_twin(base / "torch", model, PROMPT)
+    torch_twin(base / "torch of two", model, PROMPT)
+    processes = base / "torch of two" / "ait_dump" / "torch_tensors"
+    (first,) = processes.iterdir()
+    shutil.copytree(first, processes / "npu1_2")
+    first.rename(processes / "npu0_1")
     other = np.array([[2, 7, 1, 8, 2]])
     atb_twin(base / "batch", model, np.concatenate((PROMPT, other)))
     return base
@@ -50,23 +56,29 @@ def compared(dumps: Path, folder: Path, golden: str, mine: str, spelling: str) -
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
 def test_every_device_folder_is_compared(dumps: Path, tmp_path: Path, spelling: str) -> None:
     assert compared(dumps, tmp_path, "clean", "clean", spelling).startswith("PASS")
-    text = compared(dumps, tmp_path, "clean", "faulty", spelling)
-    assert text.startswith("FAIL") and "on rank 1" in text
+    assert compared(dumps, tmp_path, "torch of two", "clean", spelling).startswith("PASS")
+    for golden in ("clean", "torch of two"):
+        text = compared(dumps, tmp_path, golden, "faulty", spelling)
+        assert text.startswith("FAIL") and "on rank 1" in text
 
 
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
 @pytest.mark.parametrize(
     ("golden", "mine", "words"),
     [
         ("clean", "single", "nothing of rank1 of the reference was compared"),
         ("single", "faulty", "nothing of rank1 of the candidate was compared"),
         ("torch", "faulty", "nothing of rank1 of the candidate was compared"),
+        ("torch of two", "single", "nothing of rank1 of the reference was compared"),
         ("torch", "batch", "not compared: row 1 of 2 of the candidate"),
+        ("single", "batch", "not compared: row 1 of 2 of the candidate"),
+        ("batch", "single", "not compared: row 1 of 2 of the reference"),
     ],
 )
 def test_what_is_not_compared_makes_it_incomplete(
-    dumps: Path, tmp_path: Path, golden: str, mine: str, words: str
+    dumps: Path, tmp_path: Path, golden: str, mine: str, words: str, spelling: str
 ) -> None:
-    text = compared(dumps, tmp_path, golden, mine, "ours")
+    text = compared(dumps, tmp_path, golden, mine, spelling)
     assert text.startswith("INCOMPLETE") and words in text
 
 

@@ -83,12 +83,28 @@ def test_a_healthy_pair_passes_and_a_faulty_one_fails_in_its_layer(
     assert "layers.4.mlp.act_fn" in capsys.readouterr().out.split("relative_l2")[0]
 
 
-def test_the_seeds_own_spelling(dumps: Path, tmp_path: Path) -> None:
-    words = ["--golden-path", str(dumps / "torch"), "--my-path", str(dumps / "atb")]
+@pytest.mark.parametrize(("mine", "code"), [("atb", 0), ("bad", 1)])
+def test_the_seeds_own_spelling(dumps: Path, tmp_path: Path, mine: str, code: int) -> None:
+    words = ["--golden-path", str(dumps / "torch"), "--my-path", str(dumps / mine)]
     words += ["--op-mapping-file", str(dumps), "--output", str(tmp_path)]
     done = subprocess.run([str(AIT), "llm", "compare", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     assert list(tmp_path.glob("ait_cmp_report_*.csv"))
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_an_entry_that_matches_nothing_is_said(dumps: Path, tmp_path: Path, spelling: str) -> None:
+    entries = {**MAP, "SwigluOperation": ["SwiGLU"]}
+    (tmp_path / "op_mapping_file.json").write_text(json.dumps(entries))
+    command = [str(AIT.with_name("driftline")), "compare"]
+    if spelling == "theirs":
+        command = [str(AIT), "llm", "compare"]
+    words = ["-gp", str(dumps / "torch"), "-mp", str(dumps / "atb"), "-mf", str(tmp_path)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    assert "the entry 'SwigluOperation' for 'SwiGLU' changes nothing: no class of either" in text
+    assert text.count("changes nothing") == 1
 
 
 def test_the_order_of_a_real_model_follows_what_its_modules_read(tmp_path: Path) -> None:

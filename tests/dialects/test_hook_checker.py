@@ -263,9 +263,22 @@ def test_what_cannot_be_compared_is_a_row_and_a_reason_and_exit_code_1(
     assert rows["turned"][1] == ""
     assert float(rows["turned"][2]) == 1.0  # each side has its own mean all the same
     assert set(rows["damaged"][1:]) == {""}
-    assert "turned: the shapes differ: [2, 3] against [3, 2]" in out
+    assert "turned: the shapes differ: 2x3 against 3x2" in out  # as `compare` says it
     assert "objects: " in out
     assert "leads out of" in out
+
+
+def test_a_link_inside_the_tree_is_followed(tmp_path: Path, check: Check) -> None:
+    good = layers(1)
+    a, b = save(tmp_path / "a", good), save(tmp_path / "b", good)
+    (name,) = good
+    for rank, linked in ((1, a), (1, b)):
+        folder = linked / "tensors" / f"rank_{rank}"
+        folder.mkdir()
+        (folder / f"{name}.npy").symlink_to(f"../rank_0/{name}.npy")
+    code, out, _ = check(a, b)
+    assert code == 0, out
+    assert rows_of(a, rank=1) == rows_of(a, rank=0)
 
 
 def test_empty_tensors_have_no_mean(tmp_path: Path, check: Check) -> None:

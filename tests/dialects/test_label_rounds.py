@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import driftline
@@ -91,6 +92,33 @@ def test_a_label_without_a_partner_is_no_pass(tmp_path: Path, spelling: str) -> 
     done = labels_command(tmp_path, spelling, f"{sys.executable} one.py")
     assert done.returncode != 0
     assert "PASS" not in done.stdout and "1 label has no partner, 'alone'" in done.stdout
+
+
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_types_are_spelled_as_upstream_and_figures_are_float64(
+    tmp_path: Path, spelling: str
+) -> None:
+    values = np.random.default_rng(0).standard_normal((2, 64, 3)).astype(np.float16)
+    values[1] = values[0] * np.float16(1.01)
+    np.save(tmp_path / "values.npy", values)
+    (tmp_path / "one.py").write_text(
+        HEAD + "for side, value in zip(('pta', 'acl'), np.load('values.npy')):\n"
+        "    set_label(side, 'out', value)\n"
+    )
+    labels_command(tmp_path, spelling, f"{sys.executable} one.py")
+    (path,) = tmp_path.glob("*_cmp_result.csv")
+    (row,) = table(path)
+    for side in ("pta", "acl"):
+        assert (row[f"{side}_dtype"], row[f"{side}_shape"]) == ("float16", "(64, 3)")
+    golden, mine = values.astype(np.float64).reshape(2, -1)
+    relative = np.abs(mine - golden) / np.abs(golden)
+    figures = {
+        "cosine_similarity": golden @ mine / np.sqrt((golden @ golden) * (mine @ mine)),
+        "max_relative_error": relative.max(),
+        "mean_relative_error": relative.mean(),
+        "relative_euclidean_distance": np.linalg.norm(mine - golden) / np.linalg.norm(golden),
+    }
+    assert {name: float(row[name]) for name in figures} == pytest.approx(figures, rel=1e-12)
 
 
 GRANULARITY = {

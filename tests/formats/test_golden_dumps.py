@@ -85,6 +85,41 @@ def test_the_probe_of_every_generation(unpacked: Path, capsys: pytest.CaptureFix
     assert verdict(capsys, *words).startswith("PASS: 3 tensors compared, none differs")
 
 
+@pytest.mark.parametrize("unpacked", ["atb_lists"], indirect=True)
+@pytest.mark.parametrize("spelling", ["ours", "theirs"])
+def test_what_lies_beside_the_tensors(
+    unpacked: Path, spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = verdict(capsys, "show", unpacked)
+    assert "model topology, layer topology ×2, operation csv, kernel csv, cpu profiling ×2" in shown
+    assert "LinearOperation 7 2 12 4 30" in shown and "LinearOperation 6 11" in shown
+    lists = unpacked / "ait_dump" / "operation_io_tensors" / "4242"
+    words = ["opcheck", "-i", str(unpacked / "ait_dump" / "tensors" / "0_4242" / "0")]
+    words += ["-c", str(lists / "operation_tensors_0.csv"), "-o", str(unpacked)]
+    place = Path(sys.executable).parent
+    command = [str(place / "ait"), "llm"] if spelling == "theirs" else [str(place / "driftline")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
+    (result,) = unpacked.glob("opcheck_result_*.csv")
+    with result.open(newline="") as stream:
+        passed = {row["op_name"]: row["precision_result(%)"] for row in csv.DictReader(stream)}
+    assert {name: float(share) for name, share in passed.items()} == {
+        "LinearOperation": 100.0,
+        "SoftmaxOperation": 0.0,
+    }
+
+
+@pytest.mark.parametrize("unpacked", ["ait_by_hand"], indirect=True)
+def test_tensors_that_a_program_dumped_by_hand(unpacked: Path) -> None:
+    run = open_run(unpacked)
+    assert {(r.key.site, r.key.step, r.key.rank) for r in run.records} == {
+        ("out", 0, 1),
+        ("out", 3, 1),
+    }
+    first, second = (tensor.numpy() for tensor in run.tensors())
+    numpy.testing.assert_array_equal(second - first, 3.0)
+
+
 @pytest.mark.parametrize("unpacked", ["ge_and_fx"], indirect=True)
 def test_a_graph_of_ge_against_its_fx_nodes(
     unpacked: Path, capsys: pytest.CaptureFixture[str]

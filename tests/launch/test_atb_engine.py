@@ -133,6 +133,20 @@ def test_a_second_dump_into_the_seeds_tree_adds_its_process(
     assert len(list(done.path.glob("ait_dump*/tensors/0_*"))) == 2
 
 
+def test_the_seeds_own_spelling_dumps_twice_into_one_folder(atb: Installed, workshop: Path) -> None:
+    ait = Path(sys.executable).parent / "ait"
+    for options in (["-sd"], ["-time", "3"]):
+        words = ["llm", "dump", "--exec", str(atb.program), "-o", "new/folder", *options]
+        done = subprocess.run(
+            [str(ait), *words], cwd=workshop, capture_output=True, text=True, timeout=110
+        )
+        assert done.returncode == 0 and "atb: 18 tensors" in done.stderr, done.stderr
+    folders = list((workshop / "new" / "folder").glob("ait_dump*/tensors/0_*"))
+    assert len(folders) == 2
+    kept = [{record.kept for record in open_run(folder).records} for folder in folders]
+    assert sorted(map(sorted, kept)) == [["describe"], ["full"]]
+
+
 @pytest.mark.parametrize(
     ("options", "sites"),
     [
@@ -202,7 +216,11 @@ def test_a_device_selects_its_own_tensors(dump, atb: Installed) -> None:
     assert {r.key.rank for r in open_run(done.path).records} == {3}
     other = dump("--engine", "atb", "-device", "2", "--force", argv=[str(atb.program), "1", "3"])
     assert other.code == 2
-    assert "the ATB probe wrote nothing" in other.err and "-device" in other.err
+    assert "the ATB probe wrote nothing" in other.err
+    assert "and do --step, -ids, -opname and -device leave something of it?" in other.err
+    words = ("--engine", "atb", "--layout", "ait", "-device", "2", "-o", "tree")
+    theirs = dump(*words, argv=[str(atb.program), "1", "3"])
+    assert theirs.code == 2 and "and do -er, -ids, -opname and -device leave" in theirs.err
 
 
 def test_descriptions_only_have_shapes_and_no_values(dump, atb: Installed) -> None:

@@ -132,6 +132,31 @@ def test_commands_for_torch_programs_say_so(workshop, warm_paddle, capfd):
     (workshop / "alone.py").write_text(NET + "train(1)\n")
     assert main(["errcheck", "-o", "found", "--", warm_paddle, "alone.py"]) == 2
     assert "the program imported paddle, not torch" in capfd.readouterr().err
+    program = ["--", warm_paddle, "alone.py"]
+    run = str(workshop / "run")
+    assert main(["dump", "-o", run, *program]) == 0
+    reason = "the program imported paddle, and experiments need a torch program"
+    for words in (
+        ["replay", run, "-o", "again"],
+        ["noise", "--dtype", "float32", "-o", "noise"],
+        ["bisect", "--reference-run", run],
+    ):
+        capfd.readouterr()
+        assert main([*words, *program]) == 2, words
+        assert reason in capfd.readouterr().err, words
+    assert main(["opcheck", "-i", run]) == 2
+    assert "holds no operators: those of paddle are not captured" in capfd.readouterr().err
+    assert main(["repeat", "-k", "2", *program]) == 0, "which needs digests alone"
+    assert "deterministic: " in capfd.readouterr().out
+
+
+def test_no_variant_of_a_paddle_program_is_tried_twice(workshop, warm_paddle, capfd):
+    from driftline.cli.main import main
+
+    (workshop / "counted.py").write_text(NET + "open('runs', 'a').write('x')\ntrain(1)\n")
+    assert main(["noise", "-o", "noise", "--", warm_paddle, "counted.py"]) == 2
+    assert "no variant can be made: the program imported paddle" in capfd.readouterr().err
+    assert (workshop / "runs").read_text() == "x"
 
 
 TWO = """

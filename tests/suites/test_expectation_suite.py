@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from driftline.cli.main import main
 from driftline.decoding.models.loading import ModelSource, load_model
 from driftline.decoding.models.targets import Target
 from driftline.decoding.pytest_suites.subjects import SuiteOptions, load
@@ -50,13 +51,17 @@ def desk(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 
 def run(
-    desk: pytest.Pytester, *words: str, suite: str = "TestAIUDecoderModels"
+    desk: pytest.Pytester,
+    *words: str,
+    suite: str = "TestAIUDecoderModels",
+    place: tuple[str, ...] = SUITE,
 ) -> pytest.RunResult:
-    return desk.runpytest_inprocess(*PLUGINS, SUITE[0], f"{SUITE[1]}::{suite}", *words)
+    *before, module = place
+    return desk.runpytest_inprocess(*PLUGINS, *before, f"{module}::{suite}", *words)
 
 
-def llama(desk: pytest.Pytester, *words: str) -> pytest.RunResult:
-    return run(desk, "--driftline-decoder-models=acme/tiny-llama", *words)
+def llama(desk: pytest.Pytester, *words: str, place: tuple[str, ...] = SUITE) -> pytest.RunResult:
+    return run(desk, "--driftline-decoder-models=acme/tiny-llama", *words, place=place)
 
 
 def plant(desk: pytest.Pytester, key: str, scale: float = 1.0, *, rename: str = "") -> None:
@@ -89,6 +94,20 @@ def test_capture_then_verify_as_documented(desk: pytest.Pytester) -> None:
             "*2 passed, 1 skipped*",
         ]
     )
+
+
+def test_the_document_s_own_command_uses_the_device(desk: pytest.Pytester) -> None:
+    """`pytest tests/models/test_model_expectations.py::…` after `driftline compat install`."""
+    assert main(["compat", "install", str(desk.path)]) == 0
+    place = ("tests/models/test_model_expectations.py",)
+    with aiu.installed(desk.path / "packages"):
+        result = llama(desk, "--capture_expectation", place=place)
+        result.assert_outcomes(failed=2, skipped=1)
+        result.stdout.fnmatch_lines(["driftline: models on aiu in fp16, compiled by sendnn"])
+        (facts,) = (desk.path / FOLDER).glob("*test_model_output.json")
+        assert json.loads(facts.read_text())["device"] == "aiu"
+        result = llama(desk, "--driftline-target=device=cpu,dtype=fp32", place=place)
+        result.stdout.fnmatch_lines(["driftline: models on cpu in fp32, not compiled*"])
 
 
 def test_the_device_is_used_where_it_is_and_named(desk: pytest.Pytester) -> None:

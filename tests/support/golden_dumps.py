@@ -78,6 +78,48 @@ def atb_generations(folder: Path) -> None:
         dump.operation_csv([add])
 
 
+def atb_lists(folder: Path) -> None:
+    """Beside the tensors: topologies, operations, kernels, and times as written and rewritten."""
+    x, w = np.arange(6, dtype=np.float16).reshape(2, 3), np.eye(3, dtype=np.float16)
+    linear = Operation(
+        "LinearOperation",
+        [Value("x", x), Value("w", w)],
+        [Value("y", x)],
+        param={"transposeB": True, "hasBias": False},
+    )
+    wrong = Value("p", np.full((2, 3), 0.25, np.float16))
+    softmax = Operation("SoftmaxOperation", [Value("y", x)], [wrong], param={"axes": [-1]})
+    dump = AtbDump(folder, "G2")
+    dump.execute([linear, softmax])
+    dump.topology("ToyModel", [linear, softmax])
+    heading, *operations = dump.operation_csv([linear, softmax]).read_text().splitlines()
+    kernels = folder / "ait_dump" / "kernel_io_tensors" / str(dump.pid) / "kernel_tensors_0.csv"
+    kernels.parent.mkdir(parents=True)
+    lines = [heading]
+    for number, operation in enumerate(operations, 1):
+        # A kernel's name has no ids, and its parameters are a printed struct.
+        cells = [str(number), f"MatMulF16Kernel{number}", "MatMulF16Kernel", "transposeB: 1"]
+        lines.append("|".join([*cells, *operation.split("|")[4:]]))
+    kernels.write_text("\n".join(lines) + "\n")
+    dump.profile(
+        "[LinearOperation]:totalTime:30, runnerSetupTime:4\n"
+        "[LinearOperation]:totalTime:12, kernelExecuteTime:7, launchTime:2\n"
+    )
+    dump.profile("LinearOperation:\n[execute] totalTime:11, kernelExecuteTime:6\n\n", execution=1)
+
+
+def ait_by_hand(folder: Path) -> None:
+    """What `dump_data` leaves of two tokens, and the list of what they are to be compared with."""
+    import torch
+
+    place = folder / "ait_dump" / "4242_1" / "golden_tensor"
+    for token in ("0", "3"):
+        (place / token).mkdir(parents=True)
+        torch.save(torch.arange(6.0).reshape(2, 3) + int(token), place / token / "out_tensor.pth")
+    pairs = {"out": {"3": ["golden_tensor/3/out_tensor.pth", "tensors/x.bin"]}}
+    (place / "metadata.json").write_text(json.dumps(pairs))
+
+
 def ge_and_fx(folder: Path) -> None:
     """Two nodes as GE and as FX record them; the second sum of the faulty GE dump is wrong."""
     a = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -329,7 +371,9 @@ FORMATS: dict[str, Callable[[Path], None]] = {
     "ait_and_atb": ait_and_atb,
     "ait_statistics": ait_statistics,
     "atb_devices": atb_devices,
+    "ait_by_hand": ait_by_hand,
     "atb_generations": atb_generations,
+    "atb_lists": atb_lists,
     "ge_and_fx": ge_and_fx,
     "ge_one_stamp": ge_one_stamp,
     "paddle_hook": paddle_hook,

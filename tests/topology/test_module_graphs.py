@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,17 +50,18 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
     """A folder with the program, a dump of its modules, and ait's trees with and without operators,
     made by the seed's own command."""
     base = tmp_path_factory.mktemp("graphs")
     (base / "net.py").write_text(PROGRAM)
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    program = f"{sys.executable} net.py"
+    program = f"{warm_python} net.py"
     for words in (
         ["driftline", "dump", "-o", "run", "--exec", program],
         ["ait", "llm", "dump", "--exec", program, "-o", "modules"],
         ["ait", "llm", "dump", "--exec", program, "--type", "op", "tensor", "-o", "operators"],
+        ["ait", "llm", "dump", "--exec", program, "--type", "model", "-o", "topology"],
     ):
         done = subprocess.run(
             [str(BIN / words[0]), *words[1:]], cwd=base, env=env, capture_output=True, text=True
@@ -95,6 +97,21 @@ def test_a_residual_network_is_one_connected_graph(
     assert main(["topology", str(place / source), *words, "-o", str(drawing)]) == 0
     onnx.checker.check_model(onnx.load(drawing))
     assert len(onnx.load(drawing).graph.node) >= least
+    assert parts_of(drawing) == 1
+
+
+@pytest.mark.parametrize(("level", "nodes"), [(0, 1), (1, 10), (2, 16), (None, 16)])
+def test_the_seeds_own_function_draws_it_connected(
+    place: Path, tmp_path: Path, level: int | None, nodes: int
+) -> None:
+    from ait_llm.common.json_fitter import atb_json_to_onnx
+
+    (dumped,) = (place / "topology" / "ait_dump" / "model").rglob("Net.json")
+    topology = tmp_path / "Net.json"
+    shutil.copy(dumped, topology)
+    atb_json_to_onnx(str(topology), *([] if level is None else [level]))
+    drawing = topology.with_suffix(".onnx")
+    assert len(onnx.load(drawing).graph.node) == nodes
     assert parts_of(drawing) == 1
 
 

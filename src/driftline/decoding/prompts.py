@@ -120,7 +120,7 @@ class PromptPool:
             raise BadInput(
                 f"{fitting} of the {self.size} prompts in {self.path} "
                 f"{'has' if fitting == 1 else 'have'} {least} to {length} tokens; "
-                f"{count} are needed",
+                f"{count} {'is' if count == 1 else 'are'} needed",
                 hint="give more prompts, a smaller batch size, or another sequence length",
             )
         encode = _pieces if order == "doc" else _encoded

@@ -166,10 +166,15 @@ class CapturePlan:
     def wants_profile(self) -> bool:
         return "kernel" in self.types or "cpu_profiling" in self.types
 
+    @property
+    def step_option(self) -> str:
+        """The option that selects steps; whoever writes ait's tree knows ait's."""
+        return "-er" if self.layout == "ait" else "--step"
+
     def advised_steps(self, first: int, last: int) -> str:
-        """How these steps are selected; whoever writes ait's tree knows ait's option."""
+        """How these steps are selected."""
         if self.layout == "ait":
-            return f"select these with -er {first},{last}"
+            return f"select these with {self.step_option} {first},{last}"
         steps = f"{first}-{last}" if first != last else f"{first}"
         return f"select all steps with --step '*', or these with --step {steps}"
 

@@ -192,7 +192,7 @@ def _engine_environment(
 
 def _with_atb(outcome: Outcome, plan: CapturePlan, already: frozenset[Path]) -> Outcome:
     """Add what the ATB probe has written, and its graphs where they were asked for."""
-    outcome = beside_torch(outcome, gather_atb(plan, already))
+    outcome = beside_torch(outcome, gather_atb(plan, already), plan.step_option)
     if "onnx" not in plan.types or outcome.atb is None:
         return outcome
     drawn = draw_atb(outcome.atb.roots)
@@ -220,7 +220,7 @@ def _hold(plan: CapturePlan) -> int | None:
         return None
 
 
-def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
+def beside_torch(outcome: Outcome, atb: AtbHarvest, step_option: str) -> Outcome:
     """Combine the outcome of torch's capture with that of the ATB probe."""
     # The probe's tensors count as a dump, even where torch captured nothing.
     if atb.tensors or atb.also_written:
@@ -231,7 +231,7 @@ def beside_torch(outcome: Outcome, atb: AtbHarvest) -> Outcome:
         outcome,
         atb=atb,
         reason=f"{outcome.reason}; and the ATB probe wrote nothing",
-        hint="does the program load libatb.so, and do --step (-er), -ids, -opname and -device "
+        hint=f"does the program load libatb.so, and do {step_option}, -ids, -opname and -device "
         "leave something of it?",
     )
 

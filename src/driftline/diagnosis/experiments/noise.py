@@ -155,6 +155,9 @@ def _made(
         experiment={"kind": "variant", "dtype": dtype, **how},
     )
     ended = run_with(argv, plan)
+    if ended.messages.apart and not ended.messages.started:
+        # No other variant would fare better, and each would run the program once more.
+        raise BadInput(f"no variant can be made: {ended.why_not}")
     reason = _why_not(ended, folder)
     if reason:
         shutil.rmtree(folder, ignore_errors=True)  # half a run is no yardstick

@@ -38,6 +38,9 @@ class Ended(NamedTuple):
             return f"the experiment could not start ({self.messages.failed[0]})"
         if self.messages.reached == 0:
             return "no Python process could be reached"
+        if self.messages.started == 0 and self.messages.apart:
+            frameworks = " and ".join(self.messages.apart)
+            return f"the program imported {frameworks}, and experiments need a torch program"
         if self.messages.started == 0:
             return "no Python process of the program imported torch"
         return "the program ended before it could say anything"

@@ -3,8 +3,9 @@
     {A}/tensors/compare_rst/rank_{r}_rst.csv
     {A}/grads/compare_rst/rank_{r}_rst.csv
 
-Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them. It gives figures and no verdict;
-limits belong to `driftline compare`. Knows nothing of terminals.
+Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them. The pairs are measured by the one
+comparison; this file says which they are and writes its figures. It gives no verdict: limits belong
+to `driftline compare`. Knows nothing of terminals.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from driftline.comparison.metrics.definitions import F64
-from driftline.comparison.metrics.definitions import cosine as defined_cosine
-from driftline.comparison.metrics.from_moments import cosine, needs_definition
+from driftline.alignment.plan import Pair, Plan
+from driftline.comparison.metrics.definitions import F64, cosine
+from driftline.comparison.options import CompareOptions
+from driftline.comparison.pipeline import prepare
+from driftline.comparison.table.row import Row
 from driftline.dialects.ait.compare_report import Cell, write_whole
 from driftline.errors import BadInput, DriftlineError
-from driftline.formats.dump_run import Member
+from driftline.formats.dump_run import TreeRun
 from driftline.formats.folder import Folder
-from driftline.formats.tensor_files import describe
-from driftline.formats.tensors import npy
-from driftline.numerics import kernel
+from driftline.formats.tensor_files import describe, leaf
 from driftline.numerics.dtypes import DTYPES, to_float64
-from driftline.numerics.fields import PairMoments
+from driftline.runs.records import Record, TensorKey
+from driftline.runs.run import Run
 
 COLUMNS = (
     "tensor_name",
@@ -58,13 +59,8 @@ _TENSOR = re.compile(
 _GRAD = re.compile(r"grad_idx_(?P<idx>\d+)_of_param_name_(?P<name>.+)_micro_step_(?P<step>-?\d+)")
 _NUMBER = re.compile(r"\d+")
 
-AnyArray = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
 """Called with (pairs done, pairs in all)."""
-
-
-_File = tuple[Path, Folder, str]
-"""The tree, the folder of a rank in there, the file's name."""
 
 
 class Places(NamedTuple):
@@ -194,21 +190,16 @@ def check(a: Path, b: Path, places: Places, progress: Progress | None = None) ->
     """
     folder = a / places.kind / RESULTS
     goal = folder / f"rank_{places.rank}_rst.csv"
+    names_a, names_b = ([pair[side] for pair in places.pairs] for side in (0, 1))
+    tree_a, tree_b = _opened(a, places, names_a), _opened(b, places, names_b)
+    pairs = tuple(map(Pair, tree_a.records, tree_b.records))
+    comparison = prepare(tree_a, tree_b, CompareOptions.of(), Plan(pairs, (), ()))
     troubles: list[tuple[str, str]] = []
 
     def lines() -> Iterator[list[Cell]]:
-        where = Path(places.kind, f"rank_{places.rank}")
-        folder_a, folder_b = Folder(a / where), Folder(b / where)
-        ahead = zip(
-            # Read ahead: while one pair is measured, the next is loaded.
-            folder_a.ahead([f"{name_a}.npy" for name_a, _ in places.pairs]),
-            folder_b.ahead([f"{name_b}.npy" for _, name_b in places.pairs]),
-            strict=True,
-        )
-        for done, (name_a, name_b) in enumerate(ahead, 1):
-            yield _line((a, folder_a, name_a), (b, folder_b, name_b), troubles)
-            if progress is not None:
-                progress(done, len(places.pairs))
+        rows = comparison.measure(progress=progress).rows
+        for pair, row in zip(pairs, rows, strict=True):
+            yield _line(tree_a, tree_b, pair, row, troubles)
 
     try:
         # Results go into tree A, as in the original.
@@ -294,84 +285,80 @@ def _class(name: str) -> str:
     return "parameter " + _NUMBER.sub("", match["name"]) if match else ""
 
 
-def _line(file_a: _File, file_b: _File, troubles: list[tuple[str, str]]) -> list[Cell]:
-    name = file_a[2].removesuffix(".npy")
+def _opened(tree: Path, places: Places, names: Sequence[str]) -> TreeRun:
+    """Some tensors of one rank as a run: the name of a file is its site."""
+    folder = Folder(tree)
+    place = f"{places.kind}/rank_{places.rank}"
+    # Listed once more: what is a link, the folder knows of files that it has listed.
+    for _ in folder.files(place, named=lambda name: name.endswith(".npy")):
+        pass
+    files = folder.ahead([f"{place}/{name}.npy" for name in names])
+    leaves = [
+        leaf(TensorKey.of(name, "output"), file, describe(folder, file)[0])
+        for name, file in zip(names, files, strict=True)
+    ]
+    return TreeRun(tree, "files of a rank", leaves)
+
+
+def _line(
+    tree_a: Run, tree_b: Run, pair: Pair, row: Row, troubles: list[tuple[str, str]]
+) -> list[Cell]:
+    name = row.site
+    if not row.compared:
+        troubles.append((name, row.reason))
     try:
-        alike, figures = _figures(_member(*file_a), _member(*file_b))
+        alike, spread_a, spread_b = _figures(tree_a, tree_b, pair, row)
     except (DriftlineError, OSError, ValueError) as trouble:
-        troubles.append((name, str(trouble)))
+        if row.compared:
+            troubles.append((name, str(trouble)))
         return [name, *[""] * (len(COLUMNS) - 1)]
-    if isinstance(alike, str):
-        troubles.append((name, alike))
-    mean_a, std_a, mean_b, std_b = figures
-    line: list[Cell] = [name, "" if isinstance(alike, str) else alike]
+    (mean_a, std_a), (mean_b, std_b) = spread_a, spread_b
+    line: list[Cell] = [name, alike if row.compared else ""]
     for first, second in ((mean_a, mean_b), (std_a, std_b), (std_a * std_a, std_b * std_b)):
         line += [first, second, first - second]
     return line
 
 
-def _member(tree: Path, folder: Folder, name: str) -> Member:
-    (member,) = describe(folder, name)
-    if not member.trouble:
-        return member
-    # A link, or a file with something the matter: the long way follows the one and names the other.
-    path = folder.path / name
-    if path.is_symlink() and not path.resolve().is_relative_to(tree.resolve()):
-        raise BadInput(f"{path} leads out of {tree}; not followed")
-    if not path.is_file():  # a named pipe would block for ever
-        raise BadInput(f"{path} is no file")
-    (member,) = npy.members(path)
-    return member
+Spread = tuple[float, float]
+"""Mean, and standard deviation (ddof 0)."""
 
 
-def _figures(
-    member_a: Member, member_b: Member
-) -> tuple[float | str, tuple[float, float, float, float]]:
-    """Cosine (or why there is none), then mean and std of A and of B."""
-    for member in (member_a, member_b):
-        if DTYPES[member.dtype].kind == "complex":
-            raise BadInput(f"it holds {member.dtype} numbers, which have no order and no std")
-    values_a, values_b = member_a.fetch(), member_b.fetch()
-    count_a, count_b = math.prod(member_a.shape), math.prod(member_b.shape)
-    dtype_a, dtype_b = DTYPES[member_a.dtype], DTYPES[member_b.dtype]
-    if member_a.shape != member_b.shape:
-        why = f"the shapes differ: {list(member_a.shape)} against {list(member_b.shape)}"
-        first = kernel.pair_moments(values_a, dtype_a, values_a, dtype_a, count=count_a)
-        second = kernel.pair_moments(values_b, dtype_b, values_b, dtype_b, count=count_b)
-        return why, (*_spread(first, values_a), *_spread(second, values_b))
-    moments = kernel.pair_moments(values_a, dtype_a, values_b, dtype_b, count=count_a)
-    # The kernel's sums are enough for finite values of usual size.
-    if moments.r_finite == moments.c_finite == count_a and not needs_definition(moments):
-        alike = cosine(moments) if count_a else math.nan
-    else:
-        alike = _long_cosine(_numbers(values_a), _numbers(values_b))
-    if moments.r_finite == moments.c_finite == count_a > 0:
-        return alike, (moments.r_mean, moments.r_std, moments.c_mean, moments.c_std)
-    # The same function reads the first side, so B's figures are put there.
-    swapped = moments._replace(
-        r_finite=moments.c_finite, r_mean=moments.c_mean, r_std=moments.c_std
+def _figures(tree_a: Run, tree_b: Run, pair: Pair, row: Row) -> tuple[float, Spread, Spread]:
+    """Cosine, then the spread of A and of B.
+
+    Raises:
+        DriftlineError: A tensor has no such figures, or cannot be read.
+    """
+    for record in (pair.reference, pair.candidate):
+        if not record.lost and DTYPES[record.dtype].kind == "complex":
+            raise BadInput(f"it holds {record.dtype} numbers, which have no order and no std")
+    metrics = row.metrics
+    strange = any(
+        metrics.get(f"{side}_{what}", 0)
+        for side in ("reference", "candidate")
+        for what in ("nan", "inf")
     )
-    return alike, (*_spread(moments, values_a), *_spread(swapped, values_b))
+    if row.compared and math.prod(pair.reference.shape) and not strange:
+        spread_a = float(metrics["reference_mean"]), float(metrics["reference_std"])
+        spread_b = float(metrics["candidate_mean"]), float(metrics["candidate_std"])
+        return float(metrics["cosine"]), spread_a, spread_b
+    # The comparison leaves out what is not finite, and takes a format's lowest value for minus
+    # infinity; the original counts all elements. Tensors of other shapes it does not measure.
+    values_a, values_b = _numbers(tree_a, pair.reference), _numbers(tree_b, pair.candidate)
+    finite = np.isfinite(values_a).all() and np.isfinite(values_b).all()
+    alike = math.nan
+    if row.compared and finite and values_a.size:
+        alike = cosine(values_a, values_b)
+    return alike, _spread(values_a), _spread(values_b)
 
 
-def _spread(moments: PairMoments, values: AnyArray) -> tuple[float, float]:
-    """Mean and std (ddof 0) of the first side. NaN and Inf count, as they do in numpy."""
-    if moments.r_finite == moments.count:
-        if not moments.count:
-            return math.nan, math.nan
-        return moments.r_mean, moments.r_std
-    # The kernel leaves non-finite elements out, and takes a format's lowest value for one.
-    numbers = _numbers(values)
+def _numbers(run: Run, record: Record) -> F64:
+    values = to_float64(run.raw(record), DTYPES[record.dtype])
+    return values.astype(np.float64, copy=False)
+
+
+def _spread(values: F64) -> Spread:
+    if not values.size:
+        return math.nan, math.nan
     with np.errstate(all="ignore"):
-        return float(np.mean(numbers)), float(np.std(numbers))
-
-
-def _numbers(values: AnyArray) -> F64:
-    return to_float64(values, DTYPES[values.dtype.name]).astype(np.float64, copy=False)
-
-
-def _long_cosine(values_a: F64, values_b: F64) -> float:
-    """For what the kernel's sums do not hold; a NaN or an Inf has no direction."""
-    if not (np.isfinite(values_a).all() and np.isfinite(values_b).all()):
-        return math.nan
-    return defined_cosine(values_a, values_b)
+        return float(np.mean(values)), float(np.std(values))

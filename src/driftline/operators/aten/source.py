@@ -105,6 +105,9 @@ def _held(run: Run) -> dict[_Key, Record]:
         place = (key.rank, key.process, key.site, key.step, key.visit, key.phase)
         held[(*place, key.port, key.slot)] = record
     if not held:
+        framework = run.facts.framework
+        if framework not in ("", "torch"):
+            raise BadInput(f"{run.name} holds no operators: those of {framework} are not captured")
         # Each refusal below names the option that left the data out, so that the next capture
         # succeeds.
         raise BadInput(f"{run.name} holds no operators, only modules", hint=f"capture them: {HOW}")
