@@ -224,7 +224,8 @@ print(run.cut_off()(run.records[0]))
     assert "became shorter while it was read" in done.stdout
 
 
-def test_a_replayed_tensor_that_is_cut_is_refused(runs: tuple[Path, Path]) -> None:
+def test_tensors_behind_a_cut_are_refused_one_after_the_other(runs: tuple[Path, Path]) -> None:
+    """The second one was read as zeros: the fault of the first had put them there."""
     program = f"""
 import os
 from driftline.diagnosis.experiments.live.captured_calls import tensor_of
@@ -232,16 +233,62 @@ from driftline.runs.reader import open_run
 run = open_run({str(runs[1])!r})
 run.memory(run.records[0])
 os.truncate({str(runs[1] / "rank0" / "tensors-00000.safetensors")!r}, 300_000)
-try:
-    tensor_of(run, run.records[3])
-except Exception as refused:
-    print(type(refused).__name__, refused)
+for read in (lambda n: tensor_of(run, run.records[n]), lambda n: run.raw(run.records[n])):
+    for number in (3, 4):
+        try:
+            print(read(number))
+        except Exception as refused:
+            print(type(refused).__name__, refused)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=110
     )
-    assert done.stdout.startswith("BadFile"), done.stderr
-    assert "became shorter while it was read" in done.stdout
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("BadFile") and "became shorter while it was read" in first, done.stderr
+    assert len(others) == 3
+    for line in others:
+        assert line.startswith("BadFile") and "ends before its last byte" in line
+
+
+REPLAYED = """
+import os, sys, torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number == 1 and len(sys.argv) > 1:
+                os.truncate(sys.argv[1], int(sys.argv[2]))
+            x = layer(x)
+        return x
+
+with torch.no_grad():
+    Net()(torch.ones(64, 128))
+print("the program went on")
+"""
+
+
+@pytest.mark.parametrize("cut", [100_000, 40])
+def test_a_replay_of_a_run_that_is_cut_meanwhile_is_refused(tmp_path: Path, cut: int) -> None:
+    """It said that all modules were replayed, from zeros. The smaller cut raises no signal."""
+    program = tmp_path / "program.py"
+    program.write_text(REPLAYED)
+    own = [sys.executable, "-m", "driftline"]
+    run, replay = tmp_path / "run", tmp_path / "replay"
+    dump = [*own, "dump", "-o", str(run), "--exec", f"{sys.executable} {program}"]
+    subprocess.run(dump, capture_output=True, check=True, timeout=110)
+    shard = run / "rank0" / "tensors-00000.safetensors"
+    words = [*own, "replay", str(run), "-o", str(replay), "--", sys.executable, str(program)]
+    words += [str(shard), str(shard.stat().st_size - cut)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 2 and "the program went on" in done.stdout, done.stderr
+    assert "tensors-00000.safetensors became shorter while it was read" in done.stderr
+    assert "replayed" not in done.stderr and not replay.exists()
 
 
 @pytest.mark.slow
