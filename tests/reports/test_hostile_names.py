@@ -59,6 +59,7 @@ COMMANDS = [
     *(("compare", "A", "B", "--format", name) for name in ("table", "json", "csv", "markdown")),
     *(("compare", "A", "B", "--format", name) for name in ("github", "junit")),
     ("compare", "A", "B", "--all", "-o", "out", "--csv", "rows.csv", "--save-plan", "plan.toml"),
+    ("compare", "-gp", "A", "-mp", "B"),
     ("compare", "A", "B", "--dry-run"),
     ("show", "A"),
     ("show", "A", "--format", "json"),
@@ -90,6 +91,16 @@ def test_no_escape_reaches_a_terminal_or_a_file(
             assert not [text for text in texts if re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)]
         elif path.is_file():
             assert b"\x1b" not in path.read_bytes(), path.name
+        if path.suffix == ".csv":
+            assert_no_formula(path.read_text())
+
+
+def assert_no_formula(text: str) -> None:
+    lines = list(csv.reader(io.StringIO(text)))
+    assert len(lines) > 1
+    for cell in (cell for line in lines for cell in line if cell):
+        risky = cell[0] in "=+-@" and len(cell) > 1
+        assert not risky or re.fullmatch(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)", cell), cell
 
 
 def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
@@ -97,10 +108,7 @@ def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
 ) -> None:
     done = run("compare", *runs, "--format", "csv", "--all", cwd=tmp_path)
     rows = list(csv.DictReader(io.StringIO(done.stdout.decode())))
-    cells = [cell for row in rows for cell in row.values() if cell]
-    for cell in cells:
-        risky = cell[0] in "=+-@" and len(cell) > 1
-        assert not risky or re.fullmatch(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)", cell), cell
+    assert_no_formula(done.stdout.decode())
     assert {plain(row["site"]) for row in rows} == set(SITES)
 
 

@@ -26,11 +26,11 @@ SIZE = 200_000
 """Elements of a tensor: some hundred pages."""
 
 
-def write_run(path: Path, *, shift: float = 0.0, count: int = 6) -> Path:
+def write_run(path: Path, *, shift: float = 0.0, count: int = 6, elements: int = SIZE) -> Path:
     writer = RunWriter(path)
     for number in range(count):
-        values = np.linspace(number, number + 1 + shift, SIZE, dtype=np.float32)
-        record = Record(TensorKey.of(f"site.{number}", "output"), 0, "float32", (SIZE,))
+        values = np.linspace(number, number + 1 + shift, elements, dtype=np.float32)
+        record = Record(TensorKey.of(f"site.{number}", "output"), 0, "float32", (elements,))
         writer.put(record, values.view(np.uint8))
     writer.close()
     return path
@@ -89,6 +89,47 @@ def test_a_cut_inside_the_last_page_is_no_row_of_zeros(runs: tuple[Path, Path]) 
     done = run_while_cut("/short/", whole - 40, *words)
     (last,) = (line for line in done.stdout.splitlines() if "site.5" in line)
     assert "incomparable" in last and "became shorter while it was read" in last
+
+
+REWRITING = """
+import os, sys
+from driftline.numerics import kernel
+from driftline.cli.main import main
+
+path = sys.argv[1]
+content = open(path, "rb").read()
+real = kernel.pair_moments_at
+
+def measure_while_it_is_written_anew(*args, **options):
+    moments = real(*args, **options)
+    with open(path, "r+b") as file:
+        file.write(content)
+    return moments
+
+def cut_and_measure(*args, **options):
+    kernel.pair_moments_at = measure_while_it_is_written_anew
+    os.truncate(path, 100_000)
+    return kernel.pair_moments_at(*args, **options)
+
+kernel.pair_moments_at = cut_and_measure
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("elements", [SIZE, 2000])
+def test_a_shard_that_is_written_anew_is_measured_anew(tmp_path: Path, elements: int) -> None:
+    """As long as before when all is done, so that nothing but the lost pages can show it."""
+    runs = (tmp_path / "good", tmp_path / "short")
+    for path, shift in zip(runs, (0.0, 1e-3), strict=True):
+        write_run(path, shift=shift, count=100 if elements < SIZE else 6, elements=elements)
+    words = ["compare", *map(str, runs), "--format", "csv", "--all", "--threads", "1"]
+    plain = [sys.executable, "-m", "driftline", *words]
+    before = subprocess.run(plain, capture_output=True, text=True, timeout=60, check=False)
+    shard = str(runs[1] / "rank0" / "tensors-00000.safetensors")
+    command = [sys.executable, "-c", REWRITING, shard, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "became shorter while it was read" in done.stderr
+    assert done.stdout == before.stdout
 
 
 def test_a_report_survives(runs: tuple[Path, Path], tmp_path: Path) -> None:
