@@ -217,6 +217,19 @@ def test_a_sum_of_thousands_of_equal_blocks_keeps_its_digits(path: str) -> None:
             assert math.isclose(got, want, rel_tol=3e-14)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_projection_of_a_much_larger_candidate_keeps_its_bound(path: str) -> None:
+    """What is left of `<c, r>` after it cancelled is known to the digits of `|c| |r|`."""
+    rng, f32 = np.random.default_rng(9), DTYPES["float32"]
+    for loud in (1.0, 1e4, 1e8):
+        r = (1 + rng.random(20_000)).astype(np.float32)
+        c = (loud * rng.choice([-1.0, 1.0], r.size) * rng.random(r.size)).astype(np.float32)
+        moments = kernel.pair_moments(r, f32, c, f32, count=r.size, path=path)
+        a, b = r.astype(np.longdouble), c.astype(np.longdouble)
+        want = float(((b - a) * a).sum() / (a * a).sum())
+        assert abs(from_moments.projection(moments) - want) <= 1e-12 * max(1.0, loud)
+
+
 BEYOND = {
     # Norms beyond float64, of nearly equal tensors: the distance was printed as 0, which passes.
     "near": (np.full(9, 1.5e308), np.full(9, 1.5e308 * (1 - 2.0**-40))),

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from driftline.operators.result import OperatorCall, coverage, unchecked
+from driftline.reporting.views.operators import Report, print_csv
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.units import csv_cell
@@ -120,6 +122,16 @@ def plain(cell: str) -> str:
     return escape.sub(
         lambda match: chr(int(match[1] or match[2], 16)) if match[1] or match[2] else "\\", cell[1:]
     )
+
+
+def test_the_table_of_checked_operators_holds_no_formula() -> None:
+    rows = [
+        unchecked(OperatorCall(site, site, ids=site, param={site: site}), site) for site in SITES
+    ]
+    stream = io.StringIO()
+    print_csv(Report("name", "kind", rows, coverage([[row] for row in rows])), stream)
+    assert_no_formula(stream.getvalue())
+    assert not re.search(r"[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f]", stream.getvalue())
 
 
 @pytest.mark.parametrize(
