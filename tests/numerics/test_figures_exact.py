@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from numerics_tensors import assert_same_moments, encode, misaligned
 
+from driftline.comparison.metrics import from_moments
 from driftline.comparison.metrics.catalogue import STANDARD
 from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.numerics import definitions, kernel
@@ -194,6 +195,89 @@ def test_a_tolerance_that_nothing_can_meet_leaves_every_pair_outside(
         path=path,
     )
     assert (got.outside, got.different, got.finite) == (3, 0, 3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_sum_of_thousands_of_equal_blocks_keeps_its_digits(path: str) -> None:
+    """They all round the same way: a mean of 5e7 equal elements was off by 2e-12."""
+    count, f64 = 1 << 22, DTYPES["float64"]
+    for value in (0.1, 1.7, 2.9):
+        r, c = np.full(count, value), np.full(count, -3 * value)
+        moments = kernel.pair_moments(r, f64, c, f64, count=count, path=path)
+        summary = kernel.summarize(r, f64, count=count, path=path)
+        for got, want in (
+            (moments.r_mean, value),
+            (summary.mean, value),
+            (summary.l2, value * 2048),
+            (from_moments.mean_abs_error(moments), 3 * value + value),
+            (from_moments.mean_rel_error(moments), 4.0),
+            (from_moments.projection(moments), -4.0),
+            (from_moments.cosine(moments), -1.0),
+        ):
+            assert math.isclose(got, want, rel_tol=3e-14)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_projection_of_a_much_larger_candidate_keeps_its_bound(path: str) -> None:
+    """What is left of `<c, r>` after it cancelled is known to the digits of `|c| |r|`."""
+    rng, f32 = np.random.default_rng(9), DTYPES["float32"]
+    for loud in (1.0, 1e4, 1e8):
+        r = (1 + rng.random(20_000)).astype(np.float32)
+        c = (loud * rng.choice([-1.0, 1.0], r.size) * rng.random(r.size)).astype(np.float32)
+        moments = kernel.pair_moments(r, f32, c, f32, count=r.size, path=path)
+        a, b = r.astype(np.longdouble), c.astype(np.longdouble)
+        want = float(((b - a) * a).sum() / (a * a).sum())
+        assert abs(from_moments.projection(moments) - want) <= 1e-12 * max(1.0, loud)
+
+
+BEYOND = {
+    # Norms beyond float64, of nearly equal tensors: the distance was printed as 0, which passes.
+    "near": (np.full(9, 1.5e308), np.full(9, 1.5e308 * (1 - 2.0**-40))),
+    # The difference itself is beyond float64.
+    "opposite": (np.full(4, 1.5e308), np.full(4, -1.5e308)),
+    # The sum of errors is, their mean is not.
+    "far": (np.full(100, 1e-300), np.full(100, 1e307)),
+    "relative": (np.array([1.0, 1e-300, 1e-300]), np.array([1.0, 1.5e8, 1.5e8])),
+    "tiny": (np.full(7, 1e-310), np.full(7, 3e-310)),
+}
+
+
+def test_what_is_a_float64_is_printed_whatever_its_sums_exceed(tmp_path: Path) -> None:
+    writers = [RunWriter(tmp_path / side) for side in ("reference", "candidate")]
+    for order, (site, sides) in enumerate(BEYOND.items()):
+        for writer, values in zip(writers, sides, strict=True):
+            record = Record(TensorKey.of(site, "output"), order, "float64", values.shape)
+            writer.put(record, values.view(np.uint8))
+    for writer in writers:
+        writer.close()
+    words = ["compare", "reference", "candidate", "--format", "csv", "--all", "--metric", "sqnr"]
+    done = subprocess.run(
+        [sys.executable, "-m", "driftline", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 1, done.stderr
+    rows = {row["site"]: row for row in csv.DictReader(io.StringIO(done.stdout))}
+    for site, sides in BEYOND.items():
+        r, c = (side.astype(np.longdouble) for side in sides)  # whose range is much wider
+        ratio, relative = np.linalg.norm(c - r) / np.linalg.norm(r), np.abs(c - r) / np.abs(r)
+        wanted = {
+            "relative_l2": ratio,
+            "sqnr": -20 * np.log10(ratio),
+            "mean_abs_error": np.abs(c - r).mean(),
+            "rmse": np.sqrt(((c - r) ** 2).mean()),
+            "max_rel_error": relative.max(),
+            "mean_rel_error": relative.mean(),
+            "projection": ((c - r) * r).sum() / (r * r).sum(),
+            "cosine": (r * c).sum() / np.linalg.norm(r) / np.linalg.norm(c),
+        }
+        for name, want in wanted.items():
+            got, absolute = float(rows[site][name]), 1e-12 if name == "cosine" else 0.0
+            close = math.isclose(got, float(want), rel_tol=1e-9, abs_tol=absolute)
+            assert close, (site, name, got, want)
 
 
 PRINTED = ("max_abs_error", "max_rel_error", "mean_abs_error", "relative_l2", "rmse")

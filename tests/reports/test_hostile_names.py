@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
+from driftline.operators.result import OperatorCall, coverage, unchecked
+from driftline.reporting.views.operators import Report, print_csv
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.units import csv_cell
@@ -59,6 +61,7 @@ COMMANDS = [
     *(("compare", "A", "B", "--format", name) for name in ("table", "json", "csv", "markdown")),
     *(("compare", "A", "B", "--format", name) for name in ("github", "junit")),
     ("compare", "A", "B", "--all", "-o", "out", "--csv", "rows.csv", "--save-plan", "plan.toml"),
+    ("compare", "-gp", "A", "-mp", "B"),
     ("compare", "A", "B", "--dry-run"),
     ("show", "A"),
     ("show", "A", "--format", "json"),
@@ -90,6 +93,16 @@ def test_no_escape_reaches_a_terminal_or_a_file(
             assert not [text for text in texts if re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)]
         elif path.is_file():
             assert b"\x1b" not in path.read_bytes(), path.name
+        if path.suffix == ".csv":
+            assert_no_formula(path.read_text())
+
+
+def assert_no_formula(text: str) -> None:
+    lines = list(csv.reader(io.StringIO(text)))
+    assert len(lines) > 1
+    for cell in (cell for line in lines for cell in line if cell):
+        risky = cell[0] in "=+-@" and len(cell) > 1
+        assert not risky or re.fullmatch(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)", cell), cell
 
 
 def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
@@ -97,10 +110,7 @@ def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
 ) -> None:
     done = run("compare", *runs, "--format", "csv", "--all", cwd=tmp_path)
     rows = list(csv.DictReader(io.StringIO(done.stdout.decode())))
-    cells = [cell for row in rows for cell in row.values() if cell]
-    for cell in cells:
-        risky = cell[0] in "=+-@" and len(cell) > 1
-        assert not risky or re.fullmatch(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|inf|nan)", cell), cell
+    assert_no_formula(done.stdout.decode())
     assert {plain(row["site"]) for row in rows} == set(SITES)
 
 
@@ -112,6 +122,16 @@ def plain(cell: str) -> str:
     return escape.sub(
         lambda match: chr(int(match[1] or match[2], 16)) if match[1] or match[2] else "\\", cell[1:]
     )
+
+
+def test_the_table_of_checked_operators_holds_no_formula() -> None:
+    rows = [
+        unchecked(OperatorCall(site, site, ids=site, param={site: site}), site) for site in SITES
+    ]
+    stream = io.StringIO()
+    print_csv(Report("name", "kind", rows, coverage([[row] for row in rows])), stream)
+    assert_no_formula(stream.getvalue())
+    assert not re.search(r"[\x00-\x09\x0b\x0c\x0e-\x1f\x7f-\x9f]", stream.getvalue())
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ SIZE = 200_000
 """Elements of a tensor: some hundred pages."""
 
 
-def write_run(path: Path, *, shift: float = 0.0, count: int = 6) -> Path:
+def write_run(path: Path, *, shift: float = 0.0, count: int = 6, elements: int = SIZE) -> Path:
     writer = RunWriter(path)
     for number in range(count):
-        values = np.linspace(number, number + 1 + shift, SIZE, dtype=np.float32)
-        record = Record(TensorKey.of(f"site.{number}", "output"), 0, "float32", (SIZE,))
+        values = np.linspace(number, number + 1 + shift, elements, dtype=np.float32)
+        record = Record(TensorKey.of(f"site.{number}", "output"), 0, "float32", (elements,))
         writer.put(record, values.view(np.uint8))
     writer.close()
     return path
@@ -89,6 +89,47 @@ def test_a_cut_inside_the_last_page_is_no_row_of_zeros(runs: tuple[Path, Path]) 
     done = run_while_cut("/short/", whole - 40, *words)
     (last,) = (line for line in done.stdout.splitlines() if "site.5" in line)
     assert "incomparable" in last and "became shorter while it was read" in last
+
+
+REWRITING = """
+import os, sys
+from driftline.numerics import kernel
+from driftline.cli.main import main
+
+path = sys.argv[1]
+content = open(path, "rb").read()
+real = kernel.pair_moments_at
+
+def measure_while_it_is_written_anew(*args, **options):
+    moments = real(*args, **options)
+    with open(path, "r+b") as file:
+        file.write(content)
+    return moments
+
+def cut_and_measure(*args, **options):
+    kernel.pair_moments_at = measure_while_it_is_written_anew
+    os.truncate(path, 100_000)
+    return kernel.pair_moments_at(*args, **options)
+
+kernel.pair_moments_at = cut_and_measure
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("elements", [SIZE, 2000])
+def test_a_shard_that_is_written_anew_is_measured_anew(tmp_path: Path, elements: int) -> None:
+    """As long as before when all is done, so that nothing but the lost pages can show it."""
+    runs = (tmp_path / "good", tmp_path / "short")
+    for path, shift in zip(runs, (0.0, 1e-3), strict=True):
+        write_run(path, shift=shift, count=100 if elements < SIZE else 6, elements=elements)
+    words = ["compare", *map(str, runs), "--format", "csv", "--all", "--threads", "1"]
+    plain = [sys.executable, "-m", "driftline", *words]
+    before = subprocess.run(plain, capture_output=True, text=True, timeout=60, check=False)
+    shard = str(runs[1] / "rank0" / "tensors-00000.safetensors")
+    command = [sys.executable, "-c", REWRITING, shard, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "became shorter while it was read" in done.stderr
+    assert done.stdout == before.stdout
 
 
 def test_a_report_survives(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -224,7 +265,8 @@ print(run.cut_off()(run.records[0]))
     assert "became shorter while it was read" in done.stdout
 
 
-def test_a_replayed_tensor_that_is_cut_is_refused(runs: tuple[Path, Path]) -> None:
+def test_tensors_behind_a_cut_are_refused_one_after_the_other(runs: tuple[Path, Path]) -> None:
+    """The second one was read as zeros: the fault of the first had put them there."""
     program = f"""
 import os
 from driftline.diagnosis.experiments.live.captured_calls import tensor_of
@@ -232,16 +274,62 @@ from driftline.runs.reader import open_run
 run = open_run({str(runs[1])!r})
 run.memory(run.records[0])
 os.truncate({str(runs[1] / "rank0" / "tensors-00000.safetensors")!r}, 300_000)
-try:
-    tensor_of(run, run.records[3])
-except Exception as refused:
-    print(type(refused).__name__, refused)
+for read in (lambda n: tensor_of(run, run.records[n]), lambda n: run.raw(run.records[n])):
+    for number in (3, 4):
+        try:
+            print(read(number))
+        except Exception as refused:
+            print(type(refused).__name__, refused)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=110
     )
-    assert done.stdout.startswith("BadFile"), done.stderr
-    assert "became shorter while it was read" in done.stdout
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("BadFile") and "became shorter while it was read" in first, done.stderr
+    assert len(others) == 3
+    for line in others:
+        assert line.startswith("BadFile") and "ends before its last byte" in line
+
+
+REPLAYED = """
+import os, sys, torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(128, 128) for _ in range(3))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number == 1 and len(sys.argv) > 1:
+                os.truncate(sys.argv[1], int(sys.argv[2]))
+            x = layer(x)
+        return x
+
+with torch.no_grad():
+    Net()(torch.ones(64, 128))
+print("the program went on")
+"""
+
+
+@pytest.mark.parametrize("cut", [100_000, 40])
+def test_a_replay_of_a_run_that_is_cut_meanwhile_is_refused(tmp_path: Path, cut: int) -> None:
+    """It said that all modules were replayed, from zeros. The smaller cut raises no signal."""
+    program = tmp_path / "program.py"
+    program.write_text(REPLAYED)
+    own = [sys.executable, "-m", "driftline"]
+    run, replay = tmp_path / "run", tmp_path / "replay"
+    dump = [*own, "dump", "-o", str(run), "--exec", f"{sys.executable} {program}"]
+    subprocess.run(dump, capture_output=True, check=True, timeout=110)
+    shard = run / "rank0" / "tensors-00000.safetensors"
+    words = [*own, "replay", str(run), "-o", str(replay), "--", sys.executable, str(program)]
+    words += [str(shard), str(shard.stat().st_size - cut)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 2 and "the program went on" in done.stdout, done.stderr
+    assert "tensors-00000.safetensors became shorter while it was read" in done.stderr
+    assert "replayed" not in done.stderr and not replay.exists()
 
 
 @pytest.mark.slow

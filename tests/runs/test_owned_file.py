@@ -400,6 +400,27 @@ def test_a_forked_child_cannot_write_a_file_of_its_parent(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"parent!"
 
 
+def test_a_child_of_a_fork_in_c_cannot_write_a_file_of_its_parent(tmp_path):
+    """No handler of ours runs there, so the child still has the descriptor open."""
+    text = """
+        import ctypes
+        from driftline.runs.files.owned_file import FileTaken, OwnedFile
+        file = OwnedFile("file")
+        file.append_all(b"parent")
+        child = ctypes.CDLL(None).fork()
+        if not child:
+            try:
+                file.append(b"child")
+            except FileTaken:
+                os._exit(3)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        file.append_all(b"!")
+    """
+    start(tmp_path, text)
+    assert (tmp_path / "file").read_bytes() == b"parent!"
+
+
 def test_a_temporary_file_is_never_mistaken_for_one_of_the_program(tmp_path):
     spool = UnnamedFile("driftline-test-")
     assert (spool.append(b"abc"), spool.append(b"def")) == (0, 3)

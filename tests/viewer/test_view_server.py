@@ -30,6 +30,8 @@ from driftline.errors import BadInput
 from driftline.reporting.html.page import unpack
 from driftline.reporting.viewer.api import serve
 from driftline.reporting.viewer.server import ENDPOINTS
+from driftline.runs.files import local_files, mapped_file
+from driftline.runs.records import Record
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
 
@@ -355,6 +357,36 @@ def test_a_shard_that_is_cut_off_is_a_sentence(tmp_path: Path) -> None:
         assert ask(ask.base + "api/page").document["view"]["generation"] == 2
         lost = ask(ask.base + "api/sheet?row=0&page=2")
         assert lost.status == 422 and "ends before its last byte" in lost.sentence
+
+
+def test_a_shard_that_is_cut_off_while_it_is_read_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every look at its size, so that only the lost pages themselves can show it."""
+    large = RANDOM.normal(size=(512, 512)).astype(np.float32)
+    ours = write(tmp_path / "ref", {"first": large, "second": large})
+    theirs = write(tmp_path / "cand", {"first": large, "second": large + 1})
+    shard = next(theirs.glob("rank0/*.safetensors"))
+    with serve(ours, theirs) as viewer:
+        ask = Asking(viewer.url)
+        assert ask(ask.base + "api/page").status == 200
+        real, cuts = local_files.Shards.content, [300_000]
+
+        def cut_after_mapping(self: local_files.Shards, record: Record) -> Any:
+            content = real(self, record)
+            if cuts and theirs.samefile(self.root):
+                os.truncate(shard, cuts.pop())
+            return content
+
+        monkeypatch.setattr(local_files.Shards, "content", cut_after_mapping)
+        answer = ask(ask.base + "api/worst?row=1&page=1")
+        assert not cuts
+        assert answer.status == 409 and "became shorter while it was read" in answer.sentence
+        again = ask(ask.base + "api/worst?row=1&page=1")
+        assert again.status == 409 and "become shorter" in again.sentence
+        assert ask(ask.base).status == 200
+    # Other tests of this process must not read of it.
+    mapped_file._cut.clear()
 
 
 def test_whatever_is_asked_gets_an_answer_or_a_sentence(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ Storage: TypeAlias = "npt.NDArray[Any]"
 F64: TypeAlias = "npt.NDArray[np.float64]"
 
 _USUAL = len(STANDARD)
-_SCALED = ("relative_l2", "cosine", "projection", "rmse")
 
 
 class ValuePair(NamedTuple):
@@ -276,8 +275,12 @@ def measure_values(
     """
     wanted = [metric for metric in metrics if metric.derive is None]
     if measured.pop("_scaled", 0):
-        # Squares overflowed: norms come from the definitions, which scale first.
-        wanted += [KNOWN[name] for name in _SCALED]
+        # A sum left float64: what comes of sums is taken from the definitions, which scale first.
+        wanted += [
+            metric
+            for name in measured
+            if (metric := KNOWN.get(name)) is not None and metric.definition is not None
+        ]
     if not wanted:
         return measured
     reference, candidate = pair.decoded()

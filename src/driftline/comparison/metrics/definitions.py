@@ -3,6 +3,9 @@
 Every function takes finite float64 arrays of one shape, `reference` first, and returns a float.
 Non-finite elements never reach this file: the engine counts and masks them. Two empty arrays do not
 differ. These are the definitions; the engine derives the same numbers from one pass of the kernel.
+
+Sums and differences that would leave float64 are taken of values scaled by a power of two: what is
+itself a float64 is never lost on the way to it.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ def mean_abs_error(reference: F64, candidate: F64) -> float:
 
     >>> mean_abs_error(np.array([1.0, 2.0]), np.array([1.0, -2.0]))
     2.0
+    >>> mean_abs_error(np.array([1e308, 1e308, 0.0, 0.0]), np.array([0.0, 0.0, 1e308, 0.0]))
+    7.5e+307
     """
-    return float(np.mean(np.abs(candidate - reference))) if reference.size else 0.0
+    error, exponent = _difference(reference, candidate)
+    return _times_two_to(_mean(np.abs(error)), exponent)
 
 
 def rmse(reference: F64, candidate: F64) -> float:
@@ -41,7 +47,8 @@ def rmse(reference: F64, candidate: F64) -> float:
     """
     if not reference.size:
         return 0.0
-    return norm(candidate - reference) / float(np.sqrt(reference.size))
+    length, exponent = _length(reference, candidate)
+    return _times_two_to(length / float(np.sqrt(reference.size)), exponent)
 
 
 def relative_errors(reference: F64, candidate: F64) -> F64:
@@ -50,10 +57,10 @@ def relative_errors(reference: F64, candidate: F64) -> F64:
     >>> relative_errors(np.array([0.0, 0.0, 2.0]), np.array([0.0, 1e-9, 3.0]))
     array([0. , inf, 0.5])
     """
-    error = np.abs(candidate - reference)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = error / np.abs(reference)
-    relative[error == 0] = 0.0
+    error, exponent = _difference(reference, candidate)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        relative = np.abs(error) / np.abs(np.ldexp(reference, -exponent))
+    relative[candidate == reference] = 0.0
     return relative
 
 
@@ -72,7 +79,7 @@ def mean_rel_error(reference: F64, candidate: F64) -> float:
     >>> mean_rel_error(np.array([0.0, 4.0]), np.array([0.0, 5.0]))
     0.125
     """
-    return float(np.mean(relative_errors(reference, candidate))) if reference.size else 0.0
+    return _mean(relative_errors(reference, candidate))
 
 
 def relative_l2(reference: F64, candidate: F64) -> float:
@@ -87,11 +94,14 @@ def relative_l2(reference: F64, candidate: F64) -> float:
     0.0
     >>> relative_l2(np.array([3e-200, 4e-200]), np.array([3e-200, 0.0]))
     0.8
+    >>> relative_l2(np.full(4, 1.5e308), np.full(4, -1.5e308))
+    2.0
     """
-    error, scale = norm(candidate - reference), norm(reference)
+    error, error_exponent = _length(reference, candidate)
+    scale, scale_exponent = _scaled_norm(reference)
     if scale == 0.0:
         return 0.0 if error == 0.0 else float("inf")
-    return error / scale
+    return _times_two_to(error / scale, error_exponent - scale_exponent)
 
 
 def different(reference: F64, candidate: F64) -> float:
@@ -109,13 +119,53 @@ def norm(values: F64) -> float:
     >>> norm(np.array([3e200, 4e200])) / 1e200
     5.0
     """
+    return _times_two_to(*_scaled_norm(values))
+
+
+def _scaled_norm(values: F64) -> tuple[float, int]:
+    """The norm as a number and the power of two to multiply it by; it may exceed any float64."""
+    scaled, exponent = _scaled(values)
+    return float(np.sqrt(np.sum(scaled * scaled))), exponent
+
+
+def _scaled(values: F64) -> tuple[F64, int]:
+    """Values of which the largest is about 1, and the power of two to multiply them by."""
     largest = float(np.max(np.abs(values), initial=0.0))
     if largest == 0.0 or not np.isfinite(largest):
-        return largest
+        return values, 0
     # A power of two: dividing by it rounds nothing.
     exponent = int(np.frexp(largest)[1])
-    scaled = np.ldexp(values, -exponent)
-    return float(np.ldexp(np.sqrt(np.sum(scaled * scaled)), exponent))
+    return np.ldexp(values, -exponent), exponent
+
+
+def _difference(reference: F64, candidate: F64) -> tuple[F64, int]:
+    """`candidate - reference`, and the power of two to multiply it by: it may exceed float64."""
+    with np.errstate(over="ignore"):
+        error = candidate - reference
+    if np.isfinite(error).all():
+        return error, 0
+    return candidate / 4 - reference / 4, 2
+
+
+def _length(reference: F64, candidate: F64) -> tuple[float, int]:
+    """The norm of the difference, as `_scaled_norm`."""
+    error, exponent = _difference(reference, candidate)
+    length, more = _scaled_norm(error)
+    return length, exponent + more
+
+
+def _mean(values: F64) -> float:
+    """The mean, also where the sum would exceed float64; 0 of nothing, inf if one value is."""
+    if not values.size:
+        return 0.0
+    scaled, exponent = _scaled(values)
+    return _times_two_to(float(np.mean(scaled)), exponent)
+
+
+def _times_two_to(value: float, exponent: int) -> float:
+    """`value * 2**exponent`; inf where that exceeds float64."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.ldexp(value, exponent))
 
 
 def sqnr(reference: F64, candidate: F64) -> float:
@@ -126,8 +176,12 @@ def sqnr(reference: F64, candidate: F64) -> float:
     >>> sqnr(np.array([1.0]), np.array([1.0]))
     inf
     """
-    share = relative_l2(reference, candidate)
-    return float(-20.0 * np.log10(share)) if share else float("inf")
+    error, error_exponent = _length(reference, candidate)
+    scale, scale_exponent = _scaled_norm(reference)
+    if error == 0.0 or scale == 0.0:
+        return float("-inf") if error else float("inf")
+    doublings = error_exponent - scale_exponent
+    return float(-20.0 * (np.log10(error / scale) + doublings * np.log10(2.0)))
 
 
 # Direction: do two tensors, seen as long vectors, point the same way, and how much longer is
@@ -161,11 +215,14 @@ def projection(reference: F64, candidate: F64) -> float:
     >>> projection(np.array([0.0, 2.0]), np.array([7.0, 3.0]))
     0.5
     """
-    scale = norm(reference)
-    error = candidate - reference
-    if scale == 0.0:
+    error, exponent = _difference(reference, candidate)
+    error, error_exponent = _scaled(error)
+    scaled, scale_exponent = _scaled(reference)
+    square = float(np.sum(scaled * scaled))
+    if square == 0.0:
         return 0.0 if not np.any(error) else float("inf")
-    return float(np.sum((error / scale) * (reference / scale)))
+    share = float(np.sum(error * scaled)) / square
+    return _times_two_to(share, exponent + error_exponent - scale_exponent)
 
 
 def _unit(values: F64) -> F64 | None:

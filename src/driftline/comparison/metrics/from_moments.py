@@ -18,12 +18,12 @@ _HUGE = 1e290
 
 
 def needs_definition(m: PairMoments) -> bool:
-    """Whether squares left the range of float64, so that norms must come from the definitions."""
+    """Whether a sum left the range of float64, so that figures must come from the definitions."""
     # The usual case first, in one comparison: this runs for every pair.
     if (
         _TINY <= m.sum_rr <= _HUGE and _TINY <= m.sum_cc <= _HUGE and _TINY <= m.sum_ee <= _HUGE
     ) or not m.finite:
-        return False
+        return m.max_rel_e < math.inf == m.sum_rel_e
     for sum_of_squares in (m.sum_rr, m.sum_cc, m.sum_ee):
         if not sum_of_squares <= _HUGE:
             return True

@@ -13,6 +13,7 @@ from driftline.captures.launch.child import require_command, run_child
 from driftline.captures.launch.environment import build_environment
 from driftline.captures.launch.jobs import CapturePlan
 from driftline.captures.launch.messages import Messages, read_messages
+from driftline.errors import BadFile
 
 
 class Ended(NamedTuple):
@@ -64,6 +65,7 @@ def run_with(
 
     Raises:
         BadInput: The command cannot be started.
+        BadFile: The run that the experiment read became shorter meanwhile: it read zeros.
     """
     # Variables of the experiment come last, so that they override those of the shell.
     base = {**settings.environment(), **(variables or {})}
@@ -72,7 +74,14 @@ def run_with(
         program_environment = build_environment(Path(folder).resolve(), plan)
         status = run_child(argv, program_environment.environment(base), to_stderr=to_stderr)
         messages = read_messages(program_environment.messages)
-    return Ended(status, tuple(_read(messages.experiments)), messages)
+    reports = tuple(_read(messages.experiments))
+    for report in reports:
+        if shortened := report.get("shortened"):
+            raise BadFile(
+                f"{shortened}; what came of it is not to be used",
+                hint="wait until whoever writes it is done, then run this again",
+            )
+    return Ended(status, reports, messages)
 
 
 def _read(texts: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -33,9 +33,9 @@ _STEP = re.compile(r"step(\d+)")
 _PART = re.compile(r"rank(\d*)|proc(\d+)")
 # `Module.{path}.{class}.{forward|backward}.{call}`; MindSpore says Cell.
 _MODULE = re.compile(
-    r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward|parameters_grad)\.(\d+)", re.DOTALL
+    r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward|parameters_grad)\.(\d{1,18})", re.DOTALL
 )
-_FUNCTION = re.compile(r"([A-Za-z_]+\..+)\.(\d+)\.(forward|backward)", re.DOTALL)
+_FUNCTION = re.compile(r"([A-Za-z_]+\..+)\.(\d{1,18})\.(forward|backward)", re.DOTALL)
 
 
 class _Call(NamedTuple):

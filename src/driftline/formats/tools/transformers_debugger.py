@@ -36,7 +36,7 @@ DEEPEST = 200
 _NUMBER = re.compile(r"\d+")
 _PRINTED = re.compile(r"tensor\(([^,)]+)")
 _FILE = re.compile(r"(.+?)_(inputs_args|inputs_kwargs|outputs)(?:_(.+))?\.safetensors", re.DOTALL)
-_LAYER = re.compile(r"(.*?\.)(\d+)((?:\..*)?)", re.DOTALL)
+_LAYER = re.compile(r"(.*?\.)(\d{1,18})((?:\..*)?)", re.DOTALL)
 _POSITION = re.compile(r"_(\d+)(?=_|$)")
 """In a file's name, positions inside containers are joined by `_`, as are the words of a name."""
 _OVERWRITTEN = "a later call of this module wrote over it"
@@ -196,7 +196,8 @@ class _Model:
 
 def _listed_tensor(key: TensorKey, entry: Mapping[str, Any]) -> _ListedTensor:
     dtype = entry["dtype"].removeprefix("torch.")
-    shape = tuple(int(size) for size in _NUMBER.findall(entry["shape"]))
+    # Python refuses to read thousands of digits; no size has more than nineteen.
+    shape = tuple(int(size[:19]) for size in _NUMBER.findall(entry["shape"]))
     value = entry.get("value")
     # A string is a file's name; printed values are a list of lines.
     file = value.removeprefix("./") if isinstance(value, str) else ""

@@ -110,6 +110,12 @@ EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtyp
   const Side *own = s.side;
   FloatMode mode = exact_floats();
   isa->pair(&s, count);
+  m->sum_rr = total_of(&s.rr);
+  m->sum_cc = total_of(&s.cc);
+  m->sum_rc = total_of(&s.rc);
+  m->sum_ee = total_of(&s.ee);
+  m->sum_abs_e = total_of(&s.abs_e);
+  m->sum_rel_e = total_of(&s.rel_e);
   m->max_ulp = FORMATS[c_dtype].is_float ? (double)s.ulp : s.ulp_real;
   Spread spread[2];
   for (int side = 0; side < 2; side++) {

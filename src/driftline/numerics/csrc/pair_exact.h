@@ -77,8 +77,8 @@ LANE void join_block(Side *s, const double *x, int64_t n, double floor, double s
     mean += slip / count;
   }
   join_spread(s, count, mean, m2);
-  s->sum += sum;
-  s->sumsq += squares;
+  add_block(&s->sum, sum);
+  add_block(&s->squares, squares);
 }
 
 /* Counts what is not finite in a block that holds some. `only_low`: it is known to be -inf, or a sentinel, throughout. */
@@ -377,12 +377,12 @@ LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, 
   const int64_t differ = whole - tally_total(same);
   const double greatest = d_greatest(max_ae);
   m->finite += finite;
-  m->sum_rr += squares[0];
-  m->sum_cc += squares[1];
-  m->sum_rc += d_total(rc);
-  m->sum_ee += d_total(ee);
-  m->sum_abs_e += d_total(sum_ae);
-  m->sum_rel_e += d_total(sum_rel);
+  add_block(&s->rr, squares[0]);
+  add_block(&s->cc, squares[1]);
+  add_block(&s->rc, d_total(rc));
+  add_block(&s->ee, d_total(ee));
+  add_block(&s->abs_e, d_total(sum_ae));
+  add_block(&s->rel_e, d_total(sum_rel));
   m->max_rel_e = fmax(m->max_rel_e, d_greatest(max_rel));
   m->outside += whole - tally_total(inside);
   m->different += differ;
@@ -437,12 +437,12 @@ COLD static void integer_block(Pair *s, const double *r_in, const double *c_in, 
     double r = (double)ri, c = (double)ci, e = (double)(ci - ri), ae = fabs(e), ar = fabs(r);
     double rel = ae == 0 ? 0.0 : ae / ar;
     m->finite++;
-    m->sum_rr += r * r;
-    m->sum_cc += c * c;
-    m->sum_rc += r * c;
-    m->sum_ee += e * e;
-    m->sum_abs_e += ae;
-    m->sum_rel_e += rel;
+    add_block(&s->rr, r * r);
+    add_block(&s->cc, c * c);
+    add_block(&s->rc, r * c);
+    add_block(&s->ee, e * e);
+    add_block(&s->abs_e, ae);
+    add_block(&s->rel_e, rel);
     m->max_rel_e = fmax(m->max_rel_e, rel);
     if (ae > m->max_abs_e) {
       m->max_abs_e = ae;

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
-from driftline.runs.files.mapped_file import MappedFile, map_file
+from driftline.runs.files.mapped_file import MappedFile, faults, map_file
 from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
 from driftline.runs.records import Record
@@ -126,6 +126,7 @@ class Shards:
         self._maps: dict[str, MappedFile | bytes] = {}
         self._places: dict[str, tuple[memoryview, int]] = {}
         self._sizes: dict[str, int] = {}
+        self._faults = faults()
 
     def shortened(self) -> dict[str, int]:
         """Shards that have become shorter since they were mapped, and their sizes now."""
@@ -156,6 +157,7 @@ class Shards:
     def content(self, record: Record) -> tuple[MappedFile | bytes, int]:
         """The mapped shard that holds a record's bytes, and their offset in it."""
         assert record.blob is not None
+        self._forget_cut()
         content = self._map(record.blob.shard)
         check_inside(record, len(content))
         return content, record.blob.offset
@@ -164,6 +166,7 @@ class Shards:
         """Address of a record's bytes."""
         blob = record.blob
         assert blob is not None
+        self._forget_cut()
         place = self._places.get(blob.shard)
         if place is None:
             view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
@@ -190,6 +193,18 @@ class Shards:
         """As `release`, for one shard."""
         self._places.pop(shard, None)
         self._maps.pop(shard, None)
+
+    def _forget_cut(self) -> None:
+        """Forgets shards that became shorter: all behind their new ends would read as zeros.
+
+        Whoever met the first of these has seen it in `faults`; the next one maps the file as it is
+        now, which is too short for the record.
+        """
+        if (now := faults()) != self._faults:
+            self._faults = now
+            for shard, content in list(self._maps.items()):
+                if isinstance(content, MappedFile) and content.was_cut:
+                    self.forget(shard)
 
     def _map(self, shard: str) -> MappedFile | bytes:
         content = self._maps.get(shard)

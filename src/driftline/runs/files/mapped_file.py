@@ -84,11 +84,20 @@ class Guard:
                 _cut[name] = None
             library.driftline_unguard(number)
 
+    def was_cut(self) -> bool:
+        """Whether the file became shorter, and what was behind its new end reads as zeros."""
+        return self._number >= 0 and bool(_library().driftline_was_cut(self._number))
+
 
 class MappedFile(mmap.mmap):
     """A file mapped for reading; guarded until it is unmapped."""
 
     _guard: Guard | None = None
+
+    @property
+    def was_cut(self) -> bool:
+        """As `Guard.was_cut`."""
+        return self._guard is not None and self._guard.was_cut()
 
     def __del__(self) -> None:  # runs before the memory is unmapped
         self._guard = None

@@ -195,6 +195,14 @@ class Candidate:
         """
         return tensor_of(self.run, record, device, wide, own=own)
 
+    def shortened(self) -> str:
+        """Says so if a file of the run became shorter while it was read; else empty."""
+        if names := mapped_file.cut_files():
+            return f"{names[0]} became shorter while it was read"
+        cut_off = self.run.cut_off()
+        reasons = map(cut_off, self.run.records) if cut_off is not None else ()
+        return next(filter(None, reasons), "")
+
     def _autocast(self) -> torch.dtype | None:
         """The format of a run under autocast: linear maps of 32-bit weights give 16 bits."""
         for site, dtype in self.dtypes.items():

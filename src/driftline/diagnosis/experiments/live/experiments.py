@@ -162,6 +162,7 @@ class LiveReplay:
         self._session = session
         self._rank = rank
         self._replayer: Replayer | None = None
+        self._candidate: Candidate | None = None
         self._sinks: tuple[Late, ...] = ()
         self._problem = ""
         session.stand_in = self._call
@@ -179,16 +180,15 @@ class LiveReplay:
         return self._replayer(frame, call, args, kwargs)
 
     def _opened(self) -> Replayer:
-        from driftline.diagnosis.experiments.live.captured_calls import Candidate
         from driftline.diagnosis.experiments.live.replay import Replayer
 
         options = self._options
         rank, _ = self._rank()
-        run = open_run(Path(options["candidate"]))
+        self._candidate = Candidate(open_run(Path(options["candidate"])), rank)
         self._sinks = tuple(Late(lambda name=name: self._writer(name)) for name in (EXACT, NATIVE))
         return Replayer(
             self._session,
-            Candidate(run, rank),
+            self._candidate,
             matching(options.get("links", {})),
             *self._sinks,
             selection=Selection.from_json(options["selection"]),
@@ -219,10 +219,15 @@ class LiveReplay:
                 tree = module_tree(self._session.names, self._session.execution_order)
                 sink.topology(tree.to_json())
             sink.close()
-        if self._replayer is None:
+        if self._replayer is None or self._candidate is None:
             return {"problem": self._problem, "called": bool(self._session.execution_order)}
         self._replayer.close()
-        return {"rank": self._rank()[0], "called": True, **self._replayer.report.to_json()}
+        return {
+            "rank": self._rank()[0],
+            "called": True,
+            "shortened": self._candidate.shortened(),
+            **self._replayer.report.to_json(),
+        }
 
 
 def matching(
@@ -369,6 +374,7 @@ class LiveSubstitution:
             "called": bool(self._session.execution_order),
             "replaced": sorted(self._done),
             "trouble": self._trouble,
+            "shortened": "" if self._reference is None else self._reference.shortened(),
         }
 
 
