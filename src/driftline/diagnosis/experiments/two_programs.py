@@ -174,7 +174,9 @@ def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOpti
         output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(question, indent=1), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"cannot write {output}: {error.strerror}") from None
+        raise BadInput(
+            f"cannot write {output}: {error.strerror}", hint="give -o a folder that can be written"
+        ) from None
 
 
 def _read(file: Path) -> Any:
@@ -203,9 +205,14 @@ def _dump(
     side = "reference" if run.name == REFERENCE else "candidate"
     finished = run.with_suffix(".finished")
     if finished.exists() and run.is_dir() and not asked.force:
-        say(f"the {side} was dumped before: {run}")
-        return
-    finished.unlink(missing_ok=True)
+        changed = _changed_since(program, finished)
+        if not changed:
+            say(f"the {side} was dumped before: {run} (--force begins anew)")
+            return
+        # Somebody has repaired the program and asks again: the old run would not show it.
+        say(f"{changed} has changed since the {side} was dumped")
+    for mark in (finished, run.with_name(REPLAY).with_suffix(".finished")):
+        mark.unlink(missing_ok=True)  # a replay is about both runs
     say(f"dumping the {side}: {shlex.join(program.argv)}")
     # What it would suggest next is what follows here anyway: only warnings are wanted.
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
@@ -222,8 +229,45 @@ def _dump(
             f"the {side} ended with status {status}",
             hint="see what it printed above; the same command goes on from here",
         )
-    finished.touch()
+    finished.write_text(json.dumps(_state_of(program, run)), encoding="utf-8")
     say(f"the {side} is in {run}, {size_text(_size(run))}")
+
+
+def _state_of(program: Program, run: Path) -> dict[str, Any]:
+    """What the run of a program depends on, as far as we can see it.
+
+    Of a revision the commit; else the files that the command names and those that the classes of
+    the model were read from, each with its size and time.
+    """
+    if program.revision:
+        return {"commit": _git("rev-parse", f"{program.revision}^{{commit}}")}
+    from driftline.formats.registry import open_run
+    from driftline.runs.sidecars.model_facts import read_model_facts
+
+    facts = read_model_facts(open_run(run), weights=False)
+    code = {c.file for known in facts.classes.values() for c in known.code.values() if c.file}
+    paths = (Path(name).expanduser().absolute() for name in (*program.argv, *sorted(code)))
+    return {"files": {str(path): _stamp(path) for path in paths if path.is_file()}}
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of a file; empty if it is gone."""
+    with suppress(OSError):
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return []
+
+
+def _changed_since(program: Program, finished: Path) -> str:
+    """What has changed since a run was finished; empty if nothing that we can see has."""
+    state = _read(finished) or {}
+    commit = state.get("commit")
+    if commit and commit != _git("rev-parse", f"{program.revision}^{{commit}}"):
+        return program.revision
+    for name, stamp in state.get("files", {}).items():
+        if _stamp(Path(name)) != stamp:
+            return Path(name).name
+    return ""
 
 
 def _run(program: Program, words: Sequence[str]) -> int:
@@ -253,7 +297,10 @@ def _folder_of(program: Program) -> Generator[Path | None, None, None]:
         try:
             inside = tree / place
             if not inside.is_dir():
-                raise BadInput(f"revision {program.revision} has no folder {place}")
+                raise BadInput(
+                    f"revision {program.revision} has no folder {place}",
+                    hint="run this from a folder that both revisions have",
+                )
             yield inside
         finally:
             _git("worktree", "remove", "--force", str(tree))
