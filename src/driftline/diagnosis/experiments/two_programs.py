@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", 
 ROOM = 1.2
 # A dump so large that its size is worth a line before the second one begins.
 WORTH_A_LINE = 100_000_000
+INTERRUPTED = 128 + signal.SIGINT
 # A dump that takes longer says how far it is, so often.
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -224,6 +226,8 @@ def _dump(
             f"the {side} left nothing to compare",
             hint="the lines above say why; with that repaired, give the same command again",
         )
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt(f"while the {side} ran; the same command goes on from there")
     if status:
         raise BadInput(
             f"the {side} ended with status {status}",
