@@ -264,11 +264,12 @@ def _stamp(path: Path) -> list[int]:
 
 def _changed_since(program: Program, finished: Path) -> str:
     """What has changed since a run was finished; empty if nothing that we can see has."""
-    state = _read(finished) or {}
+    state: dict[str, Any] = _read(finished) or {}
+    files: dict[str, list[int]] = state.get("files", {})
     commit = state.get("commit")
     if commit and commit != _git("rev-parse", f"{program.revision}^{{commit}}"):
         return program.revision
-    for name, stamp in state.get("files", {}).items():
+    for name, stamp in files.items():
         if _stamp(Path(name)) != stamp:
             return Path(name).name
     return ""
