@@ -192,6 +192,24 @@ def test_a_fault_shows_between_modules_and_operators(
     assert (said.code, answer["verdict"], answer["first_site"]) == (1, "fail", faulty)
 
 
+def test_a_dump_of_another_tool_is_measured_against_what_it_holds(
+    runs: Path, tmp_path: Path, command: Callable
+) -> None:
+    run = runs / "mixer-modules"
+    half = holed(run, 0.5, 1.0, tmp_path / "half")
+    for source, name in ((run, "tree"), (half, "half-tree")):
+        assert command("convert", source, "-o", tmp_path / name, "--to", "ait").code == 0
+    tree, half_tree = tmp_path / "tree", tmp_path / "half-tree"
+    # It holds half of the model, and all of that was compared.
+    for sides in ((run, half_tree), (half_tree, run), (tree, half_tree), (half_tree, tree)):
+        said = command("compare", *sides)
+        assert (said.code, said.word) == (0, "PASS"), said.out
+    # It holds the whole model, of which half has no partner.
+    for sides in ((half, tree), (tree, half)):
+        said = command("compare", *sides)
+        assert (said.code, said.word) == (2, "INCOMPLETE"), said.out
+
+
 def test_the_share_is_the_same_in_every_command(
     runs: Path, tmp_path: Path, command: Callable[..., Any]
 ) -> None:

@@ -559,7 +559,7 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
     What either side has and the other has not must be explained: as parts of something that was
     compared, or as a short way between two such. So the side that is covered less decides; but a
     side that was dumped with filters leaves out on purpose what only the other one has, and a dump
-    of another tool may hold a part of a model: either side's share is enough there.
+    of another tool, which may hold a part of a model, is measured against what it holds.
     """
     sides = (reference, candidate)
     modules = all(side.scope.has_modules for side in sides)
@@ -580,8 +580,12 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)
     shares = (first, second)
-    if not all(side.scope.captured for side in sides):
-        return max(shares, key=lambda entry: entry[0].share)
+    partial = [
+        share for share, side in zip(shares, sides, strict=True) if not side.scope.captured
+    ]
+    # Of two such dumps, the one with fewer calls sees less of the same.
+    if partial:
+        return min(partial, key=lambda entry: (entry[0].calls, entry[0].share))
     deciding = [
         share
         for share, other in zip(shares, reversed(sides), strict=True)

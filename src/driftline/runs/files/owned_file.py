@@ -31,8 +31,10 @@ except ImportError:  # not on every system
 
 TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
-    from typing import Literal, TypeAlias
+    from collections.abc import Callable
+    from typing import Literal, TypeAlias, TypeVar
 
+    Result = TypeVar("Result")
     Mode: TypeAlias = Literal["append", "new", "replace", "shared"]
     Data: TypeAlias = bytes | bytearray | memoryview
     Identity: TypeAlias = tuple[int, int]
@@ -122,16 +124,8 @@ class OwnedFile:
             FileTaken: The file is no longer ours; nothing was written.
             OSError: The disk refuses.
         """
-        try:
-            file = self._checked()
-            count = self._write(file, data, offset)
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            # Closed after the check, or replaced by a descriptor that only reads.
-            file = self._reopened()
-            count = self._write(file, data, offset)
-        if not _leads_to(file, self._identity):
+        count = self._through(lambda file: self._write(file, data, offset))
+        if not _leads_to(self._file, self._identity):
             self._look_for(data, offset, count)
         self.end = max(self.end, offset + count)
         return count
@@ -142,13 +136,12 @@ class OwnedFile:
         Raises:
             FileTaken: It is not, so it is in what that thread put there.
         """
-        file = self._reopened()
         written = bytes(memoryview(data).cast("B")[:count])
         if self._access & os.O_APPEND:  # others append too, so it may be anywhere behind our end
-            stored = os.pread(file, max(0, os.fstat(file).st_size - self.end), self.end)
-            if written in stored:
+            length = max(0, os.stat(self.path).st_size - self.end)  # noqa: PTH116
+            if written in self._through(lambda file: os.pread(file, length, self.end)):
                 return
-        elif os.pread(file, count, offset) == written:
+        elif self._through(lambda file: os.pread(file, count, offset)) == written:
             return
         raise FileTaken(
             f"the program put a file of its own over a descriptor of Driftline while "
@@ -162,12 +155,7 @@ class OwnedFile:
             FileTaken: The file is no longer ours.
             OSError: The system refuses.
         """
-        try:
-            os.ftruncate(self._checked(), length)
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.EINVAL):  # the latter if it only reads
-                raise
-            os.ftruncate(self._reopened(), length)
+        self._through(lambda file: os.ftruncate(file, length))
         self.end = length
 
     def reserve(self, length: int) -> None:
@@ -177,13 +165,13 @@ class OwnedFile:
             OSError: There is none, or the file system cannot do this.
         """
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._checked(), 0, length)
+            self._through(lambda file: os.posix_fallocate(file, 0, length))
 
     def close(self) -> None:
         """Closes the descriptor if it still is ours. May be called twice."""
         file, self._file = self._file, -1
-        if file >= 0 and _leads_to(file, self._identity):
-            os.close(file)
+        if file >= 0:
+            _close_if_ours(file, self._identity)
 
     def __enter__(self) -> OwnedFile:
         return self
@@ -195,6 +183,26 @@ class OwnedFile:
         if self._access & os.O_APPEND:
             return os.write(file, data)
         return os.pwrite(file, data, offset)
+
+    def _through(self, action: Callable[[int], Result]) -> Result:
+        """What an action on the descriptor returns; opened again as often as it is taken away.
+
+        Raises:
+            FileTaken: The file is no longer ours.
+            OSError: The system refuses.
+        """
+        for _ in range(_TRIES):
+            file = self._checked()
+            try:
+                return action(file)
+            except OSError as error:
+                # Closed after the check, or replaced by a descriptor that only reads, for which a
+                # truncation says EINVAL. From a descriptor that is ours still, it is the answer.
+                if error.errno not in (errno.EBADF, errno.EINVAL):
+                    raise
+                if error.errno == errno.EINVAL and _leads_to(file, self._identity):
+                    raise
+        raise FileTaken(self._sentence("cannot be opened again"))
 
     def _checked(self) -> int:
         """The descriptor, once it is certain where it leads."""
@@ -363,14 +371,26 @@ def _lifted(low: int, identity: Identity) -> int:
                     return -1
     if not _leads_to(high, identity):
         if high != low:
-            os.close(high)
+            _close_quietly(high)
         return -1
-    if high != low and _leads_to(low, identity):
-        os.close(low)
+    if high != low:
+        _close_if_ours(low, identity)
     if high <= 2:
-        os.close(high)
+        _close_if_ours(high, identity)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return high
+
+
+def _close_if_ours(file: int, identity: Identity) -> None:
+    if _leads_to(file, identity):
+        _close_quietly(file)
+
+
+def _close_quietly(file: int) -> None:
+    try:
+        os.close(file)
+    except OSError:  # another thread closed it just now
+        return
 
 
 def _leads_to(file: int, identity: Identity) -> bool:
