@@ -28,6 +28,7 @@ class DriftlineError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
+        # Nobody is left without a way out because a reader of one more format forgot it.
         self.hint = hint or self.usual_hint
         if self.hint:
             # A traceback, in a notebook say, shows it too: in the words of somebody who calls us.

@@ -580,9 +580,7 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)
     shares = (first, second)
-    partial = [
-        share for share, side in zip(shares, sides, strict=True) if not side.scope.captured
-    ]
+    partial = [share for share, side in zip(shares, sides, strict=True) if not side.scope.captured]
     # Of two such dumps, the one with fewer calls sees less of the same.
     if partial:
         return min(partial, key=lambda entry: (entry[0].calls, entry[0].share))

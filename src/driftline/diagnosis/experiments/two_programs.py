@@ -226,6 +226,7 @@ def _dump(
             f"the {side} left nothing to compare",
             hint="the lines above say why; with that repaired, give the same command again",
         )
+    # The terminal sent Ctrl-C to both of us; the program's end is how we learn of it.
     if status == INTERRUPTED:
         raise KeyboardInterrupt(f"while the {side} ran; the same command goes on from there")
     if status:
@@ -249,7 +250,9 @@ def _state_of(program: Program, run: Path) -> dict[str, Any]:
     from driftline.runs.sidecars.model_facts import read_model_facts
 
     facts = read_model_facts(open_run(run), weights=False)
-    code = {c.file for known in facts.classes.values() for c in known.code.values() if c.file}
+    # Most people mend a file of the model, which the command does not name.
+    classes = facts.classes.values()
+    code = {own.file for class_ in classes for own in class_.code.values() if own.file}
     paths = (Path(name).expanduser().absolute() for name in (*program.argv, *sorted(code)))
     return {"files": {str(path): _stamp(path) for path in paths if path.is_file()}}
 
@@ -257,6 +260,7 @@ def _state_of(program: Program, run: Path) -> dict[str, Any]:
 def _stamp(path: Path) -> list[int]:
     """Size and time of a file; empty if it is gone."""
     with suppress(OSError):
+        # Contents would be surer, and take long for checkpoints that a command names.
         status = path.stat()
         return [status.st_size, status.st_mtime_ns]
     return []
@@ -267,6 +271,7 @@ def _changed_since(program: Program, finished: Path) -> str:
     state: dict[str, Any] = _read(finished) or {}
     files: dict[str, list[int]] = state.get("files", {})
     commit = state.get("commit")
+    # A branch has moved, or HEAD has.
     if commit and commit != _git("rev-parse", f"{program.revision}^{{commit}}"):
         return program.revision
     for name, stamp in files.items():

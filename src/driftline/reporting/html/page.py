@@ -341,8 +341,10 @@ def _lede(verdict: Mapping[str, Any]) -> str:
         after = text.partition(f"'{verdict['site']}'")[2]
         # ` (SiLU, in the candidate GELU) in step 5, in its output: …`: the headline has said the
         # site, and the class has been said already.
-        known = re.match(r"(?: \(.*?\))?(?: (in step \d+))?, (?=in )", after)
-        sentence = ", ".join(filter(None, (known[1], after[known.end() :]))) if known else text
+        opening = re.match(r"(?: \(.*?\))?(?: (in step \d+))?, (?=in )", after)
+        sentence = (
+            ", ".join(filter(None, (opening[1], after[opening.end() :]))) if opening else text
+        )
         lines.append(sentence.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     agrees = verdict["status"] == "pass" and _tensors(verdict["coverage"])
