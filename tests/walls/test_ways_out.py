@@ -107,3 +107,15 @@ def test_the_exceptions_are_still_needed(name: str) -> None:
 def test_a_damaged_file_has_the_usual_way_out_unless_it_has_a_better_one() -> None:
     assert "copy it anew" in errors.BadFile("x.npy is cut short").hint
     assert errors.BadFile("x.npy is cut short", hint="use y.npy").hint == "use y.npy"
+
+
+def test_nothing_tells_people_to_install_what_is_not_published() -> None:
+    """Driftline is not on PyPI yet; the file of a wheel (`driftline-0.1.0…`) is another thing."""
+    root = Path(__file__).parents[2]
+    folders = ("src", "docs", "examples", "compat")
+    texts = [
+        p for f in folders for p in (root / f).rglob("*") if p.suffix in (".py", ".md", ".yml")
+    ]
+    bad = re.compile(r"pip install (-\S+ )*['\"]?driftline(?![-\w])")
+    assert bad.search("pip install --upgrade driftline") and bad.search("pip install driftline[s3]")
+    assert [str(p) for p in [root / "README.md", *texts] if bad.search(p.read_text("utf-8"))] == []
