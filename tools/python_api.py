@@ -19,6 +19,7 @@ HEAD = """# The Python API
 Everything that `import driftline` offers. Each command prints its own program with `--python`.
 This page is made from the docstrings by `tools/python_api.py`.
 """
+WIDTH = 80
 GROUPS = {
     "Capture": (
         *("capture", "step", "capture_onnx", "run_onnx", "watch_errors", "open_run"),
@@ -60,11 +61,38 @@ def _function(name: str, function: object) -> str:
 
 
 def _signature(function: object) -> str:
+    """The parameters, one to a line where they would not fit on one."""
     try:
-        text = str(inspect.signature(function))  # type: ignore[arg-type]
+        signature = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return ""
-    return re.sub(r"<object object at 0x[0-9a-f]+>", "...", text).replace("'", "")
+    words: list[str] = []
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(w[0] == "*" for w in words):
+            words.append("*")
+        words.append(f"{stars.get(parameter.kind, '')}{parameter.name}{_about(parameter)}")
+    result = signature.return_annotation
+    end = "" if result is signature.empty else f" -> {_words(result)}"
+    line = f"({', '.join(words)}){end}"
+    if len(line) <= WIDTH:
+        return line
+    return "(\n" + "".join(f"    {word},\n" for word in words) + f"){end}"
+
+
+def _about(parameter: inspect.Parameter) -> str:
+    """Annotation and default of a parameter."""
+    text = ""
+    if parameter.annotation is not parameter.empty:
+        text = f": {_words(parameter.annotation)}"
+    if parameter.default is not parameter.empty:
+        shown = re.sub(r"<object object at 0x[0-9a-f]+>", "...", repr(parameter.default))
+        text += f" = {shown}"
+    return text
+
+
+def _words(annotation: object) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _entry(name: str, signature: str, text: str) -> str:

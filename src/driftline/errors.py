@@ -18,18 +18,21 @@ class DriftlineError(Exception):
     """Something that could not be done; the message is one sentence.
 
     Attributes:
-        hint: The next thing to try, shown on a line of its own; empty when there is none.
+        hint: The next thing to try, shown on a line of its own; empty where the message says it.
         exit_code: What the command line returns for it.
+        usual_hint: The hint of a kind of error whose way out is the same wherever it is raised.
     """
 
     exit_code = EXIT_COULD_NOT
+    usual_hint = ""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
-        self.hint = hint
-        if hint:
+        # Nobody is left without a way out because a reader of one more format forgot it.
+        self.hint = hint or self.usual_hint
+        if self.hint:
             # A traceback, in a notebook say, shows it too: in the words of somebody who calls us.
-            self.add_note(f"hint: {in_python(hint)}")
+            self.add_note(f"hint: {in_python(self.hint)}")
 
     def __str__(self) -> str:
         return self.args[0]
@@ -46,9 +49,13 @@ class BadConfig(BadInput, ValueError):
 class BadRun(DriftlineError):
     """A path that is no run, or a run that cannot be read."""
 
+    usual_hint = "is it the folder you meant? if its program was cut short, dump it anew"
+
 
 class BadFile(DriftlineError):
     """A single file that is malformed, too large for what it claims, or unsafe to open."""
+
+    usual_hint = "is it the file you meant, and complete? if so, make it or copy it anew"
 
 
 class Unreachable(DriftlineError):

@@ -41,7 +41,10 @@ class Address(NamedTuple):
             return getattr(module, attribute)
         # The address of a plug-in comes from another package and may be out of date.
         except AttributeError:
-            raise BadInput(f"{module_name} has no {attribute!r}") from None
+            raise BadInput(
+                f"{module_name} has no {attribute!r}",
+                hint="is the package that announces it up to date? pip list shows its version",
+            ) from None
 
 
 def require(module: str, *, install: str = "") -> Any:

@@ -80,6 +80,29 @@ def test_a_fault_is_named_and_a_second_call_runs_nothing_again(folder: Path) -> 
     assert "holds another diff" in other.stderr
 
 
+def test_a_repaired_program_is_run_again(folder: Path) -> None:
+    """Somebody mends the model, in a file that the command does not even name, and asks again."""
+    (folder / "infer.py").write_text(
+        PROGRAM.replace(
+            "from torch import nn", "from torch import nn\nfrom model import Scaled"
+        ).replace("nn.GELU()", "Scaled(2.0 if '--port' in sys.argv else 1.0)")
+    )
+    model = (
+        "from torch import nn\n\nclass Scaled(nn.Module):\n    def __init__(self, by):\n"
+        "        super().__init__()\n        self.by = by\n    def forward(self, x):\n"
+        "        return x * self.by\n"
+    )
+    (folder / "model.py").write_text(model)
+    words = (command(), command("--port"), "--no-replay")
+    assert "the drift starts at '1'" in diff(folder, *words).stdout
+    (folder / "model.py").write_text(model.replace("x * self.by", "x * 1.0"))
+    again = diff(folder, *words)
+    assert "model.py has changed since the candidate was dumped" in again.stderr
+    assert again.returncode == 0, again.stdout
+    assert (folder / "runs.txt").read_text().count("run") == 4
+    assert "the reference was dumped before" in diff(folder, *words).stderr
+
+
 def test_the_table_that_is_kept_says_what_the_report_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +154,12 @@ def test_two_revisions_of_one_repository(folder: Path) -> None:
     done = diff(folder, command(), "--rev", "HEAD~1..HEAD", "--no-replay")
     assert done.returncode == 1, done.stderr
     assert "'1' (GELU)" in done.stdout
+    (folder / "infer.py").write_text(PROGRAM)
+    git("commit", "-qam", "right again")
+    again = diff(folder, command(), "--rev", "HEAD~2..HEAD", "--no-replay", "-o", "other")
+    assert again.returncode == 0, again.stderr
+    moved = diff(folder, command(), "--rev", "HEAD~1..HEAD", "--no-replay")
+    assert "HEAD~1 has changed since the reference was dumped" in moved.stderr
     trees = subprocess.run(["git", "worktree", "list"], cwd=folder, capture_output=True, text=True)
     assert len(trees.stdout.splitlines()) == 1
 

@@ -172,6 +172,17 @@ def two_revisions(place: Path) -> None:
         subprocess.run(["git", *words], cwd=place, check=True, timeout=60)
 
 
+def good_and_bad(place: Path) -> None:
+    """The same with the two commits called GOOD and BAD, a run of the good one and one of now."""
+    two_revisions(place)
+    for words in (("tag", "GOOD", "main"), ("tag", "BAD", "my-branch")):
+        subprocess.run(["git", *words], cwd=place, check=True, timeout=60)
+    for name in ("ref", "cand"):
+        dump = ["dump", "-o", name, "--", sys.executable, "infer.py"]
+        command = [sys.executable, "-m", "driftline", *dump]
+        subprocess.run(command, cwd=place, check=True, capture_output=True, timeout=110)
+
+
 def revisions(place: Path) -> None:
     """The folder as a git repository with the branches that the page names."""
     name = ("-c", "user.name=Cook", "-c", "user.email=cook@example.com")

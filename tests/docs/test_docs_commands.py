@@ -69,7 +69,9 @@ COOKED: dict[str, Kitchen] = {
     "docs/decoders.md": kitchens.decoder,
     "docs/formats.md": kitchens.ascend,
     "docs/operators.md": all_of(kitchens.programs, kitchens.ascend),
-    "docs/model-facts.md": kitchens.programs,
+    "docs/metrics.md": kitchens.two_runs,
+    "docs/model-facts.md": all_of(demo, kitchens.examples),
+    "docs/verdicts.md": kitchens.good_and_bad,
     "docs/coming-from/ait-llm.md": all_of(kitchens.programs, kitchens.ascend),
     "docs/coming-from/aclcmp.md": labelled,
     "docs/coming-from/paddle-saving-hook.md": all_of(kitchens.paddle_programs, kitchens.hooks),
@@ -81,7 +83,9 @@ ELSEWHERE = ("README.md", "examples/README.md")
 """Run by tests/test_examples.py, which knows what they find."""
 SLOW = (
     "docs/how-to.md",
+    "docs/model-facts.md",
     "docs/read-a-verdict.md",
+    "docs/verdicts.md",
     "docs/users/port.md",
     "docs/users/quantise.md",
     "docs/users/compile.md",
@@ -131,9 +135,9 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
     if words[:2] == ["driftline", "view"]:
         return look_and_stop(words, place)
     if words[0] != "driftline":
-        program = words[1:] if words[0] == "python" else ["-m", *words]
+        program = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
         done = subprocess.run(
-            [sys.executable, *program],
+            words if words[0] == "bash" else program,
             cwd=place,
             env=environment,
             capture_output=True,

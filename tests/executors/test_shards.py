@@ -1,4 +1,7 @@
-"""`compare --shard` and `merge`: the table of one process from parts; anything else is refused."""
+"""`compare --shard` and `merge`: the table of one process from parts.
+
+Anything else is refused, in the words that docs/scale.md shows.
+"""
 
 import json
 from pathlib import Path

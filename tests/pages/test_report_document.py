@@ -14,6 +14,7 @@ import pytest
 import driftline
 from driftline.comparison.table.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
+from driftline.reporting.html import page as page_text
 from driftline.reporting.html.document import outline, page_data
 from driftline.reporting.html.page import decode_container, unpack
 from driftline.reporting.html.report import PageOptions, page_of, report
@@ -238,6 +239,24 @@ def test_where_nothing_was_compared_the_headline_is_short_and_why_stands_below()
     head = text_of(run_of({"a": ours}), run_of({"a": theirs})).partition("<main")[0]
     assert "<h1>Nothing could be compared</h1>" in head
     assert '<p class="lede">0 of 1 tensors compared' in head
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (" (SiLU, in the candidate GELU), in its output: 0.1", "SiLU · in its output: 0.1"),
+        (" (SiLU) in step 5, in its output: 0.1", "SiLU · in step 5, in its output: 0.1"),
+        (", in its output: 0.1", "SiLU · in its output: 0.1"),
+    ],
+)
+def test_the_headline_is_not_said_again_below_it(after: str, said: str) -> None:
+    verdict = {
+        "site": "mlp.act",
+        "status": "fail",
+        "class": "SiLU",
+        "sentence": f"the drift starts at 'mlp.act'{after}",
+    }
+    assert page_text._lede(verdict) == f'<p class="lede">{said}</p>'
 
 
 def test_a_table_alone_is_enough_and_its_runs_are_found_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import driftline
+from driftline.reporting.html.report import page_of
 
 STEPS = 4
 
@@ -159,6 +160,10 @@ def test_what_fails_after_the_trainings_part_is_inherited(good: Path, place: Pat
     assert table.first_site == "(optimizer)"
     at = [d.path for d in table.differences or () if d.position == "at"]
     assert at == ["AdamW lr in group 0 from step 2"]
+    # The page, and whoever reads the table from its file, finds the first row among the others.
+    assert table.rows[table.as_json()["first_row"]] is table.first
+    verdict = page_of(good, train(place, "late lr")).document["verdict"]
+    assert verdict["sentence"] == table.finding and verdict["row"] is not None
 
 
 def test_a_stored_table_is_judged_again_alike(good: Path, place: Path, tmp_path: Path):

@@ -49,7 +49,10 @@ def write_plan(plan: Plan, path: Path, reference: str = "", candidate: str = "")
     try:
         path.write_text("\n".join(_lines(plan, reference, candidate)) + "\n", encoding="utf-8")
     except OSError as trouble:
-        raise BadInput(f"cannot write the plan {path}: {trouble.strerror}") from trouble
+        raise BadInput(
+            f"cannot write the plan {path}: {trouble.strerror}",
+            hint="give --save-plan a path that can be written",
+        ) from trouble
 
 
 def _lines(plan: Plan, reference: str, candidate: str) -> Iterator[str]:
@@ -125,7 +128,9 @@ def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
     """
     try:
         if path.stat().st_size > _LARGEST:
-            raise BadFile(f"{path} is too large for a plan")
+            raise BadFile(
+                f"{path} is too large for a plan", hint="is it the file that --save-plan wrote?"
+            )
         text = path.read_text(encoding="utf-8")
         document: Mapping[str, Any] = tomllib.loads(text)
     except OSError as trouble:
@@ -187,7 +192,10 @@ class _Reader:
             side, _, rest = str(text).partition(": ")
             elements, _, words = rest.partition(": ")
             if side not in self.sides or not elements.isdecimal():
-                raise BadFile(f"{self.path}: '{text}' says in no way what is left out")
+                raise BadFile(
+                    f"{self.path}: '{text}' says in no way what is left out",
+                    hint='such as "split(axis 0, 4:8)"; docs/alignment.md lists the steps',
+                )
             yield LeftOut(side, words, int(elements))
 
     def _tables(self, document: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

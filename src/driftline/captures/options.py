@@ -103,7 +103,10 @@ class Reduction:
                 f"there is no reduction '{self.kept}'", hint=did_you_mean(self.kept, KEPT)
             )
         if self.later is not None and self.later not in KEPT:
-            raise BadInput(f"there is no reduction '{self.later}'")
+            raise BadInput(
+                f"there is no reduction '{self.later}'",
+                hint=did_you_mean(self.later, KEPT),
+            )
         if self.sample < 1:
             raise BadInput("a sample needs at least one element")
 

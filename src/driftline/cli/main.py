@@ -5,6 +5,7 @@ Results are on stdout, messages on stderr.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -21,6 +22,16 @@ PIPE_CLOSED = 128 + 13
 BISECT_EXIT = "--bisect-exit"
 EXIT_SKIP = 125
 """What `git bisect run` reads as: this commit can be called neither good nor bad."""
+WAYS_OUT = {
+    errno.ENOSPC: "make room, or give another -o",
+    errno.EDQUOT: "make room, or give another -o",
+    errno.EACCES: "give a path that you may read, or write",
+    errno.EPERM: "give a path that you may read, or write",
+    errno.EROFS: "give a path on a disk that can be written",
+    errno.EMFILE: "allow more open files: ulimit -n 4096",
+    errno.ENAMETOOLONG: "give a shorter path",
+}
+"""What helps against what the system refuses."""
 
 
 def console() -> int:
@@ -59,8 +70,8 @@ def _guarded(words: list[str]) -> int:
     except DriftlineError as error:
         print_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("driftline: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"driftline: interrupted {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # `driftline show run | head`: the reader has seen enough. Python would complain once more
@@ -69,7 +80,8 @@ def _guarded(words: list[str]) -> int:
         return PIPE_CLOSED
     except OSError as error:
         # A full disk or a missing permission is no bug of ours.
-        print_error(DriftlineError(_system_text(error)))
+        hint = WAYS_OUT.get(error.errno or 0, "look at that path, then give the command again")
+        print_error(DriftlineError(_system_text(error), hint=hint))
         return EXIT_COULD_NOT
     except MemoryError:
         print_error(DriftlineError("there is not enough memory for this", hint="try --threads 1"))

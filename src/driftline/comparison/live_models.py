@@ -220,7 +220,9 @@ def compare_models(
     require("torch", install="torch")
     for model in (reference, candidate):
         if not hasattr(model, "named_modules"):
-            raise BadInput(f"{type(model).__name__} is not a torch module")
+            raise BadInput(
+                f"{type(model).__name__} is not a torch module", hint="give two torch.nn.Module"
+            )
     options = CompareOptions.of(
         metrics=metrics,
         limits=limits,
@@ -353,7 +355,10 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
         )
     if not report.calls:
         reasons = [str(e["reason"]) for e in report.to_json()["sites"].values() if e["reason"]]
-        raise BadInput(f"no module could be applied again: {(reasons or ['none was called'])[0]}")
+        raise BadInput(
+            f"no module could be applied again: {(reasons or ['none was called'])[0]}",
+            hint="compare_models without isolate compares the two models as they are",
+        )
     for sheet in (MODEL, WEIGHTS):
         exact.sheet(sheet, described.run().sheet(sheet))
     return exact.run()
@@ -365,7 +370,10 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, (tuple, list)):
         return tuple(cast("Sequence[Any]", inputs)), {}
     if inputs is None:
-        raise BadInput("there are no inputs to run the models on")
+        raise BadInput(
+            "there are no inputs to run the models on",
+            hint="give a tensor, a tuple of tensors, or a mapping of them by name",
+        )
     return (inputs,), {}
 
 

@@ -256,7 +256,10 @@ def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
     for part in parts:
         for place, row in zip(part.places, part.rows, strict=True):
             if not place < len(rows) or rows[place] is not None:
-                raise BadFile(f"{_called(part)} holds pairs that are not its own")
+                raise BadFile(
+                    f"{_called(part)} holds pairs that are not its own",
+                    hint="compute this shard again",
+                )
             rows[place] = row
     measured = [row for row in rows if row is not None]
     if len(measured) < len(rows):
@@ -276,7 +279,9 @@ def _one_after_another(parts: Sequence[Part]) -> Sequence[Row]:
     for part in parts:
         own = part.places
         if len(own) and (not isinstance(own, range) or own.start < end):
-            raise BadFile(f"{_called(part)} holds pairs that are not its own")
+            raise BadFile(
+                f"{_called(part)} holds pairs that are not its own", hint="compute this shard again"
+            )
         if len(own) and own[0] > end:
             raise _in_none(own[0] - end)
         end += len(own)

@@ -141,7 +141,8 @@ def _next_logits(
         position = int(mask.shape[1])
         raise DriftlineError(
             f"{model} failed on its way to token {position} of the text: "
-            f"{type(trouble).__name__}: {summary}"
+            f"{type(trouble).__name__}: {summary}",
+            hint="does the model generate by itself? DRIFTLINE_DEBUG=1 shows where it fails",
         ) from trouble
 
 
@@ -170,5 +171,8 @@ def _forced_tokens(
             "(prompts, tokens)"
         )
     if not torch.equal(tokens[:, : batch.ids.shape[1]], batch.ids):
-        raise BadInput("the tokens to force belong to other prompts")
+        raise BadInput(
+            "the tokens to force belong to other prompts",
+            hint="force the tokens that this batch of prompts was given",
+        )
     return tokens

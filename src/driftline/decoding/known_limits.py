@@ -92,7 +92,9 @@ def seed_table(path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("[\n " + ",\n ".join(lines) + "\n]\n", encoding="utf-8")
     except OSError as trouble:
-        raise BadInput(f"{path} cannot be written: {trouble.strerror}") from None
+        raise BadInput(
+            f"{path} cannot be written: {trouble.strerror}", hint="give another --threshold_table"
+        ) from None
     return True
 
 

@@ -246,7 +246,8 @@ class LayersTask:
         self._graphs = {"reference": reference.graphs, "candidate": candidate.graphs}
         if not files.sums:
             raise DriftlineError(
-                "no layer could be compared: " + (_reasons_of(walk) or "nothing was captured")
+                "no layer could be compared: " + (_reasons_of(walk) or "nothing was captured"),
+                hint="driftline metrics compares what the models say, without their layers",
             )
         self._walked = files, walk
         return False

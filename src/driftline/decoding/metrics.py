@@ -425,7 +425,10 @@ class MetricsTask:
         saved = outputs.read_out(folder)
         # A validation saves the tokens of its free run in the same form.
         if not saved.logits and not saved.top:
-            raise BadFile(f"{folder} holds tokens only, no logits")
+            raise BadFile(
+                f"{folder} holds tokens only, no logits",
+                hint="compute them again: --force",
+            )
         return saved
 
     def _side_settings(self, side: Side, seed: int) -> dict[str, Any]:

@@ -439,7 +439,9 @@ def choose_executor(
         BadInput: There is no shape, or the work would be shared out in two ways at once.
     """
     if not shapes:
-        raise BadInput("no shape is asked for")
+        raise BadInput(
+            "no shape is asked for", hint="give --batch_sizes, --seq_lengths and --max_new_tokens"
+        )
     workers = chosen(jobs, executor)
     if workers is not None and any(options.distributed for options in shapes):
         raise BadInput(

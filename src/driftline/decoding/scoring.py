@@ -117,7 +117,9 @@ def score(
             hint="both sides must run the same model on the same number of tokens",
         )
     if not vocabulary:
-        raise BadInput("the logits are over a vocabulary of nothing")
+        raise BadInput(
+            "the logits are over a vocabulary of nothing", hint="compute them again: --force"
+        )
     if topk < 1:
         raise BadInput(f"the {topk} greatest logits cannot be taken: at least 1 is needed")
     token_ids = _tokens(tokens, rows)
@@ -239,7 +241,10 @@ def _plain(tokens: Any) -> I64:
 def _tokens(tokens: Any, rows: int) -> I64:
     plain = _plain(tokens)
     if plain.shape != (rows,):
-        raise BadInput(f"{rows} rows of logits, but tokens of shape {plain.shape}")
+        raise BadInput(
+            f"{rows} rows of logits, but tokens of shape {plain.shape}",
+            hint="give a row of logits for each token",
+        )
     return plain
 
 
@@ -306,7 +311,8 @@ def score_round(
     if len(reference.tokens) != len(candidate.tokens):
         raise BadInput(
             f"round {seed}: the reference has {len(reference.tokens)} prompts, the candidate "
-            f"{len(candidate.tokens)}"
+            f"{len(candidate.tokens)}",
+            hint="compute both sides again: --force",
         )
     rows: list[Rows] = []
     trouble = ""
@@ -322,7 +328,10 @@ def score_round(
             )
         length = len(tokens) - new_tokens
         if length < 0:
-            raise BadInput(f"{where}: {len(tokens)} tokens are fewer than {new_tokens} new ones")
+            raise BadInput(
+                f"{where}: {len(tokens)} tokens are fewer than {new_tokens} new ones",
+                hint="compute them again: --force",
+            )
         new = tokens[length:]
         pair = _Pair(reference, candidate, prompt, where)
         columns, nonfinite = pair.scores(new, topk)
@@ -424,5 +433,6 @@ class _Pair:
             )
         if len(left) != len(new) or len(right) != len(new):
             raise BadInput(
-                f"{self.where}: {len(left)} and {len(right)} rows of logits for {len(new)} tokens"
+                f"{self.where}: {len(left)} and {len(right)} rows of logits for {len(new)} tokens",
+                hint="compute them again: --force",
             )

@@ -48,7 +48,10 @@ def write_repro(
         raise AlreadyThere(f"{target} exists", hint="give another folder, or force")
     # Without a culprit any module would do, and the script would mislead.
     if not diagnosis.first_site:
-        raise BadInput("no site is guilty, so there is nothing to reproduce")
+        raise BadInput(
+            "no site is guilty, so there is nothing to reproduce",
+            hint="leave --repro out, or give more evidence: --replay",
+        )
     site = diagnosis.first_site
     # The step and visit of the first wrong tensor select one call; without them the first call is
     # taken.

@@ -194,7 +194,10 @@ class _Round:
                 asked[look.remote(self.job)] = node
         if not asked:
             what = "a GPU" if self.gpus else "a core"
-            raise DriftlineError(f"no machine of the Ray cluster has {what} to compute with")
+            raise DriftlineError(
+                f"no machine of the Ray cluster has {what} to compute with",
+                hint="start one that has: ray start --address HEAD --num-cpus N",
+            )
         machines: list[_Machine] = []
         troubles: list[str] = []
         began = time.monotonic()

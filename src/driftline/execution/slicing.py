@@ -48,7 +48,9 @@ def parse_shard(text: str) -> Shard:
             else "there must be one at least",
         )
     if shard.of > MOST_SHARDS:
-        raise BadInput(f"{shard.of} shards are more than anybody has machines for")
+        raise BadInput(
+            f"{shard.of} shards are more than anybody has machines for", hint="such as --shard 3/8"
+        )
     return shard
 
 

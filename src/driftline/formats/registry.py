@@ -170,7 +170,10 @@ def _open(path: StrPath) -> Run:
                 if format_.sniff(place):
                     return _opened(format_, place)
             if not any(place.iterdir()):
-                raise BadRun(f"'{place}' is no run: it is an empty folder") from None
+                raise BadRun(
+                    f"'{place}' is no run: it is an empty folder",
+                    hint="driftline dump -o FOLDER writes a run",
+                ) from None
             if not (place / MANIFEST).exists():
                 raise BadRun(
                     f"'{place}' is no run, and no dump of another program that is known",

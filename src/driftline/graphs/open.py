@@ -225,4 +225,6 @@ def write_whole(place: Path, content: bytes) -> None:
             draft.unlink()
             raise
     except OSError as trouble:
-        raise BadInput(f"{place} cannot be written: {reason_of(trouble)}") from None
+        raise BadInput(
+            f"{place} cannot be written: {reason_of(trouble)}", hint="give another -o"
+        ) from None

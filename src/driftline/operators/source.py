@@ -127,7 +127,10 @@ def open_source(path: Path, options: CheckOptions) -> Source:
 
         return AtbSource(path, options)
     if options.csv is not None and not options.csv.is_file():
-        raise BadInput(f"there is no operation csv {options.csv}")
+        raise BadInput(
+            f"there is no operation csv {options.csv}",
+            hint="leave -c out to check every operator of the folder",
+        )
     from driftline.formats.registry import open_run
 
     run = open_run(path)

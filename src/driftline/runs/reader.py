@@ -157,7 +157,7 @@ def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
     if schema > SCHEMA:
         raise BadRun(
             f"run '{place}' has schema {schema}, and this Driftline reads schema {SCHEMA}",
-            hint="upgrade: pip install --upgrade driftline",
+            hint="install the Driftline that wrote it, or a newer one",
         )
 
 

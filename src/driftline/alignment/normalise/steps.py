@@ -59,7 +59,10 @@ def parse_step_map(text: str) -> dict[int, int]:
             )
         # A step that is named twice on either side would put two tensors under one key.
         if int(reference_step) in step_map or int(candidate_step) in step_map.values():
-            raise BadInput(f"step {reference_step} or {candidate_step} is given twice in '{text}'")
+            raise BadInput(
+                f"step {reference_step} or {candidate_step} is given twice in '{text}'",
+                hint="name every step once on either side, such as --step-map 0=1,1=2",
+            )
         step_map[int(reference_step)] = int(candidate_step)
     return step_map
 

@@ -76,7 +76,10 @@ def read_mask_file(path: Path) -> Mask:
 
     run = open_run(path)
     if len(run.records) != 1:
-        raise BadFile(f"{path} holds {len(run.records)} tensors; a mask is one")
+        raise BadFile(
+            f"{path} holds {len(run.records)} tensors; a mask is one",
+            hint="give a file with one array of [batch, tokens]",
+        )
     record = run.records[0]
     if not 1 <= len(record.shape) <= 2 or math.prod(record.shape) > _MOST:
         shown = "x".join(map(str, record.shape)) or "scalar"

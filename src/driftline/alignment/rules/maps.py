@@ -167,7 +167,9 @@ def read_mapping(path: Path) -> MappingFile:
 
 def _pairs(file: Path, table: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(table, Mapping):
-        raise BadFile(f"{file}: 'sites' is no table")
+        raise BadFile(
+            f"{file}: 'sites' is no table", hint='[sites] holds lines such as "model.*" = "*"'
+        )
     pairs: list[tuple[str, str]] = []
     for name, value in cast("Mapping[str, Any]", table).items():
         if not isinstance(value, str) or not value:
@@ -181,11 +183,17 @@ def _pairs(file: Path, table: object) -> tuple[tuple[str, str], ...]:
 
 def _classes(file: Path, table: object) -> tuple[ClassMap, ...]:
     if not isinstance(table, Mapping):
-        raise BadFile(f"{file}: classes are a table of class names")
+        raise BadFile(
+            f"{file}: classes are a table of class names",
+            hint='[classes] holds lines such as "Linear" = "LinearOperation"',
+        )
     class_maps: list[ClassMap] = []
     for name, value in cast("Mapping[str, Any]", table).items():
         if not isinstance(value, (str, list)) or not value:
-            raise BadFile(f"{file}: '{name}' needs a class name, or a list of them")
+            raise BadFile(
+                f"{file}: '{name}' needs a class name, or a list of them",
+                hint='such as "Linear" = "LinearOperation"',
+            )
         for partner in cast("list[Any]", [value] if isinstance(value, str) else value):
             for word in (name, partner):
                 if not isinstance(word, str) or not _WORD.fullmatch(word):

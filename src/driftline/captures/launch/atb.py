@@ -104,7 +104,10 @@ def find_probe(env: Mapping[str, str]) -> Path:
             hint=f"source the toolkit's set_env.sh, or set {settings.ASCEND_TOOLKIT}",
         ) from None
     if not stat.S_ISREG(facts.st_mode):
-        raise NoProbe(f"{probe} is no library file")
+        raise NoProbe(
+            f"{probe} is no library file",
+            hint=f"set {settings.ASCEND_TOOLKIT} to the toolkit's folder",
+        )
     # A library that others can replace would run their code inside the user's program.
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NoProbe(
@@ -112,7 +115,10 @@ def find_probe(env: Mapping[str, str]) -> Path:
             hint=f"chmod go-w {probe}",
         )
     if facts.st_uid not in (0, os.getuid()):
-        raise NoProbe(f"{probe} belongs to another user, so it is not loaded")
+        raise NoProbe(
+            f"{probe} belongs to another user, so it is not loaded",
+            hint="install the toolkit as root or as yourself",
+        )
     # The dynamic loader splits LD_PRELOAD at both.
     if ":" in str(probe) or " " in str(probe):
         raise NoProbe(

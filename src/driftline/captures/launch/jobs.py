@@ -114,7 +114,9 @@ class CapturePlan:
             )
         self._check_graph()
         if self.max_bytes < 0:
-            raise BadInput("the limit of bytes cannot be negative")
+            raise BadInput(
+                "the limit of bytes cannot be negative", hint="leave --max-bytes out for no limit"
+            )
         # The probe and the ait layout write many files in place; only a run can be sent as it
         # grows.
         if self.url and (self.layout != "run" or self.engine == "atb"):

@@ -113,7 +113,8 @@ class Launched:
         if framework != "torch" and plan.layout != "run":
             raise BadInput(
                 f"--layout {plan.layout} holds what torch programs compute, and this one uses "
-                f"{framework}; without --layout it becomes a run"
+                f"{framework}",
+                hint="without --layout it becomes a run",
             )
         self.plan = plan
         self.plan_path = plan_path

@@ -298,10 +298,15 @@ def _array(value: Any, need: Wanted, where: str) -> HostTensor:
     try:
         array: AnyArray = np.asarray(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"input '{need.name}' of {where} is no array: {error}") from None
+        raise BadInput(
+            f"input '{need.name}' of {where} is no array: {error}", hint="give an array of numbers"
+        ) from None
     dtype = array.dtype.name
     if dtype not in DTYPES:
-        raise BadInput(f"input '{need.name}' of {where} is of type {dtype}, which has no numbers")
+        raise BadInput(
+            f"input '{need.name}' of {where} is of type {dtype}, which has no numbers",
+            hint="give an array of floats, integers or booleans",
+        )
     return HostTensor(array, dtype, array.shape)
 
 

@@ -89,7 +89,10 @@ def plan_of(
             raise BadInput(f"{name} is a number of threads, not {number!r}")
     for library in custom_ops:
         if not Path(library).is_file():
-            raise BadFile(f"there is no library of operators '{library}'")
+            raise BadFile(
+                f"there is no library of operators '{library}'",
+                hint="--custom-ops takes the path of a shared library",
+            )
     # Only providers of the installed build can be used.
     available = list(model_file.engine().get_available_providers())
     return SessionPlan(
@@ -192,12 +195,18 @@ def _options(plan: SessionPlan, level: str) -> Any:
         try:
             options.register_custom_ops_library(library)
         except Exception as error:
-            raise BadFile(f"'{library}' cannot be loaded: {message_of(error)}") from None
+            raise BadFile(
+                f"'{library}' cannot be loaded: {message_of(error)}",
+                hint="was it built for this machine, and for the onnxruntime that is installed?",
+            ) from None
     for name, value in plan.config.items():
         try:
             options.add_session_config_entry(name, value)
         except Exception as error:
-            raise BadInput(f"session entry '{name}': {message_of(error)}") from None
+            raise BadInput(
+                f"session entry '{name}': {message_of(error)}",
+                hint="onnxruntime's documentation of session options lists the entries",
+            ) from None
     return options
 
 

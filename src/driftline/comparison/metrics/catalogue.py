@@ -181,7 +181,8 @@ def _from_file(address: str) -> Metric:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as trouble:
         raise BadFile(
-            f"{path} fails when imported: {type(trouble).__name__}: {trouble}"
+            f"{path} fails when imported: {type(trouble).__name__}: {trouble}",
+            hint="run it with python alone, to see why",
         ) from trouble
     function = getattr(module, name, None)
     if not callable(function):

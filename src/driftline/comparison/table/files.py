@@ -157,7 +157,7 @@ def write_table(table: Table, folder: StrPath, *, force: bool = False) -> Path:
         return Path(folder)
     goal = Path(folder)
     if goal.exists() and not goal.is_dir():
-        raise BadInput(f"{goal} is a file; a table is a folder")
+        raise BadInput(f"{goal} is a file; a table is a folder", hint="give another -o")
     if goal.is_dir() and any(goal.iterdir()) and not force:
         raise AlreadyThere(f"{goal} is not empty", hint="give another -o, or --force to replace")
     goal.parent.mkdir(parents=True, exist_ok=True)

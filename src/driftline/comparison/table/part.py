@@ -111,7 +111,9 @@ class Part:
                 self._write(stream)
             draft.replace(goal)
         except OSError as trouble:
-            raise BadInput(f"cannot write {goal}: {trouble.strerror}") from trouble
+            raise BadInput(
+                f"cannot write {goal}: {trouble.strerror}", hint="give another -o"
+            ) from trouble
         return goal
 
     def _write(self, stream: TextIO) -> None:
@@ -261,7 +263,10 @@ def refuse_part(goal: Path, *, force: bool) -> None:
         BadInput: Its folder is a file.
     """
     if goal.parent.exists() and not goal.parent.is_dir():
-        raise BadInput(f"{goal.parent} is a file; -o takes a folder, for the parts of all shards")
+        raise BadInput(
+            f"{goal.parent} is a file; -o takes a folder, for the parts of all shards",
+            hint="give another -o",
+        )
     if goal.exists() and not force:
         raise AlreadyThere(f"{goal} is there already", hint="give another -o, or --force")
 

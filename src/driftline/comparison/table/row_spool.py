@@ -137,7 +137,8 @@ class RowSpool(Sequence[Row]):
             content = self._file.read(start, length)
         except OSError as trouble:
             raise DriftlineError(
-                f"the rows of a long table cannot be read again: {trouble.strerror}"
+                f"the rows of a long table cannot be read again: {trouble.strerror}",
+                hint="they are in TMPDIR: is it full? Set it to a larger disk and compare again",
             ) from trouble
         for key, kind, numbers, before, after in marshal.loads(content):
             metrics: dict[str, Number] = dict(zip(names[cast(int, kind)], numbers, strict=True))

@@ -325,7 +325,7 @@ class Table:
                 **self.coverage.as_json(),
                 **({} if self.covered is None else self.covered.as_json()),
             },
-            "first_row": None if self.first is None else self._position(self.first),
+            "first_row": self.position(self.first),
             "limits": _json_safe(dict(self.limits)),
             "metrics": {
                 column.name: {
@@ -428,7 +428,10 @@ class Table:
 
         return data_frame(self)
 
-    def _position(self, wanted: Row) -> int | None:
+    def position(self, wanted: Row | None) -> int | None:
+        """Index of a row, or None if it is not one of the table's."""
+        if wanted is None:
+            return None
         # Identity first: comparing two rows by value takes all their metrics.
         return next(
             (index for index, row in enumerate(self.rows) if row is wanted or row == wanted), None

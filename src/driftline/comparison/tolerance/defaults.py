@@ -1,4 +1,4 @@
-"""How much is allowed when nobody says: one limit of relative L2 for each number format.
+"""Default limits: how much relative L2 error each number format explains.
 
 Also the elementwise tolerances that `outside_share` counts with, and what single operators of a
 format may be off by. What somebody allows instead is in `tolerance`.
@@ -114,7 +114,7 @@ def allowed(dtype: str, *, exact: bool = False) -> Allowed:
     return Allowed(dtype, 0.0, 100.0, False, "exact")
 
 
-# How much is allowed when nobody says: one limit of relative L2 per number format.
+# Default limits: one of relative L2 per number format.
 
 
 METRIC = "relative_l2"

@@ -285,5 +285,8 @@ def _limit(name: str, value: float | str, by_name: Mapping[str, Column]) -> Limi
         # No text is a number; NaN is refused with it, as nothing keeps such a limit.
         number = math.nan
     if math.isnan(number):
-        raise BadInput(f"the limit of {name} is {value!r}, which is no number")
+        raise BadInput(
+            f"the limit of {name} is {value!r}, which is no number",
+            hint="give a number, such as 0.01",
+        )
     return Limit(name, number)

@@ -9,7 +9,7 @@ of a step after an update were compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from driftline.alignment.sites.site_graph import ROOTS
@@ -163,8 +163,11 @@ def judged_by_training(
     finding = broken.finding
     if inherited:
         finding += f"; what fails in {spans(inherited)} is inherited from it"
+        place = judged.position(first)
+        judged = judged.with_rows(_told(judged, broken))
+        # The first row is one of the rows, with what was added to it.
+        judged = judged.changed(first=None if place is None else judged.rows[place])
     return judged.changed(
-        rows=_told(judged, broken) if inherited else judged.rows,
         verdict="fail",
         first_site=broken.site,
         finding=finding,
@@ -188,13 +191,10 @@ def _is_inherited(row: Row, broken: Break) -> bool:
     return row.status == "fail" and _position(row) > broken.position
 
 
-def _told(judged: Table, broken: Break) -> Sequence[Row]:
+def _told(judged: Table, broken: Break) -> Iterator[Row]:
     words = f"; inherited: the trainings part in step {broken.step}"
-    rows = (
-        row._replace(reason=row.reason + words) if _is_inherited(row, broken) else row
-        for row in judged.rows
-    )
-    return judged.with_rows(rows).rows
+    for row in judged.rows:
+        yield row._replace(reason=row.reason + words) if _is_inherited(row, broken) else row
 
 
 def _with_later_rows_excused(

@@ -167,7 +167,8 @@ def layer_table(
         if not own_models:
             raise BadInput(
                 f"{thresholds.path or 'the thresholds'} is for the model "
-                f"'{thresholds.model_id}'; {path} holds layers of {', '.join(models[:3])}"
+                f"'{thresholds.model_id}'; {path} holds layers of {', '.join(models[:3])}",
+                hint="give thresholds of a model that is there",
             )
         models = own_models
     # Layers of two models may have the same names, and would be pooled.
@@ -257,5 +258,8 @@ def table_to_judge(path: StrPath, thresholds: Thresholds | None = None) -> Table
                 hint="`driftline validate` applies thresholds to those",
             )
     if folder.is_file() and folder.name != TABLE_FILE:
-        raise BadInput(f"{path} is a file; a comparison is the folder that `compare -o` wrote")
+        raise BadInput(
+            f"{path} is a file; a comparison is the folder that `compare -o` wrote",
+            hint="give that folder",
+        )
     return open_table(folder)

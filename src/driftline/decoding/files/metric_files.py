@@ -198,7 +198,10 @@ def _metric_files(folder: Path, *, below: bool) -> Iterator[Path]:
     for count, (place, inside, names) in enumerate(os.walk(folder, onerror=_refuse)):
         # A wrong folder, such as the home folder, is refused in seconds, not walked for hours.
         if count > MOST_FOLDERS:
-            raise BadInput(f"{folder} has more than {MOST_FOLDERS} folders below it")
+            raise BadInput(
+                f"{folder} has more than {MOST_FOLDERS} folders below it",
+                hint="give --file_base a folder nearer to the files",
+            )
         # Saved logits are folders too, and hold no csv; hidden ones hold what is not finished.
         inside[:] = sorted(
             name
@@ -211,7 +214,10 @@ def _metric_files(folder: Path, *, below: bool) -> Iterator[Path]:
 
 
 def _refuse(trouble: OSError) -> None:
-    raise BadInput(f"{trouble.filename} cannot be read: {trouble.strerror}")
+    raise BadInput(
+        f"{trouble.filename} cannot be read: {trouble.strerror}",
+        hint="give --file_base a folder that can be read",
+    )
 
 
 def _columns(path: Path) -> Iterator[MetricFile]:
@@ -318,7 +324,10 @@ def read_values(path: Path, metric: str) -> Values:
                 parts.append(_numbers(block, path, line))
                 line += block.count(b"\n")
     except OSError as trouble:
-        raise BadFile(f"{path} cannot be read: {trouble.strerror}") from None
+        raise BadFile(
+            f"{path} cannot be read: {trouble.strerror}",
+            hint="give --file_base a folder that can be read",
+        ) from None
     return np.concatenate(parts) if parts else np.empty(0)
 
 

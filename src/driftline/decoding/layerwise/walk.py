@@ -96,7 +96,9 @@ def walk_layers(
     from driftline.captures.torch.framework import capture
 
     if reference.module is candidate.module:
-        raise BadInput("reference and candidate are one and the same model object")
+        raise BadInput(
+            "reference and candidate are one and the same model object", hint="load the model twice"
+        )
     if mode == "generate" and new_tokens < 1:
         raise BadInput(f"{new_tokens} new tokens cannot be generated: at least 1 is needed")
     count = new_tokens if mode == "generate" else 1
@@ -145,7 +147,10 @@ def walk_layers(
     # Capture never raises into the model it watches, so its own faults are raised here.
     faults = [event for event in rendezvous.events if event.kind == "capture-fault"]
     if faults:
-        raise DriftlineError(f"{faults[0].site} of the {faults[0].side}: {faults[0].message}")
+        raise DriftlineError(
+            f"{faults[0].site} of the {faults[0].side}: {faults[0].message}",
+            hint="does the model run by itself on these prompts?",
+        )
     rows = sorted(measurement.rows, key=lambda row: row.order)
     return Walk(
         (*_with_lone(rows, rendezvous), *_extra(rendezvous)),

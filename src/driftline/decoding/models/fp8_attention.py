@@ -157,7 +157,10 @@ def _attend(
 
 def _no_sinks(words: dict[str, Any]) -> None:
     if words.get("sinks") is not None:
-        raise BadInput("attention in fp8 is not there for models whose attention has sinks")
+        raise BadInput(
+            "attention in fp8 is not there for models whose attention has sinks",
+            hint="take another attention, such as --attn_type sdpa",
+        )
 
 
 def _kept(numbers: Scaled | torch.Tensor, largest: float) -> Scaled:

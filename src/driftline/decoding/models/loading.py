@@ -70,7 +70,10 @@ def library_for(architecture: str = "", library: str = "") -> Library:
     """Who loads the model: what the user says; else ibm-fms for architectures it names itself."""
     if library:
         if library not in ("transformers", "fms"):
-            raise BadInput(f"models come from transformers or fms, not from '{library}'")
+            raise BadInput(
+                f"models come from transformers or fms, not from '{library}'",
+                hint="--library transformers, or --library fms",
+            )
         return library
     return "fms" if architecture and architecture != HF_ARCHITECTURE else "transformers"
 
@@ -335,7 +338,10 @@ def model_layers(source: str) -> int:
 
 def _check_layers(wanted: int, available: int) -> None:
     if wanted < 1 or wanted > available:
-        raise BadInput(f"{wanted} layers cannot be kept of a model that has {available}")
+        raise BadInput(
+            f"{wanted} layers cannot be kept of a model that has {available}",
+            hint=f"--micro_layers takes 1 to {available}",
+        )
 
 
 def _from_fms(source: ModelSource, target: Target, *, distributed: bool) -> torch.nn.Module:

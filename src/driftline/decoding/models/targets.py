@@ -128,7 +128,7 @@ def parse_target(text: str, *, dtype: str = "fp32") -> Target:
             raise BadInput(f"a target has no '{name}' ('{text}')", hint=did_you_mean(name, FIELDS))
         # The last one would win silently, which is rarely what is meant.
         if name in fields:
-            raise BadInput(f"{name} is given twice in the target '{text}'")
+            raise BadInput(f"{name} is given twice in the target '{text}'", hint="give it once")
         fields[name] = value
     device = fields.get("device", "cpu").lower()
     # The AIU runs compiled graphs only, so its compiler need not be named.
@@ -257,7 +257,10 @@ def _device(torch_module: Any, word: str) -> torch.device:
         torch_module.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError, ModuleNotFoundError) as trouble:
         lines = str(trouble).strip().splitlines() or [type(trouble).__name__]
-        raise BadInput(f"device={word} cannot be used here: {lines[0][:200]}") from None
+        raise BadInput(
+            f"device={word} cannot be used here: {lines[0][:200]}",
+            hint="driftline doctor lists the devices of this machine",
+        ) from None
     if device.type == "meta":
         raise DriftlineError("device=meta computes nothing", hint="name a device that does")
     return device

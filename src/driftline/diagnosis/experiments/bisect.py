@@ -327,13 +327,19 @@ class _Search:
             )
         called = [report for report in ended.reports if report.get("called")]
         if not called:
-            raise BadInput(f"nothing can be searched: {ended.why_not or 'no module was called'}")
+            raise BadInput(
+                f"nothing can be searched: {ended.why_not or 'no module was called'}",
+                hint="driftline dump with the same program shows which modules are seen",
+            )
         # If nothing was replaced, the measured error is that of the unchanged program and means
         # nothing.
         if sites and not any(report["replaced"] for report in called):
             trouble = [text for report in called for text in report["trouble"].values()]
             why = trouble[0] if trouble else "it calls none of the reference's modules"
-            raise BadInput(f"nothing of the reference fits into the program: {why}")
+            raise BadInput(
+                f"nothing of the reference fits into the program: {why}",
+                hint="--reference-run takes a dump of the same model, with whole outputs",
+            )
 
     def _measured(self, run: Run) -> float:
         candidate_end = only(run, lambda r: r.key.slot == self._slot and r.key.site == self._end)

@@ -130,7 +130,10 @@ def format_of(run: Run) -> str:
     for dtype, _ in counts.most_common():
         if dtype in FORMATS:
             return dtype
-    raise BadInput(f"run '{run.name}' has no outputs in a format that variants can be made in")
+    raise BadInput(
+        f"run '{run.name}' has no outputs in a format that variants can be made in",
+        hint="say the format: --dtype bfloat16, or float16",
+    )
 
 
 def _made(

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", 
 ROOM = 1.2
 # A dump so large that its size is worth a line before the second one begins.
 WORTH_A_LINE = 100_000_000
+INTERRUPTED = 128 + signal.SIGINT
 # A dump that takes longer says how far it is, so often.
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -174,7 +176,9 @@ def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOpti
         output.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(question, indent=1), encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"cannot write {output}: {error.strerror}") from None
+        raise BadInput(
+            f"cannot write {output}: {error.strerror}", hint="give -o a folder that can be written"
+        ) from None
 
 
 def _read(file: Path) -> Any:
@@ -203,9 +207,14 @@ def _dump(
     side = "reference" if run.name == REFERENCE else "candidate"
     finished = run.with_suffix(".finished")
     if finished.exists() and run.is_dir() and not asked.force:
-        say(f"the {side} was dumped before: {run}")
-        return
-    finished.unlink(missing_ok=True)
+        changed = _changed_since(program, finished)
+        if not changed:
+            say(f"the {side} was dumped before: {run} (--force begins anew)")
+            return
+        # Somebody has repaired the program and asks again: the old run would not show it.
+        say(f"{changed} has changed since the {side} was dumped")
+    for mark in (finished, run.with_name(REPLAY).with_suffix(".finished")):
+        mark.unlink(missing_ok=True)  # a replay is about both runs
     say(f"dumping the {side}: {shlex.join(program.argv)}")
     # What it would suggest next is what follows here anyway: only warnings are wanted.
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
@@ -217,13 +226,58 @@ def _dump(
             f"the {side} left nothing to compare",
             hint="the lines above say why; with that repaired, give the same command again",
         )
+    # The terminal sent Ctrl-C to both of us; the program's end is how we learn of it.
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt(f"while the {side} ran; the same command goes on from there")
     if status:
         raise BadInput(
             f"the {side} ended with status {status}",
             hint="see what it printed above; the same command goes on from here",
         )
-    finished.touch()
+    finished.write_text(json.dumps(_state_of(program, run)), encoding="utf-8")
     say(f"the {side} is in {run}, {size_text(_size(run))}")
+
+
+def _state_of(program: Program, run: Path) -> dict[str, Any]:
+    """What the run of a program depends on, as far as we can see it.
+
+    Of a revision the commit; else the files that the command names and those that the classes of
+    the model were read from, each with its size and time.
+    """
+    if program.revision:
+        return {"commit": _git("rev-parse", f"{program.revision}^{{commit}}")}
+    from driftline.formats.registry import open_run
+    from driftline.runs.sidecars.model_facts import read_model_facts
+
+    facts = read_model_facts(open_run(run), weights=False)
+    # Most people mend a file of the model, which the command does not name.
+    classes = facts.classes.values()
+    code = {own.file for class_ in classes for own in class_.code.values() if own.file}
+    paths = (Path(name).expanduser().absolute() for name in (*program.argv, *sorted(code)))
+    return {"files": {str(path): _stamp(path) for path in paths if path.is_file()}}
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of a file; empty if it is gone."""
+    with suppress(OSError):
+        # Contents would be surer, and take long for checkpoints that a command names.
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return []
+
+
+def _changed_since(program: Program, finished: Path) -> str:
+    """What has changed since a run was finished; empty if nothing that we can see has."""
+    state: dict[str, Any] = _read(finished) or {}
+    files: dict[str, list[int]] = state.get("files", {})
+    commit = state.get("commit")
+    # A branch has moved, or HEAD has.
+    if commit and commit != _git("rev-parse", f"{program.revision}^{{commit}}"):
+        return program.revision
+    for name, stamp in files.items():
+        if _stamp(Path(name)) != stamp:
+            return Path(name).name
+    return ""
 
 
 def _run(program: Program, words: Sequence[str]) -> int:
@@ -253,7 +307,10 @@ def _folder_of(program: Program) -> Generator[Path | None, None, None]:
         try:
             inside = tree / place
             if not inside.is_dir():
-                raise BadInput(f"revision {program.revision} has no folder {place}")
+                raise BadInput(
+                    f"revision {program.revision} has no folder {place}",
+                    hint="run this from a folder that both revisions have",
+                )
             yield inside
         finally:
             _git("worktree", "remove", "--force", str(tree))

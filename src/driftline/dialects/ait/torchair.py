@@ -45,7 +45,10 @@ def get_ge_dump_config(
         raise BadConfig(f"dump_mode is one of {', '.join(MODES)}, not {dump_mode!r}")
     switch = None if fusion_switch_file is None else Path(fusion_switch_file)
     if switch is not None and not switch.is_file():
-        raise BadInput(f"there is no fusion switch file '{switch}'")
+        raise BadInput(
+            f"there is no fusion switch file '{switch}'",
+            hint="give the path of that JSON file, or leave it out",
+        )
     config = _compiler_config()
     folder = _new_folder(Path(dump_path))
     config.debug.graph_dump.type = "txt"
@@ -120,4 +123,7 @@ def _new_folder(above: Path) -> Path:
             else:
                 return above / name
     except OSError as trouble:
-        raise BadInput(f"cannot make a folder in {above}: {trouble.strerror}") from trouble
+        raise BadInput(
+            f"cannot make a folder in {above}: {trouble.strerror}",
+            hint="give a dump_path that can be written",
+        ) from trouble

@@ -121,7 +121,10 @@ def survey(a: Path, b: Path) -> Survey:
     # Both are checked before anything is compared.
     for tree in (a, b):
         if not tree.is_dir():
-            raise BadInput(f"there is no folder {tree}")
+            raise BadInput(
+                f"there is no folder {tree}",
+                hint="--pathA and --pathB take folders that the saving hook wrote",
+            )
         if not any(_ranks(tree / kind) for kind in KINDS):
             raise BadInput(
                 f"{tree} is no tree of the saving hook: it has no tensors/rank_0 or grads/rank_0",

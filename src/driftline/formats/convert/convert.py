@@ -284,7 +284,10 @@ class Conversion:
     def _required_values(self, record: Record) -> Storage:
         raw = self._values(record)
         if isinstance(raw, str):
-            raise BadInput(f"{record.key} cannot be read: {raw}")
+            raise BadInput(
+                f"{record.key} cannot be read: {raw}",
+                hint="driftline show RUN --verify lists what is damaged",
+            )
         self._step()
         return raw
 
@@ -393,7 +396,10 @@ def convert(
             # An empty result would look like a success.
             if not work.written and not work.sheets:
                 why = next(iter(work.skipped), "it has no values")
-                raise BadInput(f"nothing of {run.name} can be written as {to}: {why}")
+                raise BadInput(
+                    f"nothing of {run.name} can be written as {to}: {why}",
+                    hint="--to run keeps everything; driftline show says what is there",
+                )
     except OSError as trouble:
         raise BadInput(
             f"{place} cannot be written: {reason_of(trouble)}", hint="nothing was left there"
@@ -412,7 +418,7 @@ def _refuse_empty(run: Run, to: Target) -> None:
         for about in run.processes()
     )
     if not len(run) and not sheets:
-        raise BadInput(f"{run.name} holds no tensors")
+        raise BadInput(f"{run.name} holds no tensors", hint="driftline show says what it holds")
     values = sheets or any(record.kept in ("full", "sample") for record in run.records)
     # Refused before anything is written: every tensor would be skipped.
     if to != "run" and not values:
@@ -447,7 +453,10 @@ def _convert_to_url(
         done = convert(source, Path(folder) / "run", to=to, progress=progress)
         sent = push(done.path, url, force=force)
         if sent.reason:
-            raise Unreachable(f"not all of it is at {sent.url}: {sent.reason}")
+            raise Unreachable(
+                f"not all of it is at {sent.url}: {sent.reason}",
+                hint="give the same command with --force when the store answers again",
+            )
     return done._replace(path=UrlPath(os.fspath(output)))
 
 

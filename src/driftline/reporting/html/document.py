@@ -570,12 +570,7 @@ def _verdict(
     notes: Sequence[str],
     decoder: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    first = None
-    if table.first is not None:
-        first = next((index for index, row in enumerate(table.rows) if row is table.first), None)
-        # A table read back from disk may hold an equal row that is another object.
-        if first is None:
-            first = table.rows.index(table.first)
+    first = table.position(table.first)
     status, sentence = table.verdict, table.finding
     # The verdict on tokens outranks that on tensors: it is what the user of a model sees.
     judged = [part for part in decoder if part["checks"] or part["verdict"] != "unjudged"]

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from html import escape as escape_markup
@@ -338,9 +339,12 @@ def _lede(verdict: Mapping[str, Any]) -> str:
             lines.append(str(verdict["class"]))
         text = str(verdict["sentence"])
         after = text.partition(f"'{verdict['site']}'")[2]
-        # `(SiLU, in the candidate GELU), in its output: …`: the class has been said already.
-        _, comma, rest = after.partition("), in " if after.startswith(" (") else ", in ")
-        sentence = f"in {rest}" if comma else text
+        # ` (SiLU, in the candidate GELU) in step 5, in its output: …`: the headline has said the
+        # site, and the class has been said already.
+        opening = re.match(r"(?: \(.*?\))?(?: (in step \d+))?, (?=in )", after)
+        sentence = (
+            ", ".join(filter(None, (opening[1], after[opening.end() :]))) if opening else text
+        )
         lines.append(sentence.replace("<=", "≤").replace(">=", "≥"))
         return f'<p class="lede">{" · ".join(escape(line) for line in lines)}</p>'
     agrees = verdict["status"] == "pass" and _tensors(verdict["coverage"])

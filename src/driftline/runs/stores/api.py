@@ -46,7 +46,10 @@ def read_file(url: str, name: str, limit: int) -> bytes:
     try:
         return store.read_all(name, limit)
     except OSError as error:
-        raise BadFile(f"{store.name} holds no {name}: {error.strerror or error}") from None
+        raise BadFile(
+            f"{store.name} holds no {name}: {error.strerror or error}",
+            hint="is the address right? driftline push FOLDER URL puts a run or a table there",
+        ) from None
 
 
 def refuse_overwriting(url: StrPath, *, force: bool) -> None:

@@ -317,6 +317,7 @@ class Store:
         if isinstance(trouble, (TypeError, AttributeError, NotImplementedError)):
             raise BadInput(
                 f"{self.name}: this kind of store cannot do what is needed ({_in_words(trouble)})",
+                hint="use s3://, gs:// or hf://, or copy the run to this machine",
             ) from trouble
 
 
@@ -370,13 +371,18 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
         ) from None
     except ValueError as unknown:
         if "protocol" not in str(unknown).lower():
-            raise BadInput(f"{name} is no address: {_in_words(unknown)}") from None
+            raise BadInput(
+                f"{name} is no address: {_in_words(unknown)}", hint="such as s3://BUCKET/FOLDER"
+            ) from None
         raise BadInput(
             f"{name}: no store is called {scheme}://",
             hint="such as s3://BUCKET/FOLDER, gs://, hf:// or memory://",
         ) from None
     except Exception as trouble:
-        raise BadInput(f"{name} cannot be opened: {_in_words(trouble)}") from None
+        raise BadInput(
+            f"{name} cannot be opened: {_in_words(trouble)}",
+            hint="is the address right, and does this machine reach it?",
+        ) from None
     if scheme in ("s3", "s3a"):
         # s3fs has retries of its own, outside of those of its HTTP library.
         system.retries = 1

@@ -149,7 +149,10 @@ def _run(folder: Path, *words: str, expected: int) -> None:
     try:
         status = subprocess.run(command, cwd=folder, timeout=_SECONDS, check=False).returncode
     except subprocess.TimeoutExpired:
-        raise DriftlineError(f"`driftline {words[0]}` took longer than {_SECONDS} s") from None
+        raise DriftlineError(
+            f"`driftline {words[0]}` took longer than {_SECONDS} s",
+            hint="is the machine busy? The command can be given by hand in that folder",
+        ) from None
     if status != expected:
         raise DriftlineError(
             f"`driftline {words[0]}` ended with exit code {status}, expected was {expected}",

@@ -356,7 +356,8 @@ class Expectations:
         if seen.not_finite:
             raise BadInput(
                 f"the output of {subject.title} holds {seen.not_finite} values that are NaN or "
-                "infinite; that is nothing to expect, and nothing was written"
+                "infinite; that is nothing to expect, and nothing was written",
+                hint="give inputs for which the output is finite",
             )
         facts = self._fingerprint(subject, seen.dtype)
         facts["shapes"] = [list(shape) for shape in seen.shapes]
@@ -378,7 +379,10 @@ class Expectations:
         # Keys are separated by commas in the documented file.
         comma = next((key for key in shapes if "," in key), None)
         if comma is not None:
-            raise BadInput(f"the weight key '{comma}' has a comma in it and cannot be kept")
+            raise BadInput(
+                f"the weight key '{comma}' has a comma in it and cannot be kept",
+                hint="expect the output alone: expect(model(inputs))",
+            )
         facts = {
             **self._fingerprint(subject, ""),
             "shapes": {k: list(s) for k, s in shapes.items()},
