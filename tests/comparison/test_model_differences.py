@@ -617,3 +617,78 @@ def test_a_difference_that_explains_nothing_is_not_called_proven(tmp_path: Path)
     assert diagnosis.first_site == "layers.0"
     # The bias is what is proven, not the attribute that nobody reads.
     assert "`bias`" in diagnosis.sentences[1] and "`note`" not in diagnosis.sentences[1]
+
+
+# What comes to differ while programs run.
+
+
+class _Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.factor
+
+
+def _run_of_steps(path: Path, act: Callable[[_Changing, int], None], steps: int = 9) -> Path:
+    torch.manual_seed(0)
+    model = _Changing().eval()
+    with driftline.capture(model, path), torch.no_grad():
+        for step in range(steps):
+            act(model, step)
+            model(torch.ones(1, 4))
+    return path
+
+
+def _differences_that_count(reference: Path, candidate: Path) -> list[Difference]:
+    listed = differences_of(open_run(reference), open_run(candidate))
+    assert listed is not None
+    return [difference for difference in listed if difference.counts]
+
+
+def _change_factor(model: _Changing, step: int) -> None:
+    if step == 3:
+        model.factor = 2.0
+
+
+@pytest.mark.parametrize(
+    ("act", "name", "values"),
+    [
+        (_change_factor, "factor", ("1.0", "2.0")),
+        (lambda m, step: m.train(step == 8), "training", ("False", "True")),
+        (
+            lambda m, step: m.linear.register_forward_hook(print) if step == 8 else None,
+            "hooks",
+            ("none", "forward: builtins.print"),
+        ),
+        (
+            lambda m, step: m.add_module("late", nn.Linear(2, 2)) if step == 8 else None,
+            "",
+            ("(absent)", "Linear"),
+        ),
+    ],
+)
+def test_what_one_side_changes_later_is_a_difference(
+    tmp_path: Path, act: Any, name: str, values: tuple[str, str]
+) -> None:
+    runs = _run_of_steps(tmp_path / "ref", lambda *_: None), _run_of_steps(tmp_path / "cand", act)
+    changed = _differences_that_count(*runs)
+    assert [(d.reference, d.candidate) for d in changed] == [values]
+    assert changed[0].name.startswith(f"{name} (changed in step".lstrip())
+    assert changed[0].step is not None and changed[0].step <= 9
+
+
+def test_what_both_sides_change_alike_is_no_difference(tmp_path: Path) -> None:
+    runs = [_run_of_steps(tmp_path / name, _change_factor) for name in ("ref", "cand")]
+    assert not _differences_that_count(*runs)
+
+
+def test_a_counter_of_a_longer_program_is_no_difference(tmp_path: Path) -> None:
+    """The two last looks are at other steps: what counts calls has counted on."""
+    first = _run_of_steps(tmp_path / "ref", lambda *_: None)
+    second = _run_of_steps(tmp_path / "cand", lambda *_: None, steps=13)
+    assert not _differences_that_count(first, second)
