@@ -372,6 +372,20 @@ def test_what_became_of_a_weight(tmp_path: Path, change: Any, word: str | None) 
     assert [difference.relation for difference in differences.values()] == [word] * bool(word)
 
 
+@pytest.mark.parametrize(
+    ("elements", "word"), [(16, "rounded to bfloat16"), (1, "different")], ids=["all", "one"]
+)
+def test_a_short_weight_is_rounded_where_more_than_a_few_numbers_are(
+    tmp_path: Path, elements: int, word: str
+) -> None:
+    weight = weights((1, 16))
+    other = weight.clone()
+    other[:, :elements] = weight[:, :elements].bfloat16().float()
+    call = lambda model: model(torch.ones(2, 16))  # noqa: E731
+    (difference,) = own(found(tmp_path, linear(weight), linear(other), call)).values()
+    assert difference.relation == word
+
+
 def test_how_far_a_weight_is_off_is_said(tmp_path: Path) -> None:
     weight = weights()
     other = weight * 1.01

@@ -73,7 +73,7 @@ def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]
     Only looks that both programs took at the same moment are compared: a counter that one side was
     asked for a step later has counted on.
     """
-    known = {(difference.kind, difference.site, difference.name) for difference in first}
+    listed = {(difference.kind, difference.site, difference.name) for difference in first}
     looks = [look for look in pair.reference.looks if look in pair.candidate.looks]
     last: dict[int, int] = {}
     written = (0, 0)
@@ -86,8 +86,8 @@ def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]
         sides = pair.reference.at(look), pair.candidate.at(look)
         for difference in ModelPair(*sides, pair.names, same_ranks=pair.same_ranks).differences():
             key = difference.kind, difference.site, difference.name
-            if key not in known:
-                known.add(key)
+            if key not in listed:
+                listed.add(key)
                 begin = min(since, look.step)
                 # Looks are seldom: the change was made somewhere between two of them.
                 when = f"step {begin}" if begin == look.step else f"steps {begin}-{look.step}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from driftline.comparison.differences.difference import Difference
 from driftline.comparison.differences.find import names_of
@@ -132,12 +132,13 @@ class _OverBudget(NamedTuple):
 
 def _over_budget(run: Run) -> _OverBudget | None:
     """The earliest step that the budget of any of a run's processes left out."""
-    dropped = [
-        _OverBudget(step, str(event.get("message", "")))
-        for event in run.events()
-        if event.get("kind") == "thinned"
-        and type(step := (event.get("details") or {}).get("step")) is int
-    ]
+    dropped: list[_OverBudget] = []
+    for event in run.events():
+        details: Any = event.get("details")
+        if event.get("kind") == "thinned" and isinstance(details, dict):
+            step: Any = cast("dict[str, Any]", details).get("step")
+            if type(step) is int:
+                dropped.append(_OverBudget(step, str(event.get("message", ""))))
     return min(dropped, default=None)
 
 
