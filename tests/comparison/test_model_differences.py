@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import driftline
@@ -384,6 +385,43 @@ def test_a_short_weight_is_rounded_where_more_than_a_few_numbers_are(
     call = lambda model: model(torch.ones(2, 16))  # noqa: E731
     (difference,) = own(found(tmp_path, linear(weight), linear(other), call)).values()
     assert difference.relation == word
+
+
+def test_a_small_weight_with_one_wrong_number_is_not_unrelated(tmp_path: Path) -> None:
+    weight = weights((4, 8)) / 4
+    other = weight.clone()
+    other[3, 3] += 1.0
+    call = lambda model: model(torch.ones(2, 8))  # noqa: E731
+    (difference,) = own(found(tmp_path, linear(weight), linear(other), call)).values()
+    assert difference.relation == "different" and difference.distance is not None
+    assert difference.distance > 0.5
+
+
+def test_recomputed_forward_passes_are_shown_and_not_counted(tmp_path: Path) -> None:
+    def run(path: Path, *, recompute: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if not recompute:
+                    return self.inner(x)
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+        net = Net()
+        with driftline.capture(net, path):
+            net(torch.ones(2, 4)).sum().backward()
+        return path
+
+    reference = open_run(run(tmp_path / "ref", recompute=False))
+    candidate = open_run(run(tmp_path / "cand", recompute=True))
+    listed = {d.name: d for d in differences_of(reference, candidate) or ()}
+    shown = listed["recomputes_forward"]
+    assert (shown.reference, shown.candidate, shown.counts) == ("False", "True", False)
 
 
 def test_how_far_a_weight_is_off_is_said(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _CONTEXT = frozenset(
     }
 )
 """State of a process that differs between sound runs: shown, and not counted."""
+_UNLESS_SEEN: Mapping[str, Any] = {"recomputes_forward": False}
+"""Values of what is written only where it was seen."""
 _SILENT = frozenset({"seed", "device"})
 """And what is not even shown: two seeds or devices make no two models."""
 _MOST_NAMES = 6
@@ -54,7 +56,9 @@ def of_config(pair: ModelPair) -> Iterator[Difference]:
 
 def of_process(reference: ModelFacts, candidate: ModelFacts) -> Iterator[Difference]:
     """Switches of the process that can change a number."""
-    first, second = reference.process, candidate.process
+    if not reference.process or not candidate.process:
+        return
+    first, second = ({**_UNLESS_SEEN, **facts.process} for facts in (reference, candidate))
     for name in first:
         if name not in second or name in _SILENT:
             continue

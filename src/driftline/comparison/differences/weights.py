@@ -20,8 +20,9 @@ F64 = npt.NDArray[np.float64]
 # With so few samples two unrelated tensors may look alike by accident.
 _FEWEST = 32
 _FEWEST_ROUNDED = 4
-# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n).
-_UNRELATED = 6.0
+# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n). Of few
+# samples that would be any cosine at all: more than a half is never an accident.
+_UNRELATED, _MOST_UNRELATED = 6.0, 0.5
 _MOST_AXES = 5
 SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -198,6 +199,7 @@ def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
         size = float(np.linalg.norm(a) * np.linalg.norm(b))
         if count >= _FEWEST and size > 0.0 and math.isfinite(size):
             cosine = float((a * b).sum()) / size
-            if abs(cosine) < _UNRELATED / math.sqrt(count) and (distance or 0.0) > 0.5:
+            most = min(_UNRELATED / math.sqrt(count), _MOST_UNRELATED)
+            if abs(cosine) < most and (distance or 0.0) > 0.5:
                 return Relation("unrelated", distance)
     return Relation("different", distance)
