@@ -165,6 +165,8 @@ def judged_by_training(
         finding += f"; what fails in {spans(inherited)} is inherited from it"
     return judged.changed(
         rows=_told(judged, broken) if inherited else judged.rows,
+        # Pages look for this row among the others.
+        first=None if first is None else _told_row(first, broken),
         verdict="fail",
         first_site=broken.site,
         finding=finding,
@@ -189,12 +191,13 @@ def _is_inherited(row: Row, broken: Break) -> bool:
 
 
 def _told(judged: Table, broken: Break) -> Sequence[Row]:
-    words = f"; inherited: the trainings part in step {broken.step}"
-    rows = (
-        row._replace(reason=row.reason + words) if _is_inherited(row, broken) else row
-        for row in judged.rows
-    )
-    return judged.with_rows(rows).rows
+    return judged.with_rows(_told_row(row, broken) for row in judged.rows).rows
+
+
+def _told_row(row: Row, broken: Break) -> Row:
+    if not _is_inherited(row, broken):
+        return row
+    return row._replace(reason=f"{row.reason}; inherited: the trainings part in step {broken.step}")
 
 
 def _with_later_rows_excused(
