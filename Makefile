@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-DEV_PACKAGES := pytest pandas pyarrow pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate onnx ibm-fms playwright pytest-timeout
+DEV_PACKAGES := pytest pandas pyarrow pyyaml hypothesis pytest-xdist syrupy ruff "pyright[nodejs]" xxhash safetensors transformers accelerate lightning onnx ibm-fms playwright pytest-timeout
 # The engines and the services that tests run for real.
 ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs "moto[s3]" flask flask-cors
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"

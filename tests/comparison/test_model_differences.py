@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 import driftline
@@ -372,6 +373,57 @@ def test_what_became_of_a_weight(tmp_path: Path, change: Any, word: str | None) 
     assert [difference.relation for difference in differences.values()] == [word] * bool(word)
 
 
+@pytest.mark.parametrize(
+    ("elements", "word"), [(16, "rounded to bfloat16"), (1, "different")], ids=["all", "one"]
+)
+def test_a_short_weight_is_rounded_where_more_than_a_few_numbers_are(
+    tmp_path: Path, elements: int, word: str
+) -> None:
+    weight = weights((1, 16))
+    other = weight.clone()
+    other[:, :elements] = weight[:, :elements].bfloat16().float()
+    call = lambda model: model(torch.ones(2, 16))  # noqa: E731
+    (difference,) = own(found(tmp_path, linear(weight), linear(other), call)).values()
+    assert difference.relation == word
+
+
+def test_a_small_weight_with_one_wrong_number_is_not_unrelated(tmp_path: Path) -> None:
+    weight = weights((4, 8)) / 4
+    other = weight.clone()
+    other[3, 3] += 1.0
+    call = lambda model: model(torch.ones(2, 8))  # noqa: E731
+    (difference,) = own(found(tmp_path, linear(weight), linear(other), call)).values()
+    assert difference.relation == "different" and difference.distance is not None
+    assert difference.distance > 0.5
+
+
+def test_recomputed_forward_passes_are_shown_and_not_counted(tmp_path: Path) -> None:
+    def run(path: Path, *, recompute: bool) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if not recompute:
+                    return self.inner(x)
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+        net = Net()
+        with driftline.capture(net, path):
+            net(torch.ones(2, 4)).sum().backward()
+        return path
+
+    reference = open_run(run(tmp_path / "ref", recompute=False))
+    candidate = open_run(run(tmp_path / "cand", recompute=True))
+    listed = {d.name: d for d in differences_of(reference, candidate) or ()}
+    shown = listed["recomputes_forward"]
+    assert (shown.reference, shown.candidate, shown.counts) == ("False", "True", False)
+
+
 def test_how_far_a_weight_is_off_is_said(tmp_path: Path) -> None:
     weight = weights()
     other = weight * 1.01
@@ -617,3 +669,78 @@ def test_a_difference_that_explains_nothing_is_not_called_proven(tmp_path: Path)
     assert diagnosis.first_site == "layers.0"
     # The bias is what is proven, not the attribute that nobody reads.
     assert "`bias`" in diagnosis.sentences[1] and "`note`" not in diagnosis.sentences[1]
+
+
+# What comes to differ while programs run.
+
+
+class _Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.factor
+
+
+def _run_of_steps(path: Path, act: Callable[[_Changing, int], None], steps: int = 9) -> Path:
+    torch.manual_seed(0)
+    model = _Changing().eval()
+    with driftline.capture(model, path), torch.no_grad():
+        for step in range(steps):
+            act(model, step)
+            model(torch.ones(1, 4))
+    return path
+
+
+def _differences_that_count(reference: Path, candidate: Path) -> list[Difference]:
+    listed = differences_of(open_run(reference), open_run(candidate))
+    assert listed is not None
+    return [difference for difference in listed if difference.counts]
+
+
+def _change_factor(model: _Changing, step: int) -> None:
+    if step == 3:
+        model.factor = 2.0
+
+
+@pytest.mark.parametrize(
+    ("act", "name", "values"),
+    [
+        (_change_factor, "factor", ("1.0", "2.0")),
+        (lambda m, step: m.train(step == 8), "training", ("False", "True")),
+        (
+            lambda m, step: m.linear.register_forward_hook(print) if step == 8 else None,
+            "hooks",
+            ("none", "forward: builtins.print"),
+        ),
+        (
+            lambda m, step: m.add_module("late", nn.Linear(2, 2)) if step == 8 else None,
+            "",
+            ("(absent)", "Linear"),
+        ),
+    ],
+)
+def test_what_one_side_changes_later_is_a_difference(
+    tmp_path: Path, act: Any, name: str, values: tuple[str, str]
+) -> None:
+    runs = _run_of_steps(tmp_path / "ref", lambda *_: None), _run_of_steps(tmp_path / "cand", act)
+    changed = _differences_that_count(*runs)
+    assert [(d.reference, d.candidate) for d in changed] == [values]
+    assert changed[0].name.startswith(f"{name} (changed in step".lstrip())
+    assert changed[0].step is not None and changed[0].step <= 9
+
+
+def test_what_both_sides_change_alike_is_no_difference(tmp_path: Path) -> None:
+    runs = [_run_of_steps(tmp_path / name, _change_factor) for name in ("ref", "cand")]
+    assert not _differences_that_count(*runs)
+
+
+def test_a_counter_of_a_longer_program_is_no_difference(tmp_path: Path) -> None:
+    """The two last looks are at other steps: what counts calls has counted on."""
+    first = _run_of_steps(tmp_path / "ref", lambda *_: None)
+    second = _run_of_steps(tmp_path / "cand", lambda *_: None, steps=13)
+    assert not _differences_that_count(first, second)

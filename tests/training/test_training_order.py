@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import driftline
+from driftline.cli.main import main
 from driftline.reporting.html.report import page_of
 
 STEPS = 4
@@ -164,6 +165,16 @@ def test_what_fails_after_the_trainings_part_is_inherited(good: Path, place: Pat
     assert table.rows[table.as_json()["first_row"]] is table.first
     verdict = page_of(good, train(place, "late lr")).document["verdict"]
     assert verdict["sentence"] == table.finding and verdict["row"] is not None
+
+
+def test_a_report_of_trainings_that_part_is_written(good: Path, place: Path, tmp_path: Path):
+    late = train(place, "late lr")
+    assert (table := driftline.compare(good, late)).first in table.rows
+    page = tmp_path / "page.html"
+    assert main(["report", str(good), str(late), "-o", str(page)]) in (0, 1)
+    text = page.read_text()
+    assert "AdamW lr in group 0 from step 2: 0.001 → 0.01" in text
+    assert "not known" not in text.partition('<p class="cause">')[2].partition("</p>")[0]
 
 
 def test_a_stored_table_is_judged_again_alike(good: Path, place: Path, tmp_path: Path):

@@ -195,6 +195,46 @@ elif kind == "resumed":
             if not is_faulty:
                 optimizer.load_state_dict(state)
         train(optimizer, x, y)
+elif kind == "zeroed":
+    aside = nn.Linear(16, 4)
+    optimizer = torch.optim.AdamW([*model.parameters(), *aside.parameters()], lr=1e-2)
+    for step, (x, y) in enumerate(batches):
+        optimizer.zero_grad(set_to_none=not is_faulty)
+        loss = cross_entropy(model(x), y)
+        if step == 0:
+            loss = loss + aside(x).square().mean()
+        loss.backward()
+        optimizer.step()
+elif kind == "clipped":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model[:3].parameters() if is_faulty else model.parameters(), 0.1)
+        optimizer.step()
+elif kind == "shifted":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches:
+        shift = 2 if is_faulty else 1
+        optimizer.zero_grad()
+        cross_entropy(model(x)[:-shift], y[shift:]).backward()
+        optimizer.step()
+elif kind == "untied":
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(torch.tanh(self.embed(tokens)))
+
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, (x, y) in enumerate(batches):
+        if step == 3 and is_faulty:
+            model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        train(optimizer, y, y.roll(1))
 """
 
 
@@ -218,6 +258,35 @@ elif kind == "resumed":
             [
                 "gradients agree in step 4, weights differ after it",
                 "SGD state before its first update, in step 4: momentum_buffer → none",
+            ],
+        ),
+        (
+            "zeroed",
+            [
+                "gradients agree in step 1, weights differ after it, in 2 of 8 parameters",
+                "their gradients are zeros in the candidate and absent on the other side",
+            ],
+        ),
+        (
+            "clipped",
+            [
+                "the gradients that the optimizer sees differ",
+                "gradients of 3.bias, 3.weight: clipped → not clipped",
+            ],
+        ),
+        (
+            "shifted",
+            [
+                "the forward pass agrees in step 0, the loss differs",
+                "SliceBackward0(dim=0, 0:-1) → SliceBackward0(dim=0, 0:-2)",
+            ],
+        ),
+        (
+            "untied",
+            [
+                "the loss agrees in step 3, the gradients that the optimizer sees differ",
+                "head.weight (changed in steps",
+                "tied to embed.weight → not tied",
             ],
         ),
     ],
@@ -250,4 +319,7 @@ def test_steps_that_the_budget_dropped_make_no_difference_of_the_loss(
     assert main(["dump", "-o", str(thinned), "--budget", "10KB", "--", *words]) == 0
     table = compared(reference, thinned, capsys)
     assert table["verdict"] == "incomplete", table["finding"]
+    assert "the candidate keeps no step after an update" in table["finding"]
+    assert "dump it with a larger --budget" in table["finding"]
+    assert "steps from 1 on were left out" in table["training"]["thinned"][0]
     assert not [entry for entry in table["differences"] if entry["counts"]]

@@ -69,6 +69,8 @@ _MOST_MODELS = 64
 _AT_ONCE = 4 << 20
 """Bytes of buffers that are read before the call: a forward pass may change them."""
 _LAST_SECONDS = 1.0
+_LAST_LOOK = 0.1
+"""Seconds that the look at the end may always take."""
 _SHARE = 50
 """A new look at a model may take one part in so many of the time since the last one."""
 
@@ -180,8 +182,10 @@ class TorchFacts:
         """The capture ends: wait for the weights, and write what is left."""
         for root, described in list(self._described.values()):
             # After a single step there is nothing that the first look has not seen.
-            if root.step > 0 and self._is_affordable(described):
-                self._session.guarded("model facts", self._describe, root, described)
+            quick = described.took < _LAST_LOOK
+            if root.step > 0 and (quick or self._is_affordable(described)):
+                describe = functools.partial(self._describe, root, described, at_end=True)
+                self._session.guarded("model facts", describe)
         self._training.finish()
         if any(recompute for _, recompute in self._session._visits):
             text = line_of("process", values={"recomputes_forward": True}, step=0)
@@ -221,7 +225,7 @@ class TorchFacts:
         """A model of many modules is looked at seldom enough not to be felt."""
         return time.monotonic() - described.looked > _SHARE * described.took
 
-    def _describe(self, root: Root, described: _Described) -> None:
+    def _describe(self, root: Root, described: _Described, *, at_end: bool = False) -> None:
         model = root.module()
         if model is None:
             return
@@ -236,10 +240,14 @@ class TorchFacts:
                 text = line_of("model", model=number, framework="torch", site=root.prefix or ROOT)
                 self.file.add(MODEL, text)
             step = self._session.clock.now
-            revision = {} if first else {"revision": described.revision + 1, "step": step}
+            revision = {"revision": described.revision + 1, "model": number, "step": step}
+            revision = {} if first else revision
             for key, line in self._lines(model, root, new_weights, revision):
                 lines[key] = line
             self._write_lines(described, lines, revision)
+            if not first:
+                # Also where nothing has changed: the other side may have changed by then.
+                self.file.add(MODEL, line_of("looked", model=number, step=step, at_end=at_end))
             if first:
                 # Read once: later values are what training made of them.
                 self._read_weights(new_weights)
@@ -260,7 +268,9 @@ class TorchFacts:
                 lines[key] for key, line in plain.items() if described.lines.get(key) != line
             ]
             gone = [key for key in described.lines if key not in plain]
-            changed += [line_of("gone", site=key.partition("\0")[0], **revision) for key in gone]
+            for key in gone:
+                site, _, name = key.partition("\0")
+                changed.append(line_of("gone", site=site, name=name, **revision))
             if changed:
                 described.revision += 1
                 self.file.add(MODEL, "".join(changed))

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -96,6 +96,7 @@ class TrainingFacts:
         self._first_node = 0
         self._losses: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._clipping: dict[str, Any] = {}
+        self._clipped: set[int] = set()
         self._records = 0
         self._searched = False
         self._updating = 0
@@ -115,7 +116,7 @@ class TrainingFacts:
         replace(torch.autograd, "backward", lambda f: _noticed(f, me, "_backward"))
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
-                replace(owner, name, lambda f, name=name: _noticed(f, me, "_clip", name))
+                replace(owner, name, lambda f, name=name: _listing(_noticed(f, me, "_clip", name)))
         replace(torch.optim.Optimizer, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
         scaler = torch.amp.GradScaler
         replace(scaler, "scale", lambda f: _noticed(f, me, "_scaled"))
@@ -169,18 +170,27 @@ class TrainingFacts:
         self._noted("clip")
         words = ("parameters", "max_norm" if "norm" in name else "clip_value", "norm_type")
         arguments = {**dict(zip(words, args, strict=False)), **kwargs}
-        arguments.pop("parameters", None)
+        parameters = arguments.pop("parameters", ())
         values = {"function": name, **attributes_of(arguments).scalars}
         norm = None
         if issubclass(type(result), torch.Tensor) and result.device.type == "cpu":
             norm = float(result.detach())
         step = self._session.clock.concluding
         self.states.clipped(step, norm)
-        if values != self._clipping:
+        names = self._newly_clipped(parameters)
+        if values != self._clipping or names:
             self._clipping = values
-            self._write(
-                "clipping", step=step, values=values, norm=None if norm is None else repr(norm)
-            )
+            shown = None if norm is None else repr(norm)
+            self._write("clipping", step=step, values=values, norm=shown, names=names)
+
+    def _newly_clipped(self, parameters: Any) -> list[str]:
+        """Names of parameters that were not clipped before."""
+        listed = [parameters] if issubclass(type(parameters), torch.Tensor) else list(parameters)
+        if len(self._clipped) >= _MOST_NAMES or self._clipped.issuperset(map(id, listed)):
+            return []
+        fresh = [parameter for parameter in listed if id(parameter) not in self._clipped]
+        self._clipped.update(map(id, fresh))
+        return [name for parameter in fresh if (name := self._path_of(parameter))]
 
     def _scaled(self, args: Any, kwargs: Any, result: Any) -> None:
         """A loss was multiplied so that small gradients keep their digits."""
@@ -394,14 +404,33 @@ def _group_values(group: dict[str, Any]) -> dict[str, Any]:
 
 def _node_text(node: Any) -> str:
     text = node.name()
-    # torch shows negative numbers as the unsigned ones of the same bits.
     saved: list[str] = []
     for name in _SAVED:
         value: Any = getattr(node, name, None)
         if type(value) in (int, float, bool):
-            signed = value - (1 << 64) if value >= 1 << 63 else value
-            saved.append(f"{name.removeprefix('_saved_')}={signed}")
+            saved.append(f"{name.removeprefix('_saved_')}={_signed(value)}")
+    if span := _span_of(node):
+        saved.append(span)
     return f"{text}({', '.join(saved)})" if saved else text
+
+
+def _signed(value: Any) -> Any:
+    # torch shows negative numbers as the unsigned ones of the same bits.
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _span_of(node: Any) -> str:
+    """What a slice leaves, as `1:` or `0:-1`, however it was written; empty for other nodes."""
+    names = ("_saved_start", "_saved_end", "_saved_dim", "_saved_self_sym_sizes")
+    start, end, dim, sizes = (getattr(node, name, None) for name in names)
+    if type(sizes) is not tuple or not all(type(value) is int for value in (start, end, dim)):
+        return ""
+    size: Any = cast("tuple[Any, ...]", sizes)[_signed(dim)]
+    if type(size) is not int:
+        return ""
+    first, after, _ = slice(_signed(start), _signed(end)).indices(size)
+    # From the end, because batches are of several lengths.
+    return f"{first}:{after - size or ''}"
 
 
 def _caller() -> str:
@@ -439,6 +468,17 @@ def _noticed(function: Any, me: weakref.ref[TrainingFacts], method: str, *words:
         return result
 
     return noticed
+
+
+def _listing(function: Any) -> Any:
+    """A function of parameters that is given a list: an iterator can be read only once."""
+
+    @functools.wraps(function)
+    def listing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        again = list(parameters) if issubclass(type(parameters), Iterator) else parameters
+        return function(again, *args, **kwargs)
+
+    return listing
 
 
 def _tell(me: weakref.ref[TrainingFacts], method: str, *args: Any) -> None:

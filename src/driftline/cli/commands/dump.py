@@ -472,9 +472,10 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
 def _skipped_steps(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
     if outcome.plan.selection.steps == (LADDER,):
-        ran = len(steps) + len(outcome.harvest.steps)
+        # Not all rungs are kept, either: a budget leaves out the latest.
+        ran = {step for report in outcome.messages.reports for step in report.steps_seen}
         return (
-            f"{len(outcome.harvest.steps)} of {ran} steps are kept, all but the first as "
+            f"{len(outcome.harvest.steps)} of {len(ran)} steps are kept, all but the first as "
             "summaries; --step '*' keeps all of them in full"
         )
     verb = "ran and was" if len(steps) == 1 else "ran and were"

@@ -7,7 +7,7 @@ upstream of where the drift starts, and what it would explain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -55,14 +55,44 @@ def differences_of(
     names = names_of(first, second, plan)
     same_ranks = reference.facts.world == candidate.facts.world
     pair = ModelPair(first, second, names, same_ranks=same_ranks)
+    of_models = list(pair.differences())
     differences = [
-        *pair.differences(),
+        *of_models,
+        *_later(pair, of_models),
         *of_config(pair),
         *of_process(first, second),
         *of_training(pair),
     ]
     listed = folded(differences)[:MOST]
     return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]:
+    """What comes to differ while the programs run: one side changes its model, or both do.
+
+    Only looks that both programs took at the same moment are compared: a counter that one side was
+    asked for a step later has counted on.
+    """
+    listed = {(difference.kind, difference.site, difference.name) for difference in first}
+    looks = [look for look in pair.reference.looks if look in pair.candidate.looks]
+    last: dict[int, int] = {}
+    written = (0, 0)
+    for look in looks:
+        since, last[look.model] = last.get(look.model, 0) + 1, look.step
+        changes = pair.reference.looks[look], pair.candidate.looks[look]
+        if changes == written:
+            continue
+        written = changes
+        sides = pair.reference.at(look), pair.candidate.at(look)
+        for difference in ModelPair(*sides, pair.names, same_ranks=pair.same_ranks).differences():
+            key = difference.kind, difference.site, difference.name
+            if key not in listed:
+                listed.add(key)
+                begin = min(since, look.step)
+                # Looks are seldom: the change was made somewhere between two of them.
+                when = f"step {begin}" if begin == look.step else f"steps {begin}-{look.step}"
+                name = f"{difference.name} (changed in {when})".lstrip()
+                yield replace(difference, name=name, step=begin)
 
 
 def _of_pipeline(
@@ -194,7 +224,7 @@ class _View:
         # Where trainings part, no module is to be looked at.
         if self._home in SITES.values():
             explains = difference.kind in (*_TRAINING, "loss") or (
-                difference.relation == "requires_grad"
+                difference.relation in ("requires_grad", "tied")
             )
             return "at" if explains and difference.counts else "elsewhere"
         if difference.kind in _TRAINING:

@@ -7,6 +7,7 @@ arranged in other groups.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -30,6 +31,8 @@ _CONTEXT = frozenset(
     }
 )
 """State of a process that differs between sound runs: shown, and not counted."""
+_UNLESS_SEEN: Mapping[str, Any] = {"recomputes_forward": False}
+"""Values of what is written only where it was seen."""
 _SILENT = frozenset({"seed", "device"})
 """And what is not even shown: two seeds or devices make no two models."""
 _MOST_NAMES = 6
@@ -53,7 +56,9 @@ def of_config(pair: ModelPair) -> Iterator[Difference]:
 
 def of_process(reference: ModelFacts, candidate: ModelFacts) -> Iterator[Difference]:
     """Switches of the process that can change a number."""
-    first, second = reference.process, candidate.process
+    if not reference.process or not candidate.process:
+        return
+    first, second = ({**_UNLESS_SEEN, **facts.process} for facts in (reference, candidate))
     for name in first:
         if name not in second or name in _SILENT:
             continue
@@ -70,6 +75,7 @@ def of_training(pair: ModelPair) -> Iterator[Difference]:
     yield from _optimizers(pair, first.get("optimizer", []), second.get("optimizer", []))
     for kind in ("scheduler", "scaler", "clipping"):
         yield from _settings(cast("Kind", kind), first.get(kind, []), second.get(kind, []))
+    yield from _clipped_parameters(pair, first.get("clipping", []), second.get("clipping", []))
     yield from _orders(first.get("order", []), second.get("order", []))
     yield from _losses(first.get("loss", []), second.get("loss", []))
 
@@ -265,6 +271,24 @@ def _settings(
                 yield Difference(kind, "", label, shown(values[0]), shown(values[1]))
 
 
+def _clipped_parameters(
+    pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> Iterator[Difference]:
+    """Parameters whose gradients only one side clips, where both sides clip some."""
+    clipped = [
+        {str(name) for record in side for name in _list(record.get("names"))}
+        for side in (first, second)
+    ]
+    clipped[1] = {pair.renamed_path(path) for path in clipped[1]}
+    for own, others, values in (
+        (clipped[0], clipped[1], ("clipped", "not clipped")),
+        (clipped[1], clipped[0], ("not clipped", "clipped")),
+    ):
+        if others and (lone := sorted(own - others)):
+            listed = ", ".join(lone[:_MOST_NAMES]) + (", ..." if len(lone) > _MOST_NAMES else "")
+            yield Difference("clipping", "", f"gradients of {listed}", *values)
+
+
 def _settings_text(record: dict[str, Any]) -> str:
     values = _table(record.get("values"))
     return ", ".join(f"{name}={shown(value)}" for name, value in values.items())
@@ -311,8 +335,10 @@ def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
         if all(functions) and functions[0] != functions[1]:
             a = _unlike(functions[0], functions[1])
             b = _unlike(functions[1], functions[0])
-            yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
-            break
+            # Terms of a sum in another order are the same functions.
+            if a != b:
+                yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
+                break
     for record, other in zip(first, second, strict=False):
         a, b = _number(record.get("value")), _number(other.get("value"))
         if a is not None and b is not None and a != b:
@@ -332,14 +358,10 @@ def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
 
 def _unlike(functions: list[str], others: list[str]) -> str:
     """The functions that the other side has not, or not as often."""
-    rest = list(others)
-    own: list[str] = []
-    for name in functions:
-        if name in rest:
-            rest.remove(name)
-        else:
-            own.append(name)
-    return ", ".join(own) or ABSENT
+    own = Counter(functions)
+    own.subtract(others)
+    texts = [f"{count} {name}" if count > 1 else name for name, count in own.items() if count > 0]
+    return ", ".join(texts) or ABSENT
 
 
 def _number(value: Any) -> float | None:

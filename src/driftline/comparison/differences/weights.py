@@ -19,8 +19,10 @@ from driftline.runs.sidecars.model_facts import WeightValues, grid_of
 F64 = npt.NDArray[np.float64]
 # With so few samples two unrelated tensors may look alike by accident.
 _FEWEST = 32
-# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n).
-_UNRELATED = 6.0
+_FEWEST_ROUNDED = 4
+# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n). Of few
+# samples that would be any cosine at all: more than a half is never an accident.
+_UNRELATED, _MOST_UNRELATED = 6.0, 0.5
 _MOST_AXES = 5
 SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -91,8 +93,9 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     if exact and (reference.basis == "sample" or candidate.basis == "sample"):
         return Relation("same", 0.0)
     # Values of a coarse format that are stored in a finer one, or of which only samples were read.
-    # A few numbers of one format may be rounded ones by accident.
-    telling = reference.dtype != candidate.dtype or first.size >= _FEWEST
+    # One or two numbers of one format may be rounded ones by accident.
+    changed = int(np.count_nonzero(first != second))
+    telling = reference.dtype != candidate.dtype or changed >= _FEWEST_ROUNDED
     for coarse, fine in ((second, first), (first, second)) if telling else ():
         for name in SIXTEEN_BITS:
             if not exact and np.array_equal(_rounded(fine, name), coarse, equal_nan=True):
@@ -196,6 +199,7 @@ def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
         size = float(np.linalg.norm(a) * np.linalg.norm(b))
         if count >= _FEWEST and size > 0.0 and math.isfinite(size):
             cosine = float((a * b).sum()) / size
-            if abs(cosine) < _UNRELATED / math.sqrt(count) and (distance or 0.0) > 0.5:
+            most = min(_UNRELATED / math.sqrt(count), _MOST_UNRELATED)
+            if abs(cosine) < most and (distance or 0.0) > 0.5:
                 return Relation("unrelated", distance)
     return Relation("different", distance)

@@ -61,6 +61,7 @@ class StepErrors:
         gradients: Relative error of all gradients together; None if none were compared.
         ratio: Norm of the candidate's gradients over that of the reference's.
         lone_gradients: Parameters with a gradient on one side only: (reference's, candidate's).
+        zero_gradients: The same where that gradient is zero, as zeros in place of None are.
         norms: Norms that clipping found.
         updates: What the update did to each parameter.
         lone_updates: Parameters that only one side updates: (reference's, candidate's).
@@ -76,6 +77,7 @@ class StepErrors:
     gradients: float | None = None
     ratio: float = 1.0
     lone_gradients: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    zero_gradients: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     norms: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     updates: list[Change] = field(default_factory=list[Change])
     lone_updates: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
@@ -161,13 +163,10 @@ class Trainings:
         self._measure_gradients(errors, own[0].gradients, own[1].gradients)
         for side, other in ((0, 1), (1, 0)):
             # A parameter that the other optimizer does not know is a matter of its update.
-            errors.lone_gradients[side].extend(
-                path
-                for path, tensor in own[side].gradients.items()
-                if path not in own[other].gradients
-                and path in own[other].after
-                and tensor.norm > 0.0
-            )
+            for path, tensor in own[side].gradients.items():
+                if path not in own[other].gradients and path in own[other].after:
+                    lone = errors.lone_gradients if tensor.norm > 0.0 else errors.zero_gradients
+                    lone[side].append(path)
         for path in own[0].after.keys() & own[1].after.keys():
             if path in now[0] and path in now[1]:
                 befores = now[0][path], now[1][path]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from driftline.comparison.differences.difference import Difference
 from driftline.comparison.differences.find import names_of
@@ -54,7 +54,7 @@ _KINDS: dict[Stage, tuple[str, ...]] = {
     "input": (),
     "weights": (),
     "loss": ("loss", "attribute", "order"),
-    "gradients": ("order", "clipping", "scaler", "loss"),
+    "gradients": ("parameter", "order", "clipping", "scaler", "loss"),
     "update": ("optimizer", "scheduler", "order"),
 }
 """Differences of two programs that explain each stage, the likeliest first."""
@@ -85,7 +85,8 @@ def training_report(
     if not all(scope.captured and scope.engine == "torch" for scope in scopes):
         return None
     sides = [_processes(reference), _processes(candidate)]
-    thinned = _thinned(sides)
+    over_budget = _over_budget(reference), _over_budget(candidate)
+    thinned = _thinned(sides, over_budget)
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
         # The loss of a rank is that of its rows, its weights may be shards: only rows are joined.
         return TrainingReport(thinned=thinned) if thinned else None
@@ -112,7 +113,7 @@ def training_report(
             if (broken := finder.look(errors)) is not None:
                 breaks.append(broken)
                 break
-    lacking = "" if compared else _lacking(scopes, sides)
+    lacking = "" if compared else _lacking(scopes, sides, over_budget)
     return TrainingReport(
         tuple(sorted(compared)),
         lacking,
@@ -122,17 +123,35 @@ def training_report(
     )
 
 
-def _thinned(sides: Sequence[_Side]) -> tuple[str, ...]:
-    """What either side's capture left out of later steps, in words."""
-    return tuple(
-        f"{name}: {text}"
-        for name, side in zip(("reference", "candidate"), sides, strict=True)
-        for facts in side.values()
-        for text in facts.thinned[:1]
-    )
-
-
 _Side = dict[tuple[int, int], StepFacts]
+
+
+class _OverBudget(NamedTuple):
+    """What the budget of a capture left out: the first such step, and the capture's sentence."""
+
+    step: int
+    text: str
+
+
+def _over_budget(run: Run) -> _OverBudget | None:
+    """The earliest step that the budget of any of a run's processes left out."""
+    dropped: list[_OverBudget] = []
+    for event in run.events():
+        details: Any = event.get("details")
+        if event.get("kind") == "thinned" and isinstance(details, dict):
+            step: Any = cast("dict[str, Any]", details).get("step")
+            if type(step) is int:
+                dropped.append(_OverBudget(step, str(event.get("message", ""))))
+    return min(dropped, default=None)
+
+
+def _thinned(sides: Sequence[_Side], over_budget: Sequence[_OverBudget | None]) -> tuple[str, ...]:
+    """What either side's capture left out of later steps, in words."""
+    texts: list[str] = []
+    for name, side, dropped in zip(("reference", "candidate"), sides, over_budget, strict=True):
+        texts += [f"{name}: {dropped.text}"] if dropped is not None else []
+        texts += [f"{name}: {text}" for facts in side.values() for text in facts.thinned[:1]]
+    return tuple(texts)
 
 
 def _processes(run: Run) -> _Side:
@@ -184,9 +203,20 @@ def _is_whole(errors: StepErrors) -> bool:
     return errors.step > 0 and losses and errors.gradients is not None and bool(errors.updates)
 
 
-def _lacking(scopes: Sequence[RunScope], sides: Sequence[_Side]) -> str:
+def _lacking(
+    scopes: Sequence[RunScope],
+    sides: Sequence[_Side],
+    over_budget: Sequence[_OverBudget | None],
+) -> str:
     """What must be added for a pass, in words."""
     names = ("reference", "candidate")
+    for name, dropped in zip(names, over_budget, strict=True):
+        # Of step 0 alone nothing can be compared after an update.
+        if dropped is not None and dropped.step <= 1:
+            return (
+                f"this is a training, and the {name} keeps no step after an update "
+                f"({dropped.text}): dump it with a larger --budget"
+            )
     for name, scope, side in zip(names, scopes, sides, strict=True):
         if scope.updates == 0:
             return f"the {name} made no update, and the other side did"
@@ -346,6 +376,9 @@ class _Finder:
         if difference.kind == "attribute":
             # A module that computes a loss is none of the model's own.
             return stage == "loss" and "loss" in difference.class_name.lower()
+        if difference.kind == "parameter":
+            # A tied weight is given the gradients of all its uses.
+            return difference.relation == "tied"
         return difference.counts
 
     def _weights(self, errors: StepErrors) -> Break | None:
@@ -488,6 +521,13 @@ class _Finder:
         if of:
             words += f" ({_named([change.path for change in wrong])})"
         why = f"the update is {_factor(norms[1], norms[0]) or f'off by {error:.2g}'}"
+        for which, name in enumerate(("reference", "candidate")):
+            if all(change.path in errors.zero_gradients[which] for change in wrong):
+                # An optimizer passes over a parameter without a gradient, decay and momentum too.
+                why = (
+                    f"their gradients are zeros in the {name} and absent on the other side, where "
+                    "they are left as they are"
+                )
         return self._break(errors, "update", words, error, why)
 
     def _is_wrong(self, change: Change) -> bool:

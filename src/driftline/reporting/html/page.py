@@ -364,6 +364,9 @@ def _cause(verdict: Mapping[str, Any]) -> str:
     if not cause["agrees"] or verdict["status"] == "pass":
         sentence = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
         name = "But"
+    elif not cause["sentence"]:
+        # Where trainings part, the headline says all that is known.
+        return ""
     else:
         sentence = cause["sentence"]
         name = "Cause"

@@ -221,6 +221,20 @@ class WeightValues(NamedTuple):
         return self.samples() if grid_of(self.shape) == self.shape else None
 
 
+class LaterLook(NamedTuple):
+    """A model was looked at again, before a call or at the end of the program.
+
+    Attributes:
+        model: Its number in the process.
+        step: The step that was about to begin.
+        at_end: Whether the program had ended.
+    """
+
+    model: int
+    step: int
+    at_end: bool
+
+
 @dataclass(slots=True)
 class ModelFacts:
     """All facts about the models of one process.
@@ -236,6 +250,7 @@ class ModelFacts:
         training: Records of optimizers, schedulers, scalers, clipping, losses and the order of
             calls, as they came: dictionaries with `kind` and `step`.
         changes: Records of modules and modes that changed later, with the step.
+        looks: Later look at a model → how many of the changes had been written by then.
         notes: Sentences about what could not be looked at.
     """
 
@@ -248,10 +263,31 @@ class ModelFacts:
     process: dict[str, Value] = field(default_factory=dict[str, Value])
     training: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     changes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    looks: dict[LaterLook, int] = field(default_factory=dict[LaterLook, int])
     notes: list[str] = field(default_factory=list[str])
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.tensors)
+
+    def at(self, look: LaterLook) -> ModelFacts:
+        """Modules, parameters and buffers as a later look has found them, without values."""
+        later = ModelFacts(
+            self.framework, dict(self.modules), dict(self.tensors), training=self.training
+        )
+        for fields in self.changes[: self.looks[look]]:
+            kind, site = fields.get("kind"), _text(fields.get("site"))
+            if fields.get("model", 0) != look.model:
+                continue
+            if kind == "module":
+                later.modules[site] = _module(site, fields)
+            elif kind == "tensor":
+                tensor = _tensor(site, fields)
+                later.tensors[tensor.path] = tensor
+            elif kind == "gone" and "name" in fields:
+                later.tensors.pop(tensor_path(site, _text(fields["name"])), None)
+            elif kind == "gone":
+                later.modules.pop(site, None)
+        return later
 
     def attributes(self, site: str) -> Mapping[str, Value]:
         """Scalar attributes of the module at a site; empty if it is not known."""
@@ -344,6 +380,11 @@ def _add(facts: ModelFacts, fields: dict[str, Any]) -> None:
             facts.changes.append(fields)
         for name, value in _table(fields.get("values")).items():
             facts.process.setdefault(name, value)
+    elif kind == "looked":
+        model, step = fields.get("model", 0), fields.get("step", 0)
+        if type(model) is int and type(step) is int:
+            look = LaterLook(model, step, fields.get("at_end") is True)
+            facts.looks[look] = len(facts.changes)
     elif kind in _TRAINING:
         facts.training.append(fields)
     elif kind == "note":
