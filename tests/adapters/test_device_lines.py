@@ -56,9 +56,9 @@ def constant(kept: Any = "summary", site: str = "layers.0", **key: Any) -> Const
 def group(rows: list[list[float]], some: Constant, first: int = 0) -> Group:
     transfer = SummaryTransfer()
     transfer.depart(torch.tensor([[0.0] * 80] * first + rows, dtype=torch.float64), Here())
-    made = Group(transfer, first)
+    made = Group(transfer)
     for at in range(len(rows)):
-        made.add(some, 3 + at, at)
+        made.add(some, 3 + at, at, first + at)
     return made
 
 

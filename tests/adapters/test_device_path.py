@@ -390,3 +390,151 @@ def test_budgets_that_cannot_be_meant_are_refused(
     with pytest.raises(BadInput, match=words), warnings.catch_warnings():
         driftline.capture(Net(), tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+# What was taken a moment ago is not read again.
+
+CALLS = 10
+READ_ALL = {0, 1, 2, 4, 8}
+
+
+class Chain(nn.Module):
+    """Every part is given what the one before returned; `between` may do something to it."""
+
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.ReLU(), nn.Identity()
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.between is not None:
+            y = self.between(y)
+        return self.third(self.second(y))
+
+
+class Readings:
+    """A run of some calls of a model, and how many tensors each call read."""
+
+    def __init__(self, model: nn.Module, keep: str, mode: Any = torch.no_grad) -> None:
+        read: list[int] = []
+
+        def counted(plain: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = plain(*args, **kwargs)
+                if result is not None and result != -1:  # or there was no room: it is tried again
+                    read.append(1)
+                return result
+
+            return call
+
+        sink = MemorySink()
+        self.counts: list[int] = []
+        watching = capture(model, sink, keep=keep, steps="*")
+        watching.session.device_backend.pretends = True
+        torch.manual_seed(1)
+        with pytest.MonkeyPatch.context() as patch, watching, mode():
+            for kind, name in (
+                (summaries.SummaryBatch, "take"),
+                (summaries.SummaryBatch, "take_known"),
+                (Transfers, "put"),
+            ):
+                if (kind is Transfers) == (keep == "full"):
+                    patch.setattr(kind, name, counted(getattr(kind, name)))
+            for _ in range(CALLS):
+                before = len(read)
+                model(torch.randn(3, 8))
+                self.counts.append(len(read) - before)
+        self.run = sink.run()
+        self.values = {
+            (t.key.step, t.key.site, t.key.port): t.float64() if keep == "full" else t.record.digest
+            for t in self.run.tensors()
+        }
+
+    def usual(self) -> set[int]:
+        """How many tensors a call reads in which not everything is read."""
+        return {self.counts[call] for call in range(CALLS) if call not in READ_ALL}
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.run.events()]
+
+
+@pytest.mark.parametrize("keep", ["summary", "full"])
+def test_a_tensor_that_several_modules_see_is_read_once(keep: str) -> None:
+    made = Readings(Chain(), keep)
+    # The model's input is the first part's, each output is the next one's input; an identity
+    # returns what it is given, and so does the model.
+    assert len(made.values) == 8 * CALLS
+    assert made.usual() == {3} and {made.counts[call] for call in READ_ALL} == {8}
+    for step in range(CALLS):
+        first, second, given = (
+            made.values[step, site, port]
+            for site, port in (("first", "output"), ("(root)", "output"), ("second", "input"))
+        )
+        assert np.all(first == given) and not np.all(first == second)
+    assert "changed-unseen" not in made.kinds()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda y: y.mul_(2), lambda y: (y.data.mul_(2), y)[1]],
+    ids=["counted", "without torch's knowledge"],
+)
+def test_a_tensor_that_is_written_to_in_between_is_read_again(between: Any) -> None:
+    made = Readings(Chain(between), "full")
+    for step in range(CALLS):
+        given, returned = made.values[step, "second", "input"], made.values[step, "first", "output"]
+        assert np.array_equal(given, returned * 2)
+    assert made.usual() == {4} and "changed-unseen" not in made.kinds()
+
+
+def test_a_program_that_begins_to_write_without_torch_s_knowledge_is_noticed() -> None:
+    calls: list[int] = []
+
+    def from_call_6_on(y: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 6:
+            y.data.mul_(2)
+        return y
+
+    made = Readings(Chain(from_call_6_on), "summary")
+    (event,) = [event for event in made.run.events() if event["kind"] == "changed-unseen"]
+    assert event["details"]["site"] == "second" and event["details"]["port"] == "input"
+    given, returned = made.values[9, "second", "input"], made.values[9, "first", "output"]
+    assert given != returned, "the call after that is read"
+
+
+def test_a_view_of_part_of_a_tensor_is_another_tensor() -> None:
+    made = Readings(Chain(lambda y: y[:2]), "full")
+    for step in range(CALLS):
+        given, returned = made.values[step, "second", "input"], made.values[step, "first", "output"]
+        assert np.array_equal(given, returned[:2])
+
+
+def test_memory_that_another_tensor_had_is_read() -> None:
+    """Given out again: the address and the version are those of before, the values are not."""
+    arena = np.zeros(24, np.float32)
+
+    def anew(values: torch.Tensor) -> torch.Tensor:
+        values = values.clone()
+        tensor = torch.from_numpy(arena).view(3, 8)
+        tensor.data.copy_(values)
+        return tensor
+
+    class Anew(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return anew(x)
+
+    scales = iter([1.0] * 3 + [-1.0] * 20)
+    chain = Chain(lambda y: anew(y * next(scales)))  # nothing shows in the first calls
+    chain.first = Anew()  # type: ignore[assignment]
+    made = Readings(chain, "full")
+    for step in range(CALLS):
+        given, returned = made.values[step, "second", "input"], made.values[step, "first", "output"]
+        assert np.array_equal(given, returned if step < 3 else -returned)
+
+
+def test_tensors_of_inference_mode_are_always_read() -> None:
+    """They count no writes, so nothing shows that one is unchanged."""
+    made = Readings(Chain(), "summary", torch.inference_mode)
+    assert set(made.counts) == {8}

@@ -55,6 +55,7 @@ EVENTS = {
     "profiler": EventKind("the profiler could not run"),
     "weights-unknown": EventKind("parameters could not be recognised"),
     # What was lost or reduced.
+    "changed-unseen": EventKind("a tensor that was taken for unchanged had been written to"),
     "calls-limit": EventKind("the list of calls is full"),
     "capture-fault": EventKind("an error of the capture itself"),
     "degraded": EventKind("for lack of memory only summaries are kept"),

@@ -171,6 +171,7 @@ class Session(ABC):
         self.execution_order: dict[str, None] = {}
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
+        self._asked_step, self._step_selected = -1, False
         # Operators of this capture are to be executed again from what it leaves.
         self.for_replay = False
         self._topology_places = 0
@@ -382,7 +383,10 @@ class Session(ABC):
 
     def wants_step(self, step: int) -> bool:
         """Whether tensors of a step are captured."""
-        if not self.selection.takes_step(step):
+        # Asked for every call, and patterns take longer than a whole call may.
+        if step != self._asked_step:
+            self._asked_step, self._step_selected = step, self.selection.takes_step(step)
+        if not self._step_selected:
             return False
         budget = self.recorder.budget
         return budget is None or step == 0 or budget.allows(step)

@@ -199,12 +199,17 @@ def _watched_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`_watched` for a module of which only the output is wanted, and was taken on a device."""
+    """`_watched` for a module whose only output was taken on a device."""
     depth = len(stack)
     step = place.root.step
     last: Last = place.last
     frame = Frame(place, module, last.visits.next(step), step, recompute=False)
     stack.append(frame)
+    if place.look.inputs_before:
+        try:
+            _take_inputs(session, stack, frame, args, kwargs)
+        except Exception as error:
+            fault(session, module, error)
     try:
         result = call(module, *args, **kwargs)
     except BaseException as error:
@@ -353,8 +358,9 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
             session.guarded(frame.site, facts.note_tensors, frame, "output", tensors)
         if look.outputs and wanted and tensors:
             _take_all(session, frame, "output", tensors, "after")
-            # Only a plain call whose inputs nobody wants can take the short way next time.
-            if place.last is None and not (place.wraps or place.root.helper or frame.inputs):
+            # Only a plain call whose inputs nobody wants afterwards can take the short way.
+            unusual = place.wraps or place.root.helper or look.inputs_after or digested
+            if place.last is None and not unusual:
                 visits = session.visits_of(place.site, recompute=False)
                 place.last = session.device_backend.last_of(frame, tensors, visits)
         for tap in taps:

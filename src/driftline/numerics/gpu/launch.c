@@ -17,7 +17,7 @@
 
 #define PUBLIC __attribute__((visibility("default")))
 
-PUBLIC int driftline_launch_abi(void) { return 1; }
+PUBLIC int driftline_launch_abi(void) { return 2; }
 
 /* --- the driver */
 
@@ -117,6 +117,7 @@ typedef struct {
 
 typedef struct {
     int64_t words, step, visit;
+    int64_t slot; /* of its row of figures; several notes may share one */
 } Note;
 
 static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -272,10 +273,11 @@ PUBLIC int64_t driftline_lines(const Note *notes, const double *rows, int64_t ma
     locale_t plain = newlocale(LC_NUMERIC_MASK, "C", (locale_t)0);
     locale_t before = plain ? uselocale(plain) : (locale_t)0;
     char *at = out;
-    for (int64_t i = 0; i < many; i++, rows += FIGURES) {
+    for (int64_t i = 0; i < many; i++) {
         const Words *words = (const Words *)(uintptr_t)notes[i].words;
+        const double *row = rows + notes[i].slot * FIGURES;
         uint64_t digest[2];
-        memcpy(digest, rows + 9, sizeof digest);
+        memcpy(digest, row + 9, sizeof digest);
         at = put_whole(PUT(at, "{\"order\":"), order + i);
         at = put(at, words->head, (size_t)words->head_size);
         at = put_whole(at, notes[i].step);
@@ -285,7 +287,7 @@ PUBLIC int64_t driftline_lines(const Note *notes, const double *rows, int64_t ma
         at = put_hex(at, digest[1] ^ (((uint64_t)(words->count * words->width) + 1) * GOLDEN));
         *at++ = '"';
         if (!words->brief)
-            at = put_summary(at, rows, words->count);
+            at = put_summary(at, row, words->count);
         at = PUT(at, "}\n");
     }
     if (plain) {

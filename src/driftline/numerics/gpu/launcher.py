@@ -175,7 +175,7 @@ class _Usual:
 # What is done for every tensor of a device, in C: launching, copying, and lines of summaries.
 
 
-_ABI = 1
+_ABI = 2
 NUMBERS = 10
 """Arguments of the kernel that reads a tensor."""
 
@@ -262,14 +262,14 @@ def lines(notes: array[int], rows: int, order: int) -> bytes | None:
     """Index lines of summaries; None where only Python can write them.
 
     Args:
-        notes: Address of the words, step and visit of each.
-        rows: Where their rows of figures begin.
+        notes: Address of the words, step, visit and slot of each.
+        rows: Where the row of figures of slot 0 begins.
         order: Number of the first.
     """
     found = library()
     if found is None:
         return None
-    many = len(notes) // 3
+    many = len(notes) // 4
     at, _ = notes.buffer_info()
     room = ctypes.create_string_buffer(found.driftline_lines_room(at, many))
     used = found.driftline_lines(at, rows, many, order, room)

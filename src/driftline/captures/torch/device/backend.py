@@ -28,9 +28,10 @@ from driftline.captures.torch.device.memory import (
     Transfers,
 )
 from driftline.captures.torch.device.places import abandon, is_accelerator
+from driftline.captures.torch.device.recent import RecentTensors
 from driftline.captures.torch.device.summaries import Constant, Reading, SummaryBatch, kind_of
 from driftline.captures.torch.distributed import placement_of_plain
-from driftline.runs.records import Record, TensorKey
+from driftline.runs.records import Kept, Record, TensorKey
 
 if TYPE_CHECKING:
     from driftline.captures.calls import Frame, Visits
@@ -52,6 +53,7 @@ class KnownTensor(NamedTuple):
     transfers: Transfers
     size: int
     kept: str
+    place: int
 
 
 class Last:
@@ -68,10 +70,6 @@ class Last:
         self.visits = visits
         self.known: KnownTensor | None = None
         self.changes = -1
-
-
-# Tensors of devices on their way into a run: taken at once, handed to the sink when they are
-# here.
 
 
 # Bounds the memory of programs that never give the same place twice.
@@ -127,6 +125,8 @@ class TorchDeviceBackend:
         self.known_tensors: dict[tuple[str, ...], KnownTensor] = {}
         self._changes = 0
         self._known: dict[tuple[str, ...], tuple[Snapshot, torch.dtype]] = {}
+        self._recent = RecentTensors(self._changed_unseen)
+        self._places: dict[tuple[str, ...], int] = {}
 
     def _pressed(self) -> bool:
         return self.device_memory is not None and self.device_memory.pressure
@@ -185,37 +185,61 @@ class TorchDeviceBackend:
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
-        reading = like.reading
         # Launch and queue under one lock: rows and queue must have the same order.
         with self._lock:
-            if reading is None:
-                return self._carried_again(like, tensor, address, frame)
-            if index >= 0 and not reading.at and snapshots.recording():
-                return False  # the driver is asked at its launch otherwise
-            batch = like.batch
-            slot = batch.take_known(reading, stream, address)
-            if slot < 0:
-                return False
+            recent = self._recent.find(tensor, address, like.place)
+            what = None if recent is None else recent.what
+            if like.reading is None:
+                return self._carried_again(like, tensor, address, frame, what)
+            if not isinstance(what, PendingSummary):
+                what = self._summarised_again(like, like.reading, tensor, address)
+                if what is None:
+                    return False
             delivery = self.delivery
             group = delivery.tail
-            # A group holds consecutive slots of one transfer only.
-            if group is None or group.transfer is not batch.transfer:
-                group = delivery.new_group(batch.transfer, slot)
-            group.add(like.constant, frame.step, frame.visit)
+            # A group is what one transfer brings.
+            if group is None or group.transfer is not what.transfer:
+                group = delivery.new_group(what.transfer)
+            group.add(like.constant, frame.step, frame.visit, what.slot)
         return True
 
+    def _summarised_again(
+        self, like: KnownTensor, reading: Reading, tensor: torch.Tensor, address: int
+    ) -> PendingSummary | None:
+        """Have a tensor like the last one summarised; None if something stands in the way."""
+        if like.index >= 0 and not reading.at and snapshots.recording():
+            return None  # the driver is asked at its launch otherwise
+        batch = like.batch
+        slot = batch.take_known(reading, like.stream, address)
+        if slot < 0:
+            return None
+        constant = like.constant
+        what = PendingSummary(batch.transfer, slot, constant.count, constant.width)
+        self._recent.add(tensor, address, like.place, what, what)
+        return what
+
     def _carried_again(
-        self, like: KnownTensor, tensor: torch.Tensor, address: int, frame: Frame
+        self,
+        like: KnownTensor,
+        tensor: torch.Tensor,
+        address: int,
+        frame: Frame,
+        what: PendingSummary | StagedTensor | None,
     ) -> bool:
         """Stage the bytes of a tensor like the last one; False if no staging buffer has room."""
         assert self.device_memory is not None
-        if self.device_memory.degraded:
+        # Where everything is read, digests are needed as well, which the long way has made.
+        if self.device_memory.degraded or self._recent.reads_all:
             return False
-        # What torch copies would become part of a graph that is being recorded.
-        insist = like.index < 0
-        staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
-        if staged is None:
-            return False
+        if isinstance(what, StagedTensor) and what.again():
+            staged = what
+        else:
+            # What torch copies would become part of a graph that is being recorded.
+            insist = like.index < 0
+            staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
+            if staged is None:
+                return False
+            self._recent.add(tensor, address, like.place, staged, None)
         self.delivery.add(Repeat(like.constant, frame.step, frame.visit, staged))
         return True
 
@@ -326,6 +350,7 @@ class TorchDeviceBackend:
             device.transfers,
             shot.elements * kind.width,
             kept,
+            self._place_number(key),
         )
 
     def _taken(
@@ -338,9 +363,11 @@ class TorchDeviceBackend:
         class_name: str,
     ) -> bool:
         kept = self._reduction.kept_in(key.step)
-        what: PendingSummary | StagedTensor | None = None
+        what, address = self._taken_before(tensor, key, kept)
         stride, lost = 1, ""
-        if kept in ("full", "sample") and not device_memory.degraded:
+        if what is not None:
+            self._remember(device_memory, key, shot, tensor, alias, class_name)
+        elif kept in ("full", "sample") and not device_memory.degraded:
             values: torch.Tensor | None = tensor
             if kept == "sample":
                 stride = self._reduction.stride(shot.elements)
@@ -349,7 +376,7 @@ class TorchDeviceBackend:
             carried: StagedTensor | str | None = None
             if values is not None:
                 size = values.numel() * values.element_size()
-                carried = device_memory.carry(values, size, self.send)
+                carried = device_memory.carry(values, size, self._send)
             # The budget is used up, and the user chose to drop tensors then.
             if isinstance(carried, str):
                 lost = carried
@@ -368,6 +395,11 @@ class TorchDeviceBackend:
                 what = self._carry_to_summarise(device_memory, tensor, shot.elements)
                 if what is None:
                     return False
+        if address and what is not None:
+            digest = what if isinstance(what, PendingSummary) else None
+            if digest is None and self._recent.reads_all:
+                digest = device_memory.summarise(tensor, shot.dtype)
+            self._recent.add(tensor, address, self._place_number(key), what, digest)
         self.delivery.add(
             Waiting(
                 key,
@@ -387,6 +419,44 @@ class TorchDeviceBackend:
         )
         return True
 
+    def _taken_before(
+        self, tensor: torch.Tensor, key: TensorKey, kept: Kept
+    ) -> tuple[PendingSummary | StagedTensor | None, int]:
+        """What brings a tensor that was taken in this call already, or else its address.
+
+        The address is 0 for what cannot be found again: a sample, and elements that do not lie in
+        order, which are read from a copy; and where the device makes no digests.
+        """
+        assert self.device_memory is not None
+        without_digests = self.device_memory.device_of(tensor).without_kernels
+        if kept == "sample" or without_digests or not tensor.is_contiguous() or not tensor.numel():
+            return None, 0
+        address = tensor.data_ptr()
+        recent = self._recent.find(tensor, address, self._place_number(key))
+        if recent is None:
+            return None, address
+        what = recent.what
+        # Of whole bytes a summary can be made, but not the other way round.
+        usable = what.again() if isinstance(what, StagedTensor) else kept != "full"
+        return (what, 0) if usable else (None, address)
+
+    def _place_number(self, key: TensorKey) -> int:
+        place = (key.site, key.port, key.slot, key.moment, key.phase)
+        return self._places.setdefault(place, len(self._places))
+
+    def _changed_unseen(self, number: int) -> None:
+        """A place was given a changed tensor that seemed unchanged."""
+        place = next(place for place, other in self._places.items() if other == number)
+        self._recorder.event_once(
+            "changed-unseen",
+            "what this was given is what another module gave, and in earlier steps it was not read "
+            "again; by now something writes to it without telling torch (a collective, a kernel of "
+            "another library), so values of steps before this one may be those before the write",
+            site=place[0],
+            port=place[1],
+            slot=place[2],
+        )
+
     def _carry_to_summarise(
         self, device_memory: DeviceMemory, tensor: torch.Tensor, elements: int
     ) -> StagedTensor | None:
@@ -394,7 +464,7 @@ class TorchDeviceBackend:
         if device_memory.degraded or not elements:
             return None
         size = tensor.numel() * tensor.element_size()
-        carried = device_memory.carry(tensor, size, self.send)
+        carried = device_memory.carry(tensor, size, self._send)
         if not isinstance(carried, StagedTensor):
             return None
         self.delivery.in_background(self._recorder.prepare)
@@ -413,6 +483,10 @@ class TorchDeviceBackend:
 
     def send(self) -> None:
         """Start the copies of what was taken, and hand over what has come."""
+        self._send()
+        self._recent.next_call()
+
+    def _send(self) -> None:
         device_memory = self.device_memory
         if device_memory is None or self._still:
             return

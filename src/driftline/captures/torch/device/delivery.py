@@ -165,9 +165,9 @@ class Delivery:
         elif len(self._queue) >= _MANY:
             self.deliver(wait=False)
 
-    def new_group(self, transfer: SummaryTransfer, slot: int) -> Group:
-        """A group at the end of the queue, for what a transfer has from this slot on."""
-        group = Group(transfer, slot)
+    def new_group(self, transfer: SummaryTransfer) -> Group:
+        """A group at the end of the queue, for what a transfer brings."""
+        group = Group(transfer)
         self.add(group)
         self.tail = group
         return group

@@ -179,6 +179,14 @@ class StagingBuffer:
             self._out += 1
         return staged
 
+    def again(self) -> bool:
+        """One of its tensors is wanted once more; False if its bytes may be gone by now."""
+        with self._lock:
+            if self._out:
+                self._out += 1
+                return True
+            return False
+
     def staged_done(self) -> None:
         """One of its tensors is no longer needed. Only after arrival: nothing is added any more."""
         with self._lock:
@@ -189,14 +197,18 @@ class StagingBuffer:
 
 
 class StagedTensor:
-    """One tensor's bytes on their way to host memory; say when they are no longer needed."""
+    """One tensor's bytes on their way to host memory; say when they are no longer needed.
 
-    __slots__ = ("_offset", "_staging", "done", "size")
+    Each `again` that is true has a `done` of its own.
+    """
+
+    __slots__ = ("_offset", "_staging", "again", "done", "size")
 
     def __init__(self, staging: StagingBuffer, offset: int, size: int) -> None:
         self._staging = staging
         self._offset = offset
         self.size = size
+        self.again = staging.again
         self.done = staging.staged_done
 
     @property

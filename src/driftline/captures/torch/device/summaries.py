@@ -56,6 +56,17 @@ class SummaryTransfer:
         assert self._host is not None
         return self._host.data_ptr() + slot * ROW_BYTES
 
+    def digest(self, slot: int) -> bytes | None:
+        """The digest of the tensor in a slot; None where it is not known to be here."""
+        if not self.there and self.mark is not None:
+            try:
+                self.there = self.mark.query()
+            except RuntimeError:  # a graph is being recorded, or the device has failed
+                return None
+        if not self.there:
+            return None
+        return ctypes.string_at(self.row_at(slot) + 9 * 8, 16)
+
     def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
         """Digest and summary of the tensor in a slot; only after its arrival."""
         # Converted once for all slots of the transfer; each conversion has a fixed cost.
@@ -129,22 +140,23 @@ class Constant:
 
 
 class Group:
-    """Tensors in consecutive slots of a transfer, each like one that came before.
+    """Tensors whose summaries one transfer brings, each like one that came before.
+
+    Several of them may have the same slot: those that are one tensor.
 
     Attributes:
         transfer: Brings their summaries.
     """
 
-    def __init__(self, transfer: SummaryTransfer, first: int) -> None:
+    def __init__(self, transfer: SummaryTransfer) -> None:
         self.transfer = transfer
-        self._first = first
         self._constants: list[Constant] = []
         self._notes: array[int] = array("q")
 
-    def add(self, constant: Constant, step: int, visit: int) -> None:
+    def add(self, constant: Constant, step: int, visit: int, slot: int) -> None:
         self._constants.append(constant)
-        # Three integers per tensor instead of a record: this runs for every tensor.
-        self._notes.extend((constant.at, step, visit))
+        # Four integers per tensor instead of a record: this runs for every tensor.
+        self._notes.extend((constant.at, step, visit, slot))
 
     def __len__(self) -> int:
         return len(self._constants)
@@ -155,20 +167,18 @@ class Group:
 
     def described(self) -> Iterator[Record]:
         """The records without what the transfer brings."""
-        notes = self._notes
-        for i, constant in enumerate(self._constants):
-            yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2])
+        for constant, step, visit, _ in self._noted():
+            yield constant.recorded(step, visit)
 
     def records(self) -> Iterator[Record]:
         """The records; only after the transfer's arrival."""
-        notes = self._notes
-        for i, constant in enumerate(self._constants):
-            result = self.transfer.result(self._first + i, constant.count, constant.width)
-            yield constant.recorded(notes[3 * i + 1], notes[3 * i + 2], *result)
+        for constant, step, visit, slot in self._noted():
+            result = self.transfer.result(slot, constant.count, constant.width)
+            yield constant.recorded(step, visit, *result)
 
     def lines(self, order: int) -> bytes:
         """Their index lines; only after the transfer's arrival."""
-        text = launcher.lines(self._notes, self.transfer.row_at(self._first), order)
+        text = launcher.lines(self._notes, self.transfer.row_at(0), order)
         # Without the compiled helper the lines are made in Python, slower and equal.
         if text is not None:
             return text
@@ -177,6 +187,10 @@ class Group:
             for i, record in enumerate(self.records())
         ]
         return "\n".join([*made, ""]).encode("ascii", "replace")
+
+    def _noted(self) -> Iterator[tuple[Constant, int, int, int]]:
+        notes = self._notes
+        return zip(self._constants, notes[1::4], notes[2::4], notes[3::4], strict=True)
 
 
 # Rows on the device, joined and fetched in one copy per step.
