@@ -129,6 +129,11 @@ class TensorAddress(NamedTuple):
     alias: str = ""
     class_name: str = ""
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What is the same in every step and visit."""
+        return self.site, self.port, self.slot, self.moment, self.phase
+
     def key(self, rank: int) -> TensorKey:
         """The key of its record; the sink tells processes of one rank apart."""
         return TensorKey(

@@ -203,11 +203,22 @@ def _watched_again(
     depth = len(stack)
     step = place.root.step
     last: Last = place.last
+    backend = session.device_backend
+    wanted = session.wants_step(step)
     frame = Frame(place, module, last.visits.next(step), step, recompute=False)
     stack.append(frame)
-    if place.look.inputs_before:
+    if wanted and place.look.inputs_before:
         try:
-            _take_inputs(session, stack, frame, args, kwargs)
+            if not (
+                last.argument is not None
+                and not kwargs
+                and len(args) == 1
+                and type(args[0]) is torch.Tensor
+                and not _function_modes()
+                and not _dispatch_modes()
+                and backend.take_last(last.argument, frame, args[0])
+            ):
+                _take_inputs(session, stack, frame, args, kwargs)
         except Exception as error:
             fault(session, module, error)
     try:
@@ -223,10 +234,10 @@ def _watched_again(
         if (
             # Anything unusual goes the long way, which decides again from the beginning.
             type(out) is not torch.Tensor
+            or not wanted
             or _function_modes()
             or _dispatch_modes()
-            or not session.wants_step(step)
-            or not session.device_backend.take_last(last, frame, out)
+            or not backend.take_last(last, frame, out)
         ):
             leave(session, stack, frame, result)
     except Exception as error:

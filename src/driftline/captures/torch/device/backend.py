@@ -57,17 +57,19 @@ class KnownTensor(NamedTuple):
 
 
 class Last:
-    """What the only output of a place was last, looked up again when anything has changed.
+    """What the only output of a place was last, and its only argument.
 
     Attributes:
         visits: Counts the place's calls.
+        argument: What the only argument was; None where inputs are not wanted, or are others.
     """
 
-    __slots__ = ("changes", "key", "known", "visits")
+    __slots__ = ("argument", "changes", "key", "known", "visits")
 
-    def __init__(self, key: tuple[str, ...], visits: Visits) -> None:
+    def __init__(self, key: tuple[str, ...], visits: Visits, argument: Last | None = None) -> None:
         self.key = key
         self.visits = visits
+        self.argument = argument
         self.known: KnownTensor | None = None
         self.changes = -1
 
@@ -150,57 +152,81 @@ class TorchDeviceBackend:
         self, frame: Frame, port: str, slot: str, alias: str, tensor: torch.Tensor, moment: str
     ) -> bool:
         like = self.known_tensors.get((frame.site, port, slot, moment, frame.phase))
-        return like is not None and like.alias == alias and self._again(like, frame, tensor)
+        return (
+            like is not None
+            and like.alias == alias
+            and self._again(like, frame.step, frame.visit, tensor)
+        )
 
     def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
         """For `take_last`; None where an output was not taken in at once."""
         key = (frame.site, "output", "0", "after", "forward")
         like = self.known_tensors.get(key) if len(tensors) == 1 else None
-        return Last(key, visits) if like is not None and not like.alias else None
+        if like is None or like.alias:
+            return None
+        argument = None
+        if len(frame.inputs) == 1:
+            slot, alias, _ = frame.inputs[0]
+            key_of_input = (frame.site, "input", slot, "before", "forward")
+            like = self.known_tensors.get(key_of_input)
+            if like is not None and like.alias == alias:
+                argument = Last(key_of_input, visits)
+        return Last(key, visits, argument)
 
     def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
-        """`take_again` for the only output of a forward call."""
+        """`take_again` for the only output of a forward call, or for its only argument."""
         # The number of changes is compared instead of looking the key up in every call.
         if last.changes != self._changes:
             last.changes, last.known = self._changes, self.known_tensors.get(last.key)
         like = last.known
-        return like is not None and self._again(like, frame, tensor)
+        return like is not None and self._again(like, frame.step, frame.visit, tensor)
 
-    def _again(self, like: KnownTensor, frame: Frame, tensor: torch.Tensor) -> bool:
-        index = like.index
+    def _again(self, like: KnownTensor, step: int, visit: int, tensor: torch.Tensor) -> bool:
         # Later steps may keep less of a tensor than the first one did.
-        if like.kept != self._reduction.kept_in(frame.step):
+        if like.kept != self._reduction.kept_in(step):
             return False
+        recent = self._recent.find(tensor, like.place)
+        if recent is None or recent.dtype is not like.dtype or recent.shape != like.shape:
+            return self._read_again(like, step, visit, tensor)
+        what = recent.what
+        with self._lock:
+            if isinstance(what, PendingSummary):
+                return like.kept != "full" and self._noted(like, step, visit, what)
+            if like.kept != "full" or not what.again():
+                return False
+            self.delivery.add(Repeat(like.constant, step, visit, what))
+            return True
+
+    def _read_again(self, like: KnownTensor, step: int, visit: int, tensor: torch.Tensor) -> bool:
+        """Read a tensor that may be like the last one of its place; False if it is not."""
+        index = like.index
         try:
             address = snapshots.address_alike(tensor, like.dtype, like.shape, index)
         # A tensor of vmap or of a traced graph has no single address.
         except RuntimeError:
             return False
-        stream = _stream(index) if index >= 0 else 0
         if (
             not address
             # The kernel reads 16 bytes at a time.
             or address & 15
-            or stream != like.stream
+            or (_stream(index) if index >= 0 else 0) != like.stream
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
         # Launch and queue under one lock: rows and queue must have the same order.
         with self._lock:
-            recent = self._recent.find(tensor, address, like.place)
-            what = None if recent is None else recent.what
             if like.reading is None:
-                return self._carried_again(like, tensor, address, frame, what)
-            if not isinstance(what, PendingSummary):
-                what = self._summarised_again(like, like.reading, tensor, address)
-                if what is None:
-                    return False
-            delivery = self.delivery
-            group = delivery.tail
-            # A group is what one transfer brings.
-            if group is None or group.transfer is not what.transfer:
-                group = delivery.new_group(what.transfer)
-            group.add(like.constant, frame.step, frame.visit, what.slot)
+                return self._carried_again(like, tensor, address, step, visit)
+            what = self._summarised_again(like, like.reading, tensor, address)
+            return what is not None and self._noted(like, step, visit, what)
+
+    def _noted(self, like: KnownTensor, step: int, visit: int, what: PendingSummary) -> bool:
+        """Queue a tensor whose summary is on its way."""
+        group = self.delivery.tail
+        # A group is what one transfer brings.
+        if group is None or group.transfer is not what.transfer:
+            group = self.delivery.new_group(what.transfer)
+        group.add(like.constant, step, visit, what.slot)
         return True
 
     def _summarised_again(
@@ -215,35 +241,37 @@ class TorchDeviceBackend:
             return None
         constant = like.constant
         what = PendingSummary(batch.transfer, slot, constant.count, constant.width)
-        self._recent.add(tensor, address, like.place, what, what)
+        self._recent.add(tensor, like.place, what, what)
         return what
 
     def _carried_again(
-        self,
-        like: KnownTensor,
-        tensor: torch.Tensor,
-        address: int,
-        frame: Frame,
-        what: PendingSummary | StagedTensor | None,
+        self, like: KnownTensor, tensor: torch.Tensor, address: int, step: int, visit: int
     ) -> bool:
         """Stage the bytes of a tensor like the last one; False if no staging buffer has room."""
         assert self.device_memory is not None
         # Where everything is read, digests are needed as well, which the long way has made.
         if self.device_memory.degraded or self._recent.reads_all:
             return False
-        if isinstance(what, StagedTensor) and what.again():
-            staged = what
-        else:
-            # What torch copies would become part of a graph that is being recorded.
-            insist = like.index < 0
-            staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
-            if staged is None:
-                return False
-            self._recent.add(tensor, address, like.place, staged, None)
-        self.delivery.add(Repeat(like.constant, frame.step, frame.visit, staged))
+        # What torch copies would become part of a graph that is being recorded.
+        insist = like.index < 0
+        staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
+        if staged is None:
+            return False
+        self._recent.add(tensor, like.place, staged, None)
+        self.delivery.add(Repeat(like.constant, step, visit, staged))
         return True
 
     def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
+        like = self.known_tensors.get(address.place)
+        if (
+            like is not None
+            and not placement
+            and like.alias == address.alias
+            # Overloads of one operator share a place.
+            and like.constant.record.class_name == address.class_name
+            and self._again(like, address.step, address.visit, tensor)
+        ):
+            return True
         device_memory = self.device_memory or self._new_device_memory()
         # After a failure tensors are counted as lost rather than taken.
         if self.delivery.failure:
@@ -290,10 +318,10 @@ class TorchDeviceBackend:
                     self._changes += 1
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
-        if not device_memory.can_use(tensor):
-            return False
         key = address.key(self._rank)
-        with self._lock:
+        with self._lock:  # also the first look at a device: two threads must not both make one
+            if not device_memory.can_use(tensor):
+                return False
             return self._taken(device_memory, key, shot, tensor, address.alias, address.class_name)
 
     def _new_device_memory(self) -> DeviceMemory:
@@ -332,6 +360,7 @@ class TorchDeviceBackend:
         like = self.known_tensors.get(place)
         if (
             like is not None
+            and like.constant.record.class_name == class_name
             and like.batch is batch
             and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
             and like.kept == kept
@@ -363,7 +392,9 @@ class TorchDeviceBackend:
         class_name: str,
     ) -> bool:
         kept = self._reduction.kept_in(key.step)
-        what, address = self._taken_before(tensor, key, kept)
+        findable = self._is_findable(device_memory, tensor, kept)
+        what = self._taken_before(tensor, key, kept) if findable else None
+        again = what is not None
         stride, lost = 1, ""
         if what is not None:
             self._remember(device_memory, key, shot, tensor, alias, class_name)
@@ -395,11 +426,11 @@ class TorchDeviceBackend:
                 what = self._carry_to_summarise(device_memory, tensor, shot.elements)
                 if what is None:
                     return False
-        if address and what is not None:
+        if findable and what is not None and not again:
             digest = what if isinstance(what, PendingSummary) else None
             if digest is None and self._recent.reads_all:
                 digest = device_memory.summarise(tensor, shot.dtype)
-            self._recent.add(tensor, address, self._place_number(key), what, digest)
+            self._recent.add(tensor, self._place_number(key), what, digest)
         self.delivery.add(
             Waiting(
                 key,
@@ -419,26 +450,25 @@ class TorchDeviceBackend:
         )
         return True
 
+    def _is_findable(self, device_memory: DeviceMemory, tensor: torch.Tensor, kept: Kept) -> bool:
+        """Whether a tensor that comes again need not be read again.
+
+        Not a sample, nor elements that do not lie in order, which are read from a copy; nor where
+        the device makes no digests, which show that two tensors are one.
+        """
+        digests = not device_memory.device_of(tensor).without_kernels
+        return digests and kept != "sample" and tensor.is_contiguous() and tensor.numel() > 0
+
     def _taken_before(
         self, tensor: torch.Tensor, key: TensorKey, kept: Kept
-    ) -> tuple[PendingSummary | StagedTensor | None, int]:
-        """What brings a tensor that was taken in this call already, or else its address.
-
-        The address is 0 for what cannot be found again: a sample, and elements that do not lie in
-        order, which are read from a copy; and where the device makes no digests.
-        """
-        assert self.device_memory is not None
-        without_digests = self.device_memory.device_of(tensor).without_kernels
-        if kept == "sample" or without_digests or not tensor.is_contiguous() or not tensor.numel():
-            return None, 0
-        address = tensor.data_ptr()
-        recent = self._recent.find(tensor, address, self._place_number(key))
-        if recent is None:
-            return None, address
-        what = recent.what
+    ) -> PendingSummary | StagedTensor | None:
+        """What brings a tensor that was taken in this call already."""
+        recent = self._recent.find(tensor, self._place_number(key))
+        what = None if recent is None else recent.what
+        if isinstance(what, StagedTensor):
+            return what if what.again() else None
         # Of whole bytes a summary can be made, but not the other way round.
-        usable = what.again() if isinstance(what, StagedTensor) else kept != "full"
-        return (what, 0) if usable else (None, address)
+        return None if kept == "full" else what
 
     def _place_number(self, key: TensorKey) -> int:
         place = (key.site, key.port, key.slot, key.moment, key.phase)

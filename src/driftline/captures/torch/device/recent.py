@@ -4,10 +4,10 @@
 What one module returns is mostly what the next ones are given. Three things must hold before a
 tensor is believed to be one that was taken, and its values are not read:
 
-* Its memory is the same and was not freed in between: the tensor taken then is still alive and
-  still has that address.
-* torch has counted no write to it: both have the version of then. Tensors of
-  `torch.inference_mode` have none and are always read.
+* It is the same object, with the same memory. Views of it are other tensors.
+* torch has counted no write to it: it has the version of then. Another shape or order of its
+  elements counts as a write. Tensors of `torch.inference_mode` have no version and are always
+  read.
 * In a call in which everything was read, the two places had equal digests. Collectives such as
   `all_reduce`, kernels of other libraries and writes through `.data` change values without being
   counted; where a program does that, it shows in its first call.
@@ -37,6 +37,7 @@ class TakenTensor(NamedTuple):
     Attributes:
         reference: To the tensor; dead when the program has let go of it.
         version: How often it had been written to.
+        address: Of its elements.
         place: Where it was taken, as a number.
         what: Brings what is kept of it.
         digest: Brings its digest, in calls in which everything is read.
@@ -44,6 +45,7 @@ class TakenTensor(NamedTuple):
 
     reference: weakref.ref[torch.Tensor]
     version: int
+    address: int
     dtype: torch.dtype
     shape: torch.Size
     place: int
@@ -61,7 +63,7 @@ class _Trial(NamedTuple):
 
 
 class RecentTensors:
-    """Contiguous tensors of devices, by the address of their elements.
+    """Contiguous tensors of devices that were taken in this call.
 
     Args:
         changed: Told the number of a place that was given a tensor whose change torch had not
@@ -79,14 +81,17 @@ class RecentTensors:
         self._calls = 0
         self.reads_all = True
 
-    def find(self, tensor: torch.Tensor, address: int, place: int) -> TakenTensor | None:
-        """A contiguous tensor as it was taken before; None where its values have to be read."""
-        taken = self._taken.get(address)
+    def find(self, tensor: torch.Tensor, place: int) -> TakenTensor | None:
+        """A tensor as it was taken before; None where its values have to be read."""
+        # The id of a dead tensor may be another one's now, so the reference is compared.
+        taken = self._taken.get(id(tensor))
         if (
             taken is None
             or self.reads_all
+            or taken.reference() is not tensor
+            or tensor._version != taken.version
+            or tensor.data_ptr() != taken.address
             or not self._proven.get((taken.place, place))
-            or not _is_same(taken, tensor, address)
         ):
             return None
         return taken
@@ -94,7 +99,6 @@ class RecentTensors:
     def add(
         self,
         tensor: torch.Tensor,
-        address: int,
         place: int,
         what: PendingSummary | StagedTensor,
         digest: PendingSummary | None,
@@ -102,18 +106,23 @@ class RecentTensors:
         """A contiguous tensor has just been read."""
         if tensor.is_inference():
             return
+        version, address = tensor._version, tensor.data_ptr()
         if self.reads_all:
-            taken = self._taken.get(address)
-            if taken is not None and _is_same(taken, tensor, address):
+            taken = self._taken.get(id(tensor))
+            if (
+                taken is not None
+                and taken.reference() is tensor
+                and (taken.version, taken.address) == (version, address)
+            ):
                 # The first place stays the source of all that follow.
                 if taken.digest is not None and digest is not None:
                     self._trials.append(_Trial(taken.place, place, taken.digest, digest))
                 return
         if len(self._taken) >= _MOST:
             self._taken.clear()
-        version = tensor._version
-        self._taken[address] = TakenTensor(
-            weakref.ref(tensor), version, tensor.dtype, tensor.shape, place, what, digest
+        reference = weakref.ref(tensor)
+        self._taken[id(tensor)] = TakenTensor(
+            reference, version, address, tensor.dtype, tensor.shape, place, what, digest
         )
 
     def next_call(self) -> None:
@@ -138,18 +147,3 @@ class RecentTensors:
         # One difference is enough, whatever other calls show.
         self._proven[pair] = equal and before is not False
         return True
-
-
-def _is_same(taken: TakenTensor, tensor: torch.Tensor, address: int) -> bool:
-    """Whether a tensor is the one that was taken, and no write to it was counted since."""
-    if tensor.dtype is not taken.dtype or tensor.shape != taken.shape:
-        return False
-    first = taken.reference()
-    if first is not tensor and (
-        first is None
-        or first.data_ptr() != address
-        or first._version != taken.version
-        or tensor.is_inference()
-    ):
-        return False
-    return tensor._version == taken.version
