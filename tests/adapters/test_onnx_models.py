@@ -132,8 +132,16 @@ def test_exports_without_any_names_align_by_structure(
         candidate = run_of(path, made.run, optimize=level)
         plan = driftline.align(made.run, candidate)
         assert any(pair.by == "structure" for pair in plan.pairs)
-        assert aligned_leaves(made.model, plan) >= least
-        clean(driftline.compare(made.run, candidate, plan=plan))
+        share = aligned_leaves(made.model, plan)
+        assert share >= least
+        table = driftline.compare(made.run, candidate, plan=plan)
+        if share >= 0.85:
+            clean(table)
+        else:
+            # Norms that are folded away in a file without names: too much was not looked at.
+            assert not [row for row in table.rows if row.status in ("fail", "incomparable")]
+            assert table.verdict == "incomplete"
+            assert "of the 21 calls of leaf modules of the reference" in table.finding
 
 
 @pytest.mark.parametrize("level", ["none", "all"])

@@ -88,8 +88,13 @@ def test_the_probe_of_every_generation(unpacked: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("unpacked", ["atb_lists"], indirect=True)
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
 def test_what_lies_beside_the_tensors(
-    unpacked: Path, spelling: str, capsys: pytest.CaptureFixture[str]
+    unpacked: Path,
+    spelling: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A narrow terminal, such as xdist gives its workers, drops columns of a table.
+    monkeypatch.setenv("COLUMNS", "160")
     shown = verdict(capsys, "show", unpacked)
     assert "model topology, layer topology ×2, operation csv, kernel csv, cpu profiling ×2" in shown
     assert "LinearOperation 7 2 12 4 30" in shown and "LinearOperation 6 11" in shown

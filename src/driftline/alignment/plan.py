@@ -37,6 +37,8 @@ NO_NODE = "no node of the compiled graphs stems from it"
 NO_TENSOR = "the other run has no tensor for this node"
 LONE_NODE = "a node; "
 """Begins the reason of a graph's node that lies in no module, where the other run has no nodes."""
+SAME_VALUE = f"{LONE_NODE}the same value is compared at "
+"""Begins the reason of a node whose very bytes are compared under the name of a module."""
 NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
 
 

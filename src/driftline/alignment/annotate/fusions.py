@@ -36,9 +36,13 @@ def with_fusions(
     inside = dict(plan.inside)
     reasons = dict(plan.reasons)
     holds: dict[int, list[Record]] = defaultdict(list)
-    # Both sides may have fused something, if both are graphs.
-    for side, other, lone, graph in sides:
-        for record, node, pair in _inside(lone, graph, plan.pairs, other == "reference"):
+    found: dict[str, list[tuple[Record, str, Pair]]] = {"reference": [], "candidate": []}
+    # Both sides may have fused something, if both are graphs: then the node that contains a tensor
+    # may itself be inside one of the other side's, which is known only when both were asked.
+    for side, other, lone, graph in (*sides, *sides[: len(sides) - 1]):
+        found[side] = _inside(lone, graph, plan.pairs, found[other], other == "reference")
+    for side, other, _, graph in sides:
+        for record, node, pair in found[side]:
             fused: Record = getattr(pair, other)
             inside[side, record.key] = fused.key
             kept: Record = getattr(pair, side)
@@ -67,19 +71,39 @@ def _with_words(pair: Pair, held: Sequence[Record]) -> Pair:
 
 
 def _inside(
-    lone: Sequence[Record], graph: ExportedGraph, pairs_known: Sequence[Pair], graph_first: bool
-) -> Iterator[tuple[Record, str, Pair]]:
-    """Tensors that are inside a node of the other side, with the pair that contains them."""
+    lone: Sequence[Record],
+    graph: ExportedGraph,
+    pairs_known: Sequence[Pair],
+    enclosed_there: Sequence[tuple[Record, str, Pair]],
+    graph_first: bool,
+) -> list[tuple[Record, str, Pair]]:
+    """Tensors that are inside a node of the other side, with the pair that contains them.
+
+    Args:
+        lone: Tensors of one side without a partner.
+        graph: The graph of the other side.
+        pairs_known: All pairs.
+        enclosed_there: Tensors of the graph's side that are inside a node of this side.
+        graph_first: Whether the graph is that of the reference.
+    """
     wholes: dict[_Key, Pair] = {}
+    # What the other side calls a call: an exporter may number the calls of one module as modules.
+    called: dict[_Call, _Call] = {}
     for pair in pairs_known:
-        own = pair.reference if graph_first else pair.candidate
+        own, other = pair.reference, pair.candidate
+        if not graph_first:
+            own, other = other, own
         wholes.setdefault((*_call(own), own.key.slot), pair)
+        if own.key.port == other.key.port == "output":
+            called.setdefault(_call(own), _call(other))
+    for record, _, pair in enclosed_there:
+        wholes.setdefault((*_call(record), record.key.slot), pair)
     waiting: dict[_Call, list[Record]] = defaultdict(list)
     for record in lone:
         waiting[_call(record)].append(record)
     enclosed: dict[int, tuple[Record, str, Pair]] = {}
     for place, node, tensors in (*_of_modules(graph), *_of_nodes(graph, lone)):
-        for call, records in _calls(waiting, place):
+        for call, records in _calls(waiting, place, called):
             # Two lone tensors of one port cannot be told apart inside a fusion.
             if len(records) != 1 or id(records[0]) in enclosed:
                 continue
@@ -93,7 +117,7 @@ def _inside(
     if graph.folded_norms:
         _norms(lone, enclosed, waiting)
         _spread_by_bytes(lone, enclosed)
-    yield from enclosed.values()
+    return list(enclosed.values())
 
 
 def _first_given(pair: Pair) -> tuple[bool, int]:
@@ -107,12 +131,14 @@ def _call(record: Record) -> _Call:
 
 
 def _calls(
-    waiting: Mapping[_Call, list[Record]], place: Place
+    waiting: Mapping[_Call, list[Record]], place: Place, called: Mapping[_Call, _Call]
 ) -> Iterator[tuple[_Call, list[Record]]]:
     # A place has no frame: the graph describes every step alike.
     frames = dict.fromkeys(call[:3] for call in waiting)
     for frame in frames:
         call: _Call = (*frame, *place)
+        if call not in waiting and (twin := called.get((*call[:5], "output"))) is not None:
+            call = (*twin[:5], call[5])
         if call in waiting:
             yield call, waiting[call]
 

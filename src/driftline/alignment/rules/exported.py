@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from driftline.alignment.annotate.fusions import with_fusions
-from driftline.alignment.plan import LONE_NODE, Pair, Plan
+from driftline.alignment.plan import LONE_NODE, SAME_VALUE, Pair, Plan
 from driftline.alignment.rules.exported_nodes import pair_calls, partner_values, with_absorbed
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
@@ -572,7 +572,7 @@ def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model
     # compared.
     if key.site in own.nodes and model:
         if twin is not None:
-            return f"{LONE_NODE}the same value is compared at '{twin.key.site}' {twin.key.port}"
+            return f"{SAME_VALUE}'{twin.key.site}' {twin.key.port}"
         module = key.site.rpartition("/")[0]
         where = f"a node inside '{module}'; " if module and module != ROOT else LONE_NODE
         return f"{where}the other run has modules only"

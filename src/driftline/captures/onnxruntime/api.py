@@ -31,7 +31,7 @@ from driftline.errors import AlreadyThere, BadInput
 from driftline.runs.memory import MemorySink
 from driftline.runs.provenance import check_room, create_run, refuse_addresses
 from driftline.runs.run import Run
-from driftline.runs.sinks import Sink
+from driftline.runs.sinks import JSON, Sink
 from driftline.runs.writer import RunWriter
 
 Filter = str | int | Iterable[str | int] | None
@@ -186,7 +186,9 @@ def capture_onnx(
         # The run is created only now: everything that can be refused has been checked.
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
-        sink.describe(**facts(file, files, plan, work.traced))
+        # What was asked for, for whoever judges what this run can show, on disk and in memory.
+        asked: dict[str, JSON] = {"levels": list(shown), "selection": chosen.to_json()}
+        sink.describe(capture=asked, **facts(file, files, plan, work.traced))
         recorder = Recorder(sink, chosen, reduction, 0, look)
         executions, faithful = work.capture(
             recorder,

@@ -11,7 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 
-from driftline.alignment.plan import LONE_NODE, NO_NODE, NO_TENSOR, NOT_KEPT, NOT_PLANNED
+from driftline.alignment.plan import (
+    LONE_NODE,
+    NO_NODE,
+    NO_TENSOR,
+    NOT_KEPT,
+    NOT_PLANNED,
+    SAME_VALUE,
+)
 from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
@@ -99,7 +106,7 @@ class SideCalls:
     def __init__(self, name: str) -> None:
         self.name = name
         # Lone tensors by step: they count when the other side has that step, too.
-        self._waiting: dict[int, list[tuple[str, str, _Call]]] = {}
+        self._waiting: dict[int, list[tuple[str, str, _Call, bool]]] = {}
         self.sites: dict[str, _Site] = {}
         # Calls of the first step, by site and visit: when their outputs came, and which of them
         # were compared. Rows have the order of the reference; that of the candidate its side
@@ -125,16 +132,16 @@ class SideCalls:
         other.compared_calls = set(self.compared_calls)
         return other
 
-    def wait(self, site: str, port: str, call: _Call) -> None:
+    def wait(self, site: str, port: str, call: _Call, compared: bool) -> None:
         """Take a tensor without a partner, if it turns out that its step was compared."""
-        self._waiting.setdefault(call[2], []).append((site, port, call))
+        self._waiting.setdefault(call[2], []).append((site, port, call, compared))
 
     def finish(self, steps: Container[int]) -> None:
         """All rows were taken, and these are the steps of which something was compared."""
         for step, lone in self._waiting.items():
             if step in steps:
-                for site, port, call in lone:
-                    self.take(site, port, call, False)
+                for site, port, call, compared in lone:
+                    self.take(site, port, call, compared)
         self._waiting.clear()
         # A program without modules has nothing else: there every operator counts.
         if any(not site.startswith(_OUTSIDE) for site in self.sites):
@@ -460,10 +467,14 @@ class CallCounts:
             return
         if _is_gradient_sum(row):
             return
-        # What the other side computes inside a fused node is compared with that node; what a
-        # metric decided was compared, also where rounding keeps it from being right or wrong.
+        # What the other side computes inside a fused node is compared with that node, what a node
+        # gives as the module around it or the next one has it; what a metric decided was compared,
+        # also where rounding keeps it from being right or wrong.
         compared = (
-            status in ("pass", "fail", "unjudged") or row.inside_fusion or bool(row.decided_by)
+            status in ("pass", "fail", "unjudged")
+            or row.inside_fusion
+            or row.reason.startswith(SAME_VALUE)
+            or bool(row.decided_by)
         )
         if self._are_alike and _is_apart(row):
             self._part_ways()
@@ -497,11 +508,9 @@ class CallCounts:
             return
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
             side.beside_graphs.add(key.site)
+        side.wait(key.site, port, call, compared)
         if compared:
-            side.take(key.site, port, call, True)
             side.compared_calls.add((key.site, key.visit))
-        else:
-            side.wait(key.site, port, call)
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
