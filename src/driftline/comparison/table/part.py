@@ -47,7 +47,7 @@ class Part:
         made: With what: version of Driftline, path of the kernel, version of numpy.
         plan: Digest of everything that is compared, all shards together.
         pairs: How many pairs that are.
-        tolerance: What is allowed, as gating wrote it.
+        tolerance: What is allowed, as the judge wrote it.
         columns: What the metrics of the rows mean.
         reference: Where the reference came from.
         candidate: Where the candidate came from.

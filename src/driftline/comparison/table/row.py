@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from driftline.runs.records import Moment, Phase, Port, TensorKey
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
-"""`unjudged` is a measured row before gating; a table that left `gating/` has none."""
+"""`unjudged` is a measured row before it is judged; a judged table has none."""
 Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable", "unjudged"]
 Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
 """Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""

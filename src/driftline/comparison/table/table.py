@@ -186,7 +186,7 @@ class Table:
         first_site: The site to look at: `first`'s own, or the enclosing module when an input was
             already wrong and no captured output says so; empty when no row fails.
         finding: The result as a sentence.
-        limits: What was allowed, as gating wrote it.
+        limits: What was allowed, as the judge wrote it.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
         notes: What alignment concluded about the runs as wholes, one sentence each.
