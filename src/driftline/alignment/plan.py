@@ -201,7 +201,7 @@ class Plan(NamedTuple):
             if pair.fused:
                 yield f"           inside the fusion of {pair.fused}"
             if pair.culprit:
-                yield f"           off by itself: {pair.culprit}"
+                yield f"           wrong for its own inputs: {pair.culprit}"
         for record in self.missing:
             yield f"  missing  {record.key}  {record.dtype} {_dims(record)}" + self._why(
                 "reference", record

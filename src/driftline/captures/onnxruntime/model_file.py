@@ -199,7 +199,7 @@ def check_external(path: Path, model: Any) -> list[Path]:
         if not place.is_relative_to(folder):
             raise BadFile(
                 f"'{path.name}' keeps weights in '{name}', which is not below its own folder",
-                hint="put the weights beside the model",
+                hint="put the weights into the model's folder",
             )
         if not place.is_file():
             raise BadFile(

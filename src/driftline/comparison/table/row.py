@@ -118,8 +118,8 @@ class Row(NamedTuple):
         line: The program's line that computes it, `file:number in function`, where a side knows it.
         fused: The calls that one kernel of a compiler computes on the way to it, where it is more
             than this one; in words.
-        culprit: The first node of a compiled graph on the way to it that is off by itself, whatever
-            the other side has: it gives something else than it should for what it is given.
+        culprit: The first node of a compiled graph on the way to it that is wrong for its own
+            inputs, whatever the other side has.
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.

@@ -84,7 +84,7 @@ def _computed(first: Row) -> str:
         if first.line and not first.culprit:
             remarks.append("--no-fusion takes them apart")
     if first.culprit:
-        remarks.insert(0, f"off by itself is {first.culprit}")
+        remarks.insert(0, f"wrong for its own inputs: {first.culprit}")
     return f" ({'; '.join(remarks)})" if remarks else ""
 
 

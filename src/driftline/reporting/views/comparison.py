@@ -314,7 +314,7 @@ def _step_commands(table: Table) -> list[Sentence]:
 
 
 def _allowed(table: Table) -> str:
-    """What the rows were held to: the judge's own sentence, or the limits that occur in the rows."""
+    """What the rows were held to: the judge's sentence, or the limits that occur in the rows."""
     words = table.limits.get("said")
     if isinstance(words, str) and words:
         return words if words.startswith("limits") else f"limits: {words}"
