@@ -36,7 +36,7 @@ NOT_PLANNED = "the plan has no pair for it"
 NO_NODE = "no node of the compiled graphs stems from it"
 NO_TENSOR = "the other run has no tensor for this node"
 LONE_NODE = "a node; "
-"""Begins the reason of a graph's node that lies in no module, where the other run has no nodes."""
+"""Begins the reason of a graph's node that is in no module, where the other run has no nodes."""
 NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
 
 

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Two live models compared in one process: layer by layer as they run, or after both were captured.
 
-`lockstep` compares tensors where they lie and keeps none. Where the two models are not built alike,
+`lockstep` compares tensors where they are and keeps none. Where the two models are not built alike,
 or a metric needs every value at once, both are captured in memory and go through the pipeline as
 two runs of a disk would.
 """
@@ -50,7 +50,7 @@ def lockstep(
 ) -> Table:
     """Run two models side by side and compare what every module took and gave, as they run.
 
-    Each tensor is compared where it lies, on the device if both are there, and is free to go
+    Each tensor is compared where it is, on the device if both are there, and is free to go
     afterwards: nothing is kept and nothing written. The table is that of `compare_models`. Models
     that are not built alike are captured and aligned instead, as `compare_models` does it.
 
@@ -100,7 +100,7 @@ def compared_in_step(
     except _NeedsValues:
         return None
     table = judge(comparison.table(measured), options.tolerance)
-    # Whether what fails lies at pads, or in half of the tokens only, can only be seen in tensors
+    # Whether what fails is at pads, or in half of the tokens only, can only be seen in tensors
     # that were kept.
     if table.verdict == "fail" and any(map(is_mask, reference_run.records)):
         return None
@@ -135,7 +135,7 @@ class _KnownMoments:
         shape = pair.reference.shape
         if len(shape) == 2 and shape[0] == shape[1]:
             error = measured.get("relative_l2", 0.0)
-            if isinstance(error, float) and error > FAR_OFF:  # it may lie the other way round
+            if isinstance(error, float) and error > FAR_OFF:  # it may be the other way round
                 raise _NeedsValues
         return paired(pair, "values", measured)
 

@@ -65,13 +65,13 @@ class CompareKeywords(JudgeKeywords, total=False):
     executor: str | Executor | None
 
 
-def refuse_unknown(function: str, keywords: Mapping[str, Any], known: type) -> None:
+def refuse_unknown(function: str, keywords: Mapping[str, Any], allowed: type) -> None:
     """Refuse keywords that a `TypedDict` does not name; Python itself lets them pass.
 
     Raises:
         TypeError: There is such a keyword.
     """
-    names = known.__annotations__.keys()
+    names = allowed.__annotations__.keys()
     for name in keywords.keys() - names:
         near = get_close_matches(name, names, 1)
         also = f"; did you mean '{near[0]}'?" if near else ""

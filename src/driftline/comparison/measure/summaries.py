@@ -217,7 +217,7 @@ Term = tuple[Summary, float, int]
 """A summary, what its values are multiplied by, and the rank that holds it."""
 
 Parts = Mapping[Cuts, Held]
-"""By where they lie in the whole; the whole itself lies at ()."""
+"""By where they are in the whole; the whole itself is at ()."""
 
 
 def needs_summaries(pair: Pair) -> bool:

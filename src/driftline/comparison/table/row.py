@@ -236,7 +236,7 @@ class Row(NamedTuple):
 
     @property
     def compared(self) -> bool:
-        """Whether both sides were there and could be set against each other."""
+        """Whether both sides were there and could be compared with each other."""
         return self.status in ("pass", "fail", "unjudged")
 
     def measured(

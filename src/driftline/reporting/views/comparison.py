@@ -147,7 +147,7 @@ def _belongs(row: Row, first: Row) -> bool:
 
 
 def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
-    """The worst value over limit of every site and of everything that lies inside it."""
+    """The worst value over limit of every site and of everything that is inside it."""
     site = row.site
     while site:
         if site in shown:
