@@ -47,31 +47,36 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 
 TESTS: dict[str, tuple[str, ...]] = {
     "captures": (
-        "tests/adapters",
+        "tests/captures",
         "tests/experiments",
         "tests/launch",
-        "tests/executors/test_fanning.py",
+        "tests/execution/test_shared_work.py",
     ),
     "alignment": ("tests/alignment", "tests/ranks"),
     "comparison": (
         "tests/comparison",
-        "tests/gating",
+        "tests/evidence",
         "tests/tolerance",
-        "tests/executors",
+        "tests/execution",
         "tests/ranks",
-        "tests/verdicts",
+        "tests/verdict",
         "tests/training",
         "tests/cli/test_compare_command.py",
     ),
-    "comparison/verdict": ("tests/gating", "tests/verdicts", "tests/tolerance", "tests/comparison"),
+    "comparison/verdict": (
+        "tests/verdict",
+        "tests/evidence",
+        "tests/tolerance",
+        "tests/comparison",
+    ),
     "diagnosis": ("tests/diagnosis", "tests/experiments"),
-    "execution": ("tests/executors",),
+    "execution": ("tests/execution",),
     "formats": ("tests/formats",),
-    "graphs": ("tests/topology",),
+    "graphs": ("tests/graphs",),
     "numerics": ("tests/numerics",),
     "operators": ("tests/operators",),
-    "runs": ("tests/runs", "tests/remote", "tests/adapters/test_capture_door.py"),
-    "runs/stores": ("tests/remote",),
+    "runs": ("tests/runs", "tests/stores", "tests/captures/test_capture_entry.py"),
+    "runs/stores": ("tests/stores",),
 }
 """The one place that says which tests belong to a package of `src/driftline`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,19 @@ from torch import nn
 import driftline
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.plan import Plan
-from driftline.alignment.rules.compiler_dumps import conversions
+from driftline.alignment.rules.compiler_dumps import _ends, conversions
+from driftline.alignment.sites.operators import Operator
 from driftline.errors import BadInput
 from driftline.formats.ascend.ge.graph_text import GraphNode
 from driftline.formats.registry import open_run
-from driftline.graphs.sources.compiler_text import Node, OperatorGraph, Vocabulary, graphs_in
+from driftline.graphs.sources.compiler_text import (
+    Input,
+    Node,
+    OperatorGraph,
+    Vocabulary,
+    graphs_in,
+)
+from driftline.runs.records import Record, TensorKey
 from support.ge import GeDump, write_fx
 from support.ge_twins import Twins, traced, write_twins
 
@@ -461,3 +470,21 @@ def test_large_inputs_of_one_shape_are_told_apart_too(tmp_path):
 )
 def test_a_damaged_topology_has_no_graphs(graphs) -> None:
     assert graphs_in({"graphs": graphs}) == []
+
+
+def test_a_member_of_a_fusion_that_was_not_dumped_has_an_end_without_tensor() -> None:
+    record = Record(TensorKey.of("b", "output", "0"), 0, "float32", (2,))
+    dumped = Operator("b", "Relu", [], [record])
+
+    class Edges:
+        """A member `a`, which the dump lacks, makes one output of the fusion, `b` the other."""
+
+        def inputs_of(self, members: list[str], shown: int) -> list[Input]:
+            source = ("x", 0)
+            return [Input("a", 0, source), Input("b", 0, source)]
+
+        def outputs_of(self, members: list[str]) -> list[tuple[str, int]]:
+            return [("a", 0), ("b", 0)]
+
+    graph: Any = Edges()
+    assert _ends(["a", "b"], ["b"], {"b": dumped}, graph, 2) == ([None, None], [None, record])

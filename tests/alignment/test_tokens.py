@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import driftline
 from driftline.alignment.align import AlignOptions, align_runs
 from driftline.alignment.normalise.steps import parse_step_map
+from driftline.alignment.reconcile.tokens import Batch, _unfolded_both
 from driftline.comparison.table.table import Table
 from driftline.errors import BadInput
 from driftline.runs.records import TensorKey
@@ -192,6 +194,11 @@ def test_of_a_larger_batch_the_first_rows_are_compared(flat: bool) -> None:
     row = next(row for row in table.rows if row.site == "model.mlp")
     assert row.metrics["different"] == 0
     assert "trim(axis 0, 0:" in row.candidate_recipe
+    # Two of three sequences have no partner: their elements count as not compared.
+    assert table.covered is not None
+    candidates = [row for row in table.rows if "trim(axis 0" in row.candidate_recipe]
+    left_out = sum(2 * math.prod(row.reference_shape) for row in candidates)
+    assert table.covered.elements_left_out == left_out > 0
     spoilt = network(many, spoil=(0, 4, 0))
     assert statuses(driftline.compare(network(PROMPT), spoilt))["model.mlp"] == "fail"
     elsewhere = network(many, spoil=(1, 4, 0))
@@ -210,6 +217,14 @@ def test_batch_and_pads_may_differ_at_once_and_lists_are_taken_apart() -> None:
     row = next(row for row in table.rows if row.site == "model.mlp")
     assert row.metrics["different"] == 0
     assert row.candidate_recipe.startswith("reshape(2,8,6) then trim(axis 0, 0:1) then trim(axis 1")
+
+
+def test_only_an_axis_of_all_tokens_is_unfolded_into_sequences() -> None:
+    batch = Batch(rows=2, tokens=5)
+    unfolded, step = _unfolded_both((10, HIDDEN), (14, HIDDEN), batch, Batch(2, 7))
+    assert unfolded == (2, 5, HIDDEN) and step is not None
+    for shape, of in (((9, 4), batch), ((10, 4), batch._replace(flat=True)), ((), batch)):
+        assert _unfolded_both(shape, shape, of, None) == (shape, None)
 
 
 def test_keys_of_earlier_tokens_lose_their_pads_too() -> None:

@@ -43,9 +43,9 @@ HELD = {
     "docs/python-api.md": {"text": "docs/test_docs_commands.py"},
     "docs/run-format.md": {"python": "runs/test_run_format_page.py"},
     "docs/scale.md": {
-        "text": "executors/test_shards.py",
-        "bash": "executors/test_scale_scripts.py",
-        "yaml": "executors/test_scale_scripts.py",
+        "text": "execution/test_shards.py",
+        "bash": "execution/test_scale_scripts.py",
+        "yaml": "execution/test_scale_scripts.py",
     },
     "docs/table-format.md": {"json": "comparison/test_comparison_docs.py"},
     "docs/verdicts.md": {"yaml": "docs/test_docs_blocks.py"},

@@ -79,6 +79,11 @@ def test_an_int8_linear_layer_unpacks_its_scale() -> None:
         close(found, expected, 1e-3)
     (found,) = golden("LinearOperation", {"outDataType": 27}, [x, w, bias, packed])
     assert found.dtype.name == "bfloat16"
+    # Rows that were quantised each by its own step are scaled back by it, after the channels.
+    steps = np.array([1.0, 0.5, 3.0], np.float32)
+    param = {"outDataType": 1, "quantMode": 2}
+    (found,) = golden("LinearOperation", param, [x, w, bias, scale, steps])
+    close(found, expected * steps[:, None], 1e-3)
 
 
 def test_a_compressed_weight_is_said_to_be_one() -> None:
@@ -206,7 +211,11 @@ def test_reductions_over_several_axes_make_them_disappear(kind: int, name: str) 
 def test_a_norm_with_a_residual_also_gives_the_sum() -> None:
     x, residual, gamma = draw(3, 8), draw(3, 8), draw(8)
     param = {"layerType": 2, "preNormParam": {"epsilon": 1e-5}}
-    normed, total = golden("RmsNormOperation", param, [x, residual, gamma])
+    inputs = [x, residual, gamma]
+    normed, total = golden("RmsNormOperation", param, inputs)
+    # The addition and the norm each round once.
+    tensors = [Tensor(tensor, "float32") for tensor in inputs]
+    assert [made.terms for made in results("RmsNorm", param, tensors)] == [2, 2]
     close(normed, functional.rms_norm(wide(x + residual), (8,), wide(gamma), 1e-5))
     close(total, x + residual)
 
@@ -354,6 +363,7 @@ def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
         ("RmsNorm", {"layerType": 1, "normParam": 7}, [(2, 3), (3,)], "no group of parameters"),
         ("RmsNorm", {"layerType": 1}, [(2, 3), (4,)], "gamma has 4 elements, rows have 3"),
         ("Fill", {"withMask": False, "outDim": [10**9, 10**9]}, [], "would have"),
+        ("Fill", {"withMask": False, "outDim": [2, -1]}, [], "-1.* is no shape"),
         ("Elewise", {"elewiseType": 99}, [(2,)], "elewiseType 99 is not known"),
         ("Elewise", {"elewiseType": 8}, [(2, 3), (4, 5)], "do not fit together"),
         ("Elewise", {"elewiseType": 8}, [(10**5, 1), (1, 10**5)], "10000000000 elements"),

@@ -146,6 +146,7 @@ def test_no_spelling_of_a_secret_is_written(arguments: list[str]) -> None:
         ["--lr=1e-4", "model.layers=8"],
         ["bash", "-c", "python x.py --dtype float32"],
         ["C:\\data", "key"],
+        ["012345" * 8],  # a pattern, not a key: six different digits
     ],
     ids=lambda a: " ".join(a),
 )

@@ -36,7 +36,7 @@ NOT_PLANNED = "the plan has no pair for it"
 NO_NODE = "no node of the compiled graphs stems from it"
 NO_TENSOR = "the other run has no tensor for this node"
 LONE_NODE = "a node; "
-"""Begins the reason of a graph's node that lies in no module, where the other run has no nodes."""
+"""Begins the reason of a graph's node that is in no module, where the other run has no nodes."""
 SAME_VALUE = f"{LONE_NODE}the same value is compared at "
 """Begins the reason of a node whose very bytes are compared under the name of a module."""
 NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
@@ -203,7 +203,7 @@ class Plan(NamedTuple):
             if pair.fused:
                 yield f"           inside the fusion of {pair.fused}"
             if pair.culprit:
-                yield f"           off by itself: {pair.culprit}"
+                yield f"           wrong for its own inputs: {pair.culprit}"
         for record in self.missing:
             yield f"  missing  {record.key}  {record.dtype} {_dims(record)}" + self._why(
                 "reference", record

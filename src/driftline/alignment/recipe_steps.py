@@ -466,7 +466,7 @@ class _Spread(NamedTuple):
     repeats: tuple[int, ...]
 
     def rows(self, block: slice | tuple[()]) -> F64:
-        """What lies over these rows of the tensor."""
+        """What is over these rows of the tensor."""
         values = self.values
         if isinstance(block, slice) and values.shape[0] > 1:
             step = self.repeats[0]

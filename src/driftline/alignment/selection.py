@@ -83,7 +83,7 @@ def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iter
         part_record = record._replace(placement="")  # its placement is settled by the cut
         part_pair = pair._replace(**{side: part_record, f"{side}_recipe": recipe})
         shape = source.shape
-        # The other side is cut from the outermost join inwards, as the parts lie in it.
+        # The other side is cut from the outermost join inwards, as the parts are in it.
         for cut in cuts:
             shape = (*shape[: cut.axis], cut.stop - cut.start, *shape[cut.axis + 1 :])
             part_pair = with_steps(part_pair, other, cut, shape=shape)

@@ -16,11 +16,12 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from driftline.captures.naming import ROOT
 from driftline.runs.redaction import redact_value
 from driftline.runs.sidecars.model_facts import line_of
 
@@ -250,6 +251,17 @@ def looks_like_config(name: str, value: Any) -> bool:
     own = kind.__name__.lower()
     telling = "__dataclass_fields__" in kind.__dict__ or any(w in own for w in ("config", "cfg"))
     return telling and (named or own.endswith(("config", "cfg")))
+
+
+def config_lines(
+    table: Mapping[str, Any], own: Container[str], site: str, seen: set[int]
+) -> Iterator[str]:
+    """A line for each configuration among a module's attributes; `seen` has those with a line."""
+    for name, value in list(table.items()):
+        if name in own or not looks_like_config(name, value):
+            continue
+        if values := flat_config(value, seen, "" if site == ROOT else site):
+            yield line_of("config", site=site, name=name, values=values)
 
 
 def flat_config(value: Any, seen: set[int], prefix: str = "") -> dict[str, Any]:

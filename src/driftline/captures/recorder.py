@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
         address: Where its bytes are, possibly in live memory.
         length: How many bytes; negative when only the description was wanted.
         elements: How many, logically.
-        placement: For a shard: how the whole lies over its ranks.
+        placement: For a shard: how the whole is spread over its ranks.
         owner: Keeps the memory alive.
         repeats: For a view that repeats its elements, too large to be written out: how often.
             `address`, `length` and `elements` are those of one repetition.
@@ -166,7 +166,7 @@ def _first_line(error: Exception) -> str:
 
 
 class DeviceBackend(Protocol):
-    """Takes in what does not lie in host memory, and hands it over later, in its turn.
+    """Takes in what is not in host memory, and hands it over later, in its turn.
 
     Attributes:
         under_way: Whether anything taken before now has not been handed over.

@@ -1,7 +1,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Two live models compared in one process: layer by layer as they run, or after both were captured.
 
-`lockstep` compares tensors where they lie and keeps none. Where the two models are not built alike,
+`lockstep` compares tensors where they are and keeps none. Where the two models are not built alike,
 or a metric needs every value at once, both are captured in memory and go through the pipeline as
 two runs of a disk would.
 """
@@ -9,7 +9,7 @@ two runs of a disk would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 from driftline.alignment.plan import Pair
 from driftline.comparison.measure.operands import measure_moments
@@ -17,7 +17,7 @@ from driftline.comparison.measure.pair_rows import incompatibility, paired
 from driftline.comparison.measure.scheduler import FAR_OFF
 from driftline.comparison.metrics.catalogue import Metric
 from driftline.comparison.metrics.from_moments import needs_definition
-from driftline.comparison.options import CompareOptions, Limits
+from driftline.comparison.options import CompareOptions, JudgeKeywords, refuse_unknown
 from driftline.comparison.pipeline import (
     MeasureRequest,
     Progress,
@@ -34,10 +34,8 @@ from driftline.registry import require
 from driftline.runs.views import only
 
 if TYPE_CHECKING:
-    from _typeshed import StrPath
     from torch import nn
 
-    from driftline.comparison.tolerance.thresholds import Thresholds
     from driftline.runs.records import TensorKey
 
 
@@ -48,19 +46,11 @@ def lockstep(
     reference: nn.Module,
     candidate: nn.Module,
     inputs: Any,
-    *,
-    metrics: Sequence[str] = (),
-    limits: Limits = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    min_coverage: float | None = None,
-    thresholds: Thresholds | StrPath | None = None,
-    sites: Sequence[str] = (),
-    ports: Sequence[str] = (),
+    **options: Unpack[JudgeKeywords],
 ) -> Table:
     """Run two models side by side and compare what every module took and gave, as they run.
 
-    Each tensor is compared where it lies, on the device if both are there, and is free to go
+    Each tensor is compared where it is, on the device if both are there, and is free to go
     afterwards: nothing is kept and nothing written. The table is that of `compare_models`. Models
     that are not built alike are captured and aligned instead, as `compare_models` does it.
 
@@ -68,27 +58,15 @@ def lockstep(
         reference: The model that is right.
         candidate: The model in question.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        metrics: As for `compare`, and so for the others.
+        options: Keywords of `compare`: `metrics`, `limits`, `rtol`, `atol`, `min_coverage`,
+            `thresholds`, `sites`, `ports`.
 
     Raises:
         NotInstalled: There is no torch here.
         DriftlineError: As `compare` does.
     """
-
     require("torch", install="torch")
-    return compare_models(
-        reference,
-        candidate,
-        inputs,
-        metrics=metrics,
-        limits=limits,
-        rtol=rtol,
-        atol=atol,
-        min_coverage=min_coverage,
-        thresholds=thresholds,
-        sites=sites,
-        ports=ports,
-    )
+    return compare_models(reference, candidate, inputs, **options)
 
 
 def compared_in_step(
@@ -122,7 +100,7 @@ def compared_in_step(
     except _NeedsValues:
         return None
     table = judge(comparison.table(measured), options.tolerance)
-    # Whether what fails lies at pads, or in half of the tokens only, can only be seen in tensors
+    # Whether what fails is at pads, or in half of the tokens only, can only be seen in tensors
     # that were kept.
     if table.verdict == "fail" and any(map(is_mask, reference_run.records)):
         return None
@@ -160,7 +138,7 @@ class _KnownMoments:
         shape = pair.reference.shape
         if len(shape) == 2 and shape[0] == shape[1]:
             error = measured.get("relative_l2", 0.0)
-            if isinstance(error, float) and error > FAR_OFF:  # it may lie the other way round
+            if isinstance(error, float) and error > FAR_OFF:  # it may be the other way round
                 raise _NeedsValues
         return paired(pair, "values", measured)
 
@@ -183,18 +161,11 @@ def compare_models(
     candidate: nn.Module,
     inputs: Any,
     *,
-    metrics: Sequence[str] = (),
-    limits: Limits = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    min_coverage: float | None = None,
-    thresholds: Thresholds | StrPath | None = None,
-    sites: Sequence[str] = (),
-    ports: Sequence[str] = (),
     keep: str = "full",
     threads: int | None = None,
     isolate: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[JudgeKeywords],
 ) -> Table:
     """Run two models on the same inputs and compare what every module took and gave.
 
@@ -207,14 +178,16 @@ def compare_models(
         reference: The model that is right.
         candidate: The model in question.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        metrics: As for `compare`, and so for the others.
         keep: full, or summary when two copies of every activation do not fit into memory.
-        isolate: Set against each module of the candidate what the reference's gives *on the
+        threads: Worker threads; one per usable core when not given.
+        isolate: Compare each module of the candidate with what the reference's gives *on the
             candidate's own inputs*, in float32. A row that fails then is a module that makes an
             error, not one that inherits it; an input row is what the module around it handed over.
             Modules that cannot be applied again are `extra` rows.
         progress: Called with (pairs done, pairs in all). In a notebook a line shows it, if nothing
             else is given.
+        options: Keywords of `compare`: `metrics`, `limits`, `rtol`, `atol`, `min_coverage`,
+            `thresholds`, `sites`, `ports`.
 
     Raises:
         NotInstalled: There is no torch here.
@@ -226,17 +199,8 @@ def compare_models(
             raise BadInput(
                 f"{type(model).__name__} is not a torch module", hint="give two torch.nn.Module"
             )
-    options = CompareOptions.of(
-        metrics=metrics,
-        limits=limits,
-        rtol=rtol,
-        atol=atol,
-        min_coverage=min_coverage,
-        thresholds=thresholds,
-        sites=sites,
-        ports=ports,
-        threads=threads,
-    )
+    refuse_unknown("compare_models", options, JudgeKeywords)
+    asked = CompareOptions.of(threads=threads, **options)
     if isolate and keep != "full":
         raise BadInput(
             f"isolate needs the candidate's whole tensors, not keep='{keep}'",
@@ -244,12 +208,12 @@ def compare_models(
         )
     models = _Models(reference, candidate, inputs)
     if progress is not None:
-        return _compared(models, options, keep, isolate, progress)
+        return _compared(models, asked, keep, isolate, progress)
     from driftline.reporting.notebook import notebook_line  # on use, with all that it paints by
 
     with notebook_line() as line:
         line.say("running both models")
-        return _compared(models, options, keep, isolate, line)
+        return _compared(models, asked, keep, isolate, line)
 
 
 class _Models(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -31,11 +32,10 @@ Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
 """Metric → worst value that passes; or limits as they are."""
 
 
-class CompareKeywords(TypedDict, total=False):
-    """The keywords of `driftline.compare` that say what is asked for; its docstring explains them.
+class JudgeKeywords(TypedDict, total=False):
+    """What is measured, what is allowed and which tensors: what two live models can be asked for.
 
-    A plan that is an object is not among them: it belongs to two opened runs, so it is an argument
-    of `pipeline.prepare`.
+    The docstring of `driftline.compare` explains each.
     """
 
     metrics: Sequence[str]
@@ -46,16 +46,36 @@ class CompareKeywords(TypedDict, total=False):
     thresholds: Thresholds | StrPath | None
     sites: Sequence[str]
     ports: Sequence[str]
+
+
+class CompareKeywords(JudgeKeywords, total=False):
+    """The keywords of `driftline.compare` that say what is asked for, but for the plan.
+
+    A plan that is an object belongs to two opened runs, so it is an argument of `pipeline.prepare`.
+    """
+
     maps: Sequence[str]
     mapping: StrPath | None
     placements: Sequence[str]
     masks: Sequence[StrPath]
     step_map: Mapping[int, int] | None
-    plan: StrPath | None
     structural: bool
     threads: int | None
     jobs: int | None
     executor: str | Executor | None
+
+
+def refuse_unknown(function: str, keywords: Mapping[str, Any], allowed: type) -> None:
+    """Refuse keywords that a `TypedDict` does not name; Python itself lets them pass.
+
+    Raises:
+        TypeError: There is such a keyword.
+    """
+    names = allowed.__annotations__.keys()
+    for name in keywords.keys() - names:
+        near = get_close_matches(name, names, 1)
+        also = f"; did you mean '{near[0]}'?" if near else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{also}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +118,18 @@ class CompareOptions:
     execution: Execution = Execution()
 
     @classmethod
-    def of(cls, **keywords: Unpack[CompareKeywords]) -> CompareOptions:
+    def of(cls, plan: StrPath | None = None, **keywords: Unpack[CompareKeywords]) -> CompareOptions:
         """The options that the keywords of `driftline.compare` mean.
+
+        Args:
+            plan: The path of a saved plan.
+            keywords: See `driftline.compare`.
 
         Raises:
             DriftlineError: A metric, a limit or a thresholds file that is not there.
+            TypeError: There is no such keyword.
         """
+        refuse_unknown("compare", keywords, CompareKeywords)
         limits = keywords.get("limits")
         named = limits if isinstance(limits, Mapping) else [limit.metric for limit in limits or ()]
         # A limit on a metric that is measured only on request asks for that metric.
@@ -120,7 +146,7 @@ class CompareOptions:
         execution = Execution(
             keywords.get("threads"), keywords.get("jobs"), keywords.get("executor")
         )
-        return cls(_align_options(keywords), metrics, tolerance, execution)
+        return cls(_align_options(keywords, plan), metrics, tolerance, execution)
 
     @property
     def paired_by(self) -> AlignOptions:
@@ -242,9 +268,9 @@ def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
         raise BadFile(f"{source} says its limits in a way that means nothing: {error}") from None
 
 
-def _align_options(keywords: CompareKeywords) -> AlignOptions:
+def _align_options(keywords: CompareKeywords, plan: StrPath | None) -> AlignOptions:
     masks = keywords.get("masks", ())
-    mapping, plan = keywords.get("mapping"), keywords.get("plan")
+    mapping = keywords.get("mapping")
     steps = keywords.get("step_map") or {}
     return AlignOptions(
         sites=_words(keywords.get("sites", ())),

@@ -182,7 +182,7 @@ class MeasuredRows(NamedTuple):
 
 
 class Comparison:
-    """Two opened runs, the plan of what is set against what, and what was asked for."""
+    """Two opened runs, the plan of what is compared with what, and what was asked for."""
 
     def __init__(self, reference: Run, candidate: Run, plan: Plan, options: CompareOptions) -> None:
         self.reference = reference
@@ -235,7 +235,7 @@ class Comparison:
         return MeasuredRows(rows, columns, missing, extra)
 
     def _lone_rows(self) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Rows of what has no partner; conversions of a compiler are set against themselves."""
+        """Rows of what has no partner; conversions of a compiler are compared with themselves."""
         if not self.plan.missing and not self.plan.extra:
             return (), ()
         from driftline.comparison.evidence.conversions import with_conversions
@@ -351,7 +351,7 @@ def with_placed_differences(table: Table) -> Table:
 
 
 class EvidenceSources(NamedTuple):
-    """Where evidence lies besides the two runs.
+    """Where evidence other than the two runs is.
 
     Attributes:
         replay: What `driftline replay` wrote, or the same in memory.
@@ -367,7 +367,7 @@ class EvidenceSources(NamedTuple):
 def prepare(
     reference: Source, candidate: Source, options: CompareOptions, plan: Plan | None = None
 ) -> Comparison:
-    """Open two runs and say what is set against what.
+    """Open two runs and say what is compared with what.
 
     Args:
         reference: What is right: a run, or the path of one.
@@ -411,7 +411,7 @@ def run_comparison(
         on_plan: Called with the plan before any tensor is read.
         by: Who measures; whoever the options name, when not given.
         progress: Called with (pairs done, pairs in all).
-        evidence: Where more evidence lies.
+        evidence: Where more evidence is.
 
     Raises:
         DriftlineError: As `prepare` and `Comparison.measure`; evidence of other runs.
@@ -489,7 +489,7 @@ def compare(
         ports: Only these ports. All, when none is given.
         maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
         mapping: A file of such pairs; see `align`.
-        placements: `SITE=shard(AXIS)`: how the tensors of a sharded run lie over its ranks.
+        placements: `SITE=shard(AXIS)`: how the tensors of a sharded run are spread over its ranks.
         masks: Files of the positions that count ([batch, tokens]), or `captured`. Without any, rows
             that fail are measured again without the pads of the captured attention_mask; `none`
             counts pads as everything else.
@@ -556,7 +556,7 @@ def align(
     plan: StrPath | None = None,
     structural: bool = True,
 ) -> Plan:
-    """What `compare` would set against what; nothing is read but the two indexes.
+    """What `compare` would compare with what; nothing is read but the two indexes.
 
     Args:
         reference: What is right: a run, or the path of one (or of a file of tensors).
@@ -566,7 +566,7 @@ def align(
         maps: `REFERENCE=CANDIDATE`, such as `model.*=*`; a star stands for the same text on both
             sides.
         mapping: A file of such pairs, or the folder of an `op_mapping_file.json`.
-        placements: How tensors lie over ranks when one side is sharded, such as `attn.*=shard(1)`:
+        placements: How tensors of a sharded side are spread over ranks, such as `attn.*=shard(1)`:
             shard(AXIS), replicate or partial(sum).
         masks: Files of the positions that count ([batch, tokens]), or `captured` for the
             attention_mask that a run holds; `none` leaves nothing out.

@@ -125,7 +125,7 @@ class LayersTask:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """What the metrics depend on, as it is written beside them; found out once, at the start.
+        """What the metrics depend on, as it is written next to them; found out once, at the start.
 
         File names do not say the mode, the targets, nor what prompts and weights were when they
         were read.

@@ -432,7 +432,7 @@ class MetricsTask:
         return saved
 
     def _side_settings(self, side: Side, seed: int) -> dict[str, Any]:
-        """What the logits of one side and round depend on, beside the prompts themselves."""
+        """What the logits of one side and round depend on, next to the prompts themselves."""
         # The reference is never split over ranks.
         trusted = side == REFERENCE
         target = self.options.reference if trusted else self.options.candidate

@@ -48,7 +48,7 @@ class TokenScores(NamedTuple):
         diff_mean: Mean of |p - q| over the top-k.
         kl_rc: Kullback-Leibler divergence sum p log(p/q) over the vocabulary, in nats.
         kl_cr: The other way, sum q log(q/p).
-        total_variation: Half of sum |p - q|: the share of probability that lies elsewhere.
+        total_variation: Half of sum |p - q|: the share of probability that is elsewhere.
         top1_agree: Whether both would say the same token.
         rank_of_reference: Place of the reference's token among the candidate's, 1 being first.
         gap: How far the reference's best logit is above its second: a small one is a near tie.

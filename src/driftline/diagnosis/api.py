@@ -111,7 +111,7 @@ def gather_evidence(comparison: Comparison, sources: EvidenceSources) -> Gathere
 
     Args:
         comparison: The two runs.
-        sources: Where the evidence lies.
+        sources: Where the evidence is.
 
     Raises:
         DriftlineError: Evidence that cannot be read, or is of other runs.

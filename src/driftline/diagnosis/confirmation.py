@@ -253,7 +253,7 @@ def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[
     elsewhere = {name for devices in trusted_devices for name in devices}
     return (
         f"noise runs made on {_listed(candidate_devices)}, where the candidate ran: those given "
-        f"ran on {_listed(elsewhere)}, and kernels of another device round otherwise"
+        f"ran on {_listed(elsewhere)}, and kernels of another device round differently"
     )
 
 

@@ -103,7 +103,7 @@ class Diagnosis:
         false_alarm_rate: How often a clean site would be called guilty; None when nothing tells.
         explains: Share of the final output's error energy that goes back to it; None if not known.
         evidence: What it rests on.
-        coverage: How much of the two runs was set against each other.
+        coverage: How much of the two runs was compared with each other.
         needs: What more would help, with the command to get it.
         differences: What differs between the two models; None if a run has no facts about it.
     """

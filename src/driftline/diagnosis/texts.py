@@ -83,13 +83,13 @@ def kind(cause: str, sentence: str) -> str:
 def share(explains: float | None, final: float, noise: float) -> str:
     """The third sentence: how much of the final output's error goes back to it."""
     if explains is None:
-        return "How much of the final output's error it explains cannot be said."
+        return "How much of the final output's error it explains is not known."
     if not math.isfinite(final):
         return "The final output is not finite: all of that goes back to it, by order of execution."
     # Noise as large as the result itself explains nothing; it hides everything.
     if explains < 0.05 and noise > _DROWNED:
         return (
-            f"How much of the final output's error ({final:.2g}) it explains cannot be said: noise "
+            f"How much of the final output's error ({final:.2g}) it explains is not known: noise "
             f"is as large there ({noise:.2g})."
         )
     if explains < 0.05:

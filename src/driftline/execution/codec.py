@@ -147,7 +147,7 @@ def receive(stream: BinaryIO) -> Any:
     head = _exactly(stream, _LENGTH.size)
     length = _LENGTH.unpack(head)[0]
     if length > _MOST:
-        raise EOFError(f"a frame of {length} bytes is none of ours")
+        raise EOFError(f"a frame of {length} bytes is no frame of a worker")
     return unpack(_exactly(stream, length))
 
 

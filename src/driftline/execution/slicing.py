@@ -62,7 +62,7 @@ def _is_number(word: str) -> bool:
 def slice_of(weights: Sequence[int], shard: Shard) -> range:
     """Positions of the items that belong to a shard: neighbours, of about equal weight in total.
 
-    An item belongs to the shard in which the middle of its weight lies.
+    An item belongs to the shard in which the middle of its weight is.
 
     >>> [slice_of([1, 1, 1, 3], Shard(n, 2)) for n in (1, 2)]
     [range(0, 3), range(3, 4)]

@@ -137,7 +137,7 @@ class Leaf(NamedTuple):
     Attributes:
         record: What is known of it; `order` is given by the run, `lost` says why its values cannot
             be had (an unreadable file is a leaf with a reason, never a leaf left out).
-        source: The file it lies in, relative to the dump.
+        source: The file it is in, relative to the dump.
         fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
             when only a summary or a description was kept. It may have a method `memory`, which
             gives what `Run.memory` gives.
@@ -151,7 +151,7 @@ class Leaf(NamedTuple):
 
 
 class DumpTable(NamedTuple):
-    """A table that lies beside the tensors of a dump: times of operations, say.
+    """A table that is next to the tensors of a dump: times of operations, say.
 
     Attributes:
         title: What it is, and which file it comes from.

@@ -26,15 +26,15 @@ from driftline.runs.files.mapped_file import map_file
 DEEPEST = 64
 SMALL = 1 << 16
 KEPT_BYTES = 128 << 20
-"""Files up to `SMALL` bytes are read once, not twice, until so many bytes of a folder wait for use:
-opening a small file costs more than reading it."""
+"""Files up to `SMALL` bytes are read once and kept until they are used, up to so many bytes of a
+folder: opening a small file costs more than reading it."""
 MAPPED_FROM = 1 << 20
 """Ranges of at least so many bytes are mapped instead of read."""
 _FILES_AHEAD = 256
 _FIRST_BYTES = 1 << 12
 _HEADER = 512
-"""So many files are read ahead at a time, so many bytes of each, and so many of a longer one are of
-use: the rest is its values."""
+"""How many files are read ahead at a time; how many bytes of each; and how many bytes of a longer
+file are its header: the rest is its values."""
 _NUMBER = re.compile(r"(\d+)")
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -72,7 +72,7 @@ def some_names(path: str, levels: int, at_most: int) -> Iterator[str]:
         except OSError:
             continue
         if level < levels:
-            # Folders of one level are alike: a few of them say what all are.
+            # Folders of one level are alike: a few of them are enough to recognise a format.
             waiting += [(name, level + 1) for name in sorted(inner)[:8]]
 
 
@@ -88,7 +88,7 @@ class Folder:
         self._room = KEPT_BYTES
         self._prefetched: tuple[str, bytes, int] | None = None
         self.not_entered: list[str] = []
-        """What was not looked into, each with the reason."""
+        """Folders that were not entered, each with the reason."""
 
     def files(
         self, below: str = "", *, named: Callable[[str], object] = lambda name: False
@@ -97,8 +97,8 @@ class Folder:
 
         Args:
             below: The sub-folder.
-            named: Says whether a name is that of a tensor file; what has such a name and is a pipe
-                or a folder is given too, so that it can be missed: opening it says what it is.
+            named: Whether a name is that of a tensor file. A pipe or a folder with such a name is
+                listed too, so that it is reported: opening it says what it is.
         """
         start = f"{self.text}/{below}" if below else self.text
         yield from self._walk(start, below, 0, named)
@@ -230,7 +230,7 @@ class Folder:
         """A whole file.
 
         Raises:
-            OSError: It cannot be read, or is longer than anybody would write there.
+            OSError: It cannot be read, or is longer than any such file should be.
         """
         file, size = self.open(name)
         try:
@@ -247,7 +247,7 @@ class Folder:
         Raises:
             OSError: It cannot be read, or ends before the last of them.
         """
-        # Values are asked for once as a rule, so the bytes are given up here.
+        # Values are usually asked for once, so the bytes are released here.
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._room += len(kept)
@@ -256,7 +256,7 @@ class Folder:
             return kept, start
         if length >= MAPPED_FROM or name in self._links or ".." in name:
             return None
-        # What was a regular file when it was described is not looked at again: three calls.
+        # A file that was regular when it was described is not checked again.
         file = os.open(f"{self.text}/{name}", read_ahead.FLAGS)
         try:
             return pread(file, length, start), 0
@@ -264,7 +264,7 @@ class Folder:
             os.close(file)
 
     def may_be_read_ahead(self, name: str, length: int) -> bool:
-        """Whether a range can be read by name alone, and is not at hand yet."""
+        """Whether a range can be read by name alone, and was not read yet."""
         return (
             length < MAPPED_FROM
             and name not in self._kept
@@ -304,7 +304,7 @@ def _leads_to_a_folder(link: os.DirEntry[str]) -> bool:
 def pread(file: int, length: int, start: int) -> bytes:
     """Exactly `length` bytes from `start`; an OSError where the file ends earlier."""
     got = os.pread(file, length, start)
-    # The system may return fewer bytes than asked for, over a network say.
+    # The system may return fewer bytes than asked for, for example over a network.
     while len(got) < length:
         more = os.pread(file, length - len(got), start + len(got))
         if not more:

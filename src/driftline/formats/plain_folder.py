@@ -35,7 +35,7 @@ def sniff(path: Path) -> bool:
     waiting = [str(path)]
     looked = 0
     while waiting and looked < _LOOKED_AT:
-        # Breadth first: tensors lie near the top more often than deep down.
+        # Breadth first: tensors are near the top more often than deep down.
         folder = waiting.pop(0)
         try:
             with os.scandir(folder) as entries:

@@ -70,7 +70,7 @@ class Read:
 
     Attributes:
         room: The bytes of all ranges, one after the other.
-        address: Where they lie.
+        address: Where they are.
         sizes: Length of each file; -1 where it could not be opened.
         got: How many bytes of each range there were; -1 where it could not be opened.
     """

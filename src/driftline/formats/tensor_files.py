@@ -76,7 +76,7 @@ def _no_values() -> Array:
 
 
 def _without_path(sentence: str, folder: Folder, name: str) -> str:
-    """The reason without the file's name, which stands beside it wherever it is shown."""
+    """The reason without the file's name, which stands next to it wherever it is shown."""
     path = str(folder.path / name)
     return sentence.removeprefix(path).lstrip(": ") if sentence.startswith(path) else sentence
 
@@ -92,7 +92,7 @@ def _npy(folder: Folder, name: str) -> Member:
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _no_values, claim)
-    # Bytes that need no conversion can be used where they lie, without an array.
+    # Bytes that need no conversion can be used where they are, without an array.
     if header.plain:
         plain = _PlainValues(folder, name, header.offset, header.byte_count, header.stored.str)
         return Member("", header.name, header.shape, plain)
@@ -108,7 +108,7 @@ def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
 
 
 class _PlainValues:
-    """Values that lie in a file as they are wanted: an array of them, or where they are."""
+    """Values that are in a file as they are wanted: an array of them, or where they are."""
 
     __slots__ = ("folder", "length", "name", "start", "storage")
 

@@ -130,7 +130,7 @@ def _of_file(place: Path) -> Graph:
         text = read_inside(place.resolve().parent, place, LARGEST).decode("utf-8", "replace")
     except OSError as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from None
-    # This file looks like ATB's but describes a run; its graph needs the tensors beside it.
+    # This file looks like ATB's but describes a run; its graph needs the tensors next to it.
     if place.name == "topology.json" and parse_folder(place.resolve().parent.name) is not None:
         raise BadFile(
             f"{place} is a part of a run", hint=f"give the run's folder: {place.parent.parent}"
@@ -140,7 +140,7 @@ def _of_file(place: Path) -> Graph:
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     if url_of(place) is None:
-        # Read from the file itself: the tensors beside it may be missing.
+        # Read from the file itself: the tensors next to it may be missing.
         with suppress(OSError):
             folder = place / folder_name(rank, process)
             content = read_inside(place.resolve(), folder / CALLS, LARGEST_CALLS)

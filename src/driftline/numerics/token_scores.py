@@ -50,7 +50,7 @@ class RowScores(NamedTuple):
         candidate_lse: The same of the candidate's.
         kl_rc: Kullback-Leibler divergence of the candidate from the reference, sum p log(p/q).
         kl_cr: The other way round, sum q log(q/p).
-        total_variation: Half the sum of |p - q|: how much probability lies elsewhere.
+        total_variation: Half the sum of |p - q|: how much probability is elsewhere.
         candidate_choice: Where the candidate is greatest, the first of equal places.
         rank: How the candidate ranks the given token: 1 and how many logits are greater.
         reference_nan: NaN in the row; likewise the three that follow.
@@ -168,7 +168,7 @@ def score_rows(
     workers = max(1, min(workers, rows // _THREAD_ROWS, _MOST_THREADS))
     room = _room(workers * 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE)
     scratch = room.ctypes.data
-    scratch += -scratch % (4 * _LINE)  # the kernel's vectors should not lie across two cache lines
+    scratch += -scratch % (4 * _LINE)  # the kernel's vectors should not be across two cache lines
     sides = (reference, reference_dtype), (candidate, candidate_dtype)
     library.driftline_score(
         *(x for side, dtype in sides for x in (side.ctypes.data, kernel.code_of(dtype))),

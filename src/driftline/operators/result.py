@@ -30,7 +30,7 @@ class OperatorCall(NamedTuple):
         visit: The nth call of the site within the step.
         phase: forward, backward or recompute.
         param: Its parameters, as the dump has them.
-        path: Where it lies below what was opened; empty where many share a file.
+        path: Where it is below what was opened; empty where many share a file.
     """
 
     site: str

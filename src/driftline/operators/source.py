@@ -57,7 +57,7 @@ class Reproduction(NamedTuple):
         inputs: Input arrays as stored (bfloat16 as uint16), by name.
         outputs: What was produced, as stored, by name.
         dtypes: The element type of each of them.
-        script: Text of the script; it reads `tensors.npz` beside it.
+        script: Text of the script; it reads `tensors.npz` next to it.
     """
 
     call: OperatorCall

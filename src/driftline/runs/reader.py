@@ -115,7 +115,7 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
         names = sorted(child.name for child in place.iterdir())
     except OSError as error:
         raise BadRun(f"'{place}' cannot be read: {error.strerror}") from None
-    # Resolved once: everything that is opened later must lie below this path.
+    # Resolved once: everything that is opened later must be below this path.
     root = place.resolve()
     folders = [name for name in names if parse_folder(name) and is_inside(root, root / name)]
     losses: list[Loss] = []

@@ -101,6 +101,11 @@ class TensorKey(NamedTuple):
         """A key with the usual phase and moment of its port."""
         return cls(site, port, slot, step, visit, rank, 0, *usual(port))
 
+    def same_call(self, other: TensorKey) -> bool:
+        """Whether two tensors, of whichever ports, belong to one call of one site."""
+        # site; step, visit, rank and process
+        return self[0] == other[0] and self[3:7] == other[3:7]
+
     def __str__(self) -> str:
         """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.
 

@@ -199,7 +199,7 @@ class RunWriter:
             self._write_topology()
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to a file beside the index, such as a list of calls."""
+        """Adds text to a file next to the index, such as a list of calls."""
         self._notice_fork()
         with self._lock:
             if self._closed or (self._journal is None and self._open() is None):

@@ -130,7 +130,7 @@ class FormatConformance(ABC):
             for _ in range(self.damages // (8 if self.one_tensor else 1)):
                 hurt = bytearray(content)
                 for _ in range(dice.randint(1, 8)):
-                    # Headers lie at the ends; most of the damage should meet them.
+                    # Headers are at the ends; most of the damage should meet them.
                     reach = min(len(hurt), dice.choice((64, 512, len(hurt))))
                     offset = dice.randrange(reach)
                     hurt[offset if dice.random() < 0.7 else -1 - offset] = dice.randrange(256)

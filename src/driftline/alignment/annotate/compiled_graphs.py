@@ -76,7 +76,7 @@ class Culprits:
             node = self._graphs.node(graph, error.node) if graph is not None else None
             if graph is None or node is None or error.step != step:
                 continue
-            # The root stands for every module; otherwise the node must lie inside the
+            # The root stands for every module; otherwise the node must be inside the
             # site.
             if site in _ROOTS or f"{node.module}.".startswith(f"{site}."):
                 return self._describe(graph, self._off[error.graph, step][error.node])

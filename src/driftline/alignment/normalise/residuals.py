@@ -170,12 +170,12 @@ def _is_wider(pair: Pair) -> bool:
     if not reference or not candidate or pair.reference_recipe:
         return False
     more, rest = divmod(candidate[-1], reference[-1]) if reference[-1] else (0, 1)
-    # As many tokens, however they lie: a batch in one axis has no more features.
+    # As many tokens, however they are: a batch in one axis has no more features.
     return more > 1 and rest == 0 and math.prod(candidate) == more * math.prod(reference)
 
 
 def reassign_inputs(plan: Plan) -> Plan:
-    """The plan with inputs that only their position has paired set against the one that fits.
+    """The plan in which inputs paired by position alone are paired with the one that fits.
 
     A serving engine gives a module the positions first, and the hidden states as flat tokens: the
     one input of the same call with as many elements and features is the partner.

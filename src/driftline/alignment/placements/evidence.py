@@ -113,7 +113,7 @@ def _distinct(made: npt.NDArray[Any], wanted: npt.NDArray[Any], axis: int) -> Or
 
 ACTIVATION_GRADIENTS = ("grad_input", "grad_output")
 # Relative distances: below the first two tensors are one, above the second they are not. Between
-# them lies rounding that no rule should decide on.
+# them is rounding that no rule should decide on.
 _AGREE, _APART = 0.02, 0.1
 # Gradients that are looked at before the convention counts as settled.
 _VOTES = 6

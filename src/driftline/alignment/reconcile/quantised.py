@@ -1,6 +1,6 @@
 """Quantised tensors: recipes that turn integer codes back into numbers with captured scales.
 
-Scales are found by name beside the values (`Scales`), or in dumps of an operator library, where no
+Scales are found by name next to the values (`Scales`), or in dumps of an operator library, where no
 name tells, by the operator that wrote or takes the codes (`OperatorScales`). A quantising operator
 has its scale among its parameters or takes it as an input. A product of two quantised matrices
 takes one scale for both (a float, or a float in the low half of 64 bits); the weight's own scale is
@@ -305,7 +305,7 @@ def _number(param: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
     return None
 
 
-# Scales by name: writers of checkpoints and captures keep them beside the values.
+# Scales by name: writers of checkpoints and captures keep them next to the values.
 
 Shape = tuple[int, ...]
 
@@ -345,7 +345,7 @@ class Scales:
                     self._by_name.setdefault(key, []).append(record)
 
     def find(self, values: Record, words: Iterable[str]) -> Record | None:
-        """The first tensor with one of these names beside the values, of the same step if any."""
+        """The first tensor with one of these names next to the values, of the same step if any."""
         key = values.key
         for word in words:
             for place in _places(values):

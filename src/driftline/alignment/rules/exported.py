@@ -89,7 +89,7 @@ def weighted_node(about: Mapping[str, Any]) -> WeightedNode:
 
 
 class LinkedTensors(NamedTuple):
-    """Paired tensors, and what of the model is computed inside fused nodes of the graph.
+    """Paired tensors, and parts of the model that are computed inside fused nodes of the graph.
 
     Attributes:
         pairs: A tensor of the model and one of the graph.
@@ -170,9 +170,9 @@ def _in_frame(
 def _fusion(
     call: Call, norm: Call | None, node: WeightedNode, tensors: _GraphTensors, about: ExportedGraph
 ) -> Fusion | None:
-    """What of a layer, and of the norm that was folded into it, the graph no longer computes.
+    """Outputs of a layer, and of the norm folded into it, that the graph no longer has.
 
-    It lies inside the node that computes the whole, and is compared there.
+    They are inside the node that computes both, and are compared there.
     """
     is_kept = node.output_site in tensors.made
     holder = node.output_site if is_kept else about.inside.get(node.output_site, "")
@@ -285,7 +285,7 @@ def pair_unnamed(
         ordered = (value, own) if graph_first else (own, value)
         if id(ordered[0]) in draft.missing and id(ordered[1]) in draft.extra:
             draft.pair(*ordered, IN_ORDER, "structure")
-    # Without a single layer in order there is no evidence that the two belong together at all.
+    # Without a single layer in order there is no evidence that the two are the same model.
     if not draft.new_pairs:
         return [], {}, []
     _same_bytes(draft, exported_first=graph_first)
@@ -300,7 +300,7 @@ def _call(record: Record) -> _Call:
 def without_uncertain_pairs(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> Plan:
-    """The plan without pairs whose names prove nothing.
+    """The plan without pairs whose equal names are accidental.
 
     Between two graphs: values that only one of them rounds. Between a model and a graph: outputs
     that only a position in a tuple has paired.

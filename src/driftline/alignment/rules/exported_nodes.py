@@ -323,10 +323,10 @@ def _of_compiled(records: Sequence[Record], nodes: _Nodes) -> Iterator[tuple[Ten
 def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[str, str]:
     """Value of the candidate's file → the value of the reference's file that it stands for.
 
-    A value is what its readers take: a node of the same name reads the same thing in both files.
-    A quantiser drops a rectifier behind a convolution, because integers without a sign do its work;
-    the convolution's value then keeps its name and is the rectifier's. Where no node of that name
-    reads it, its own name says what it is.
+    A value is identified by its readers: a node of the same name reads the same value in both
+    files. A quantiser drops a ReLU after a convolution, because unsigned integers clip as it does;
+    the convolution's output keeps its name but is then the ReLU's. A value that no node of a common
+    name reads is identified by its own name.
     """
     taken: dict[str, set[str]] = defaultdict(set)
     for name, (inputs, _) in candidate.reads.items():
@@ -340,7 +340,7 @@ def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[s
         for value in (*inputs, *outputs):
             if value not in partners and value in made:
                 partners[value] = value
-        # Nobody reads it under a name that both have: who makes it says what it is.
+        # No node with a name that both files have reads it: its producer identifies it.
         others = reference.reads.get(name, ((), ()))[1]
         for value, other in zip(outputs, others, strict=False):
             partners.setdefault(value, other)
@@ -348,10 +348,10 @@ def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[s
 
 
 def with_absorbed(graph: ExportedGraph, other: ExportedGraph) -> ExportedGraph:
-    """A graph whose nodes also say what of the other graph they compute on the way.
+    """A graph whose nodes also list the nodes of the other graph that they contain.
 
-    A node of both files gives something else in this one, by who reads it: the work of the next
-    node is in it, and what the other file has between the two is inside.
+    By its readers, a node of both files has another output in this one if the next node was fused
+    into it; the nodes that the other file has between the two are then inside it.
     """
     partners = partner_values(other, graph)
     own_sites, other_sites = graph.values(), other.values()

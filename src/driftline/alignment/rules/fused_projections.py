@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from driftline.alignment.align import Context
 
 # Relative distances: below 0.05 counts as agreement, well above the rounding of half precision;
-# above 0.5 the data are unrelated. What lies between is a faulty tensor, and no reason to choose
+# above 0.5 the data are unrelated. What is between is a faulty tensor, and no reason to choose
 # another layout.
 _AGREE, _APART = 0.05, 0.5
 _LARGEST = 1 << 22
@@ -444,7 +444,7 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     known_spans = {role: (start, stop) for role, start, stop in fused.layout}
     ends = [0, *itertools.accumulate(member.features for member in members)]
     plain = list(itertools.pairwise(ends))
-    # If the known parts lie where the usual order puts them, so do the parts that nothing
+    # If the known parts are where the usual order puts them, so do the parts that nothing
     # tells.
     confirmed = [
         (known_spans[m.role], span)

@@ -66,7 +66,7 @@ def align_sequences(
         totals = forward[i, :-1] + row
         np.maximum(totals, forward[i, 1:], out=totals)
         np.maximum.accumulate(totals, out=forward[i + 1, 1:])
-    # Backward pass with one row of memory. A cell lies on some best alignment exactly if the
+    # Backward pass with one row of memory. A cell is on some best alignment exactly if the
     # score before it, its own and the one after it add up to the total.
     best = int(forward[n, m])
     after = np.zeros(m + 1, np.int32)

@@ -55,7 +55,7 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
     # The tensors are safe already; a full disk costs only what is derived from them.
     except OSError as problem:
         trouble.append(f"the sheets are incomplete: {reason_of(problem)}")
-    # Not what a probe of another library left beside it.
+    # Not what a probe of another library left next to it.
     own = [output / "ait_dump"] if plan.layout == "ait" else sorted(output.glob("rank*"))
     return Sheets(tuple(_words(own)), tuple(dict.fromkeys(trouble)))
 

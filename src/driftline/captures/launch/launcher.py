@@ -50,21 +50,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one launch.
+    """The outcome of one launch.
 
     Attributes:
         plan: What was asked for.
         program_status: The program's exit status as a shell reports it.
-        harvest: What lies on disk.
-        messages: What the processes told.
+        harvest: Counts of what is on disk.
+        messages: What the processes reported.
         skipped_steps: Steps that ran and were not selected.
         unmatched: Sentences about patterns that matched nothing, with the nearest names.
         reason: Why nothing was captured; empty when something was.
         hint: What to try then.
         atb: What the probe of the ATB library left; None when it was not switched on.
-        without_probe: Why it was not, although the library is there.
-        sheets: What lies beside the tensors: operators, kernels, times, graphs.
-        sent: What became of the sending to the plan's address; None where it has none.
+        without_probe: Why it was not switched on, although the library is there.
+        sheets: Files next to the tensors: operators, kernels, times, graphs.
+        sent: Result of the upload to the plan's address; None if it has none.
     """
 
     plan: CapturePlan
@@ -108,7 +108,7 @@ def run_command(
         argv: The command, word by word; no shell reads it.
         plan: What to capture; its output must not exist.
         force: Replace an earlier dump at the output.
-        need_probe: With the engine atb: go no further without its probe library.
+        need_probe: With the engine atb: refuse to start without its probe library.
 
     Raises:
         BadInput: The command cannot be started, or the output cannot be written.
@@ -172,7 +172,7 @@ def run_command(
 def _engine_environment(
     plan: CapturePlan, *, need_probe: bool
 ) -> tuple[CapturePlan, Mapping[str, str], str]:
-    """The plan as it can be carried out, the program's environment, and why there is no probe."""
+    """The plan that can be carried out, the program's environment, and why there is no probe."""
     base = settings.environment()
     without_probe = ""
     if plan.engine == "atb":
@@ -185,7 +185,7 @@ def _engine_environment(
             without_probe = str(problem)
             plan = replace(plan, engine="torch")
     if plan.wants_profile:
-        # The profiler's library talks on the program's terminal otherwise.
+        # Otherwise the profiler's library prints to the program's terminal.
         base = {settings.PROFILER_LOG_LEVEL: "99", **base}
     return plan, base, without_probe
 
@@ -211,7 +211,7 @@ def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:
 
 
 def _hold(plan: CapturePlan) -> int | None:
-    """As long as this process lives, its run is not replaced by another dump."""
+    """Lock the output: no other dump replaces this run while this process lives."""
     if plan.layout != "run":
         return None
     try:

@@ -30,12 +30,12 @@ class Harvest:
 
     Attributes:
         tensors: Captured tensors.
-        bytes: What their values take, repeats not counted.
+        bytes: Size of their values; equal tensors count once.
         processes: Names of the processes' folders (`rank0`, `rank0.p1`, `cpu_4711`).
         steps: Steps that have tensors.
         topologies: How many processes left a module tree.
         events: Sentences worth showing, each once.
-        refused: Why what lies there is no run that can be used, and what to do; empty if it is.
+        refused: Why the output is no usable run, and what to do; empty if it is one.
     """
 
     tensors: int = 0
@@ -141,14 +141,14 @@ def _events_of_tree(processes: Iterable[Path]) -> Iterable[str]:
 
 
 _PACKAGES = {"paddle": "paddlepaddle"}
-"""What a framework is called on PyPI, where that is another name."""
+"""Names on PyPI of frameworks that are imported under another name."""
 SHOWN_STEPS = 12
 
 
 def explain_empty_dump(
     plan: CapturePlan, messages: Messages, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
-    """The reason of an empty dump, and what to try: the first thing on the way that stopped it."""
+    """The reason of an empty dump, and what to try: the first stage that was not reached."""
     # The order of the checks is the order of the stages: process, module call, tensor, filter.
     if messages.started == 0:
         return explain_no_start(messages)
@@ -164,7 +164,7 @@ def explain_empty_dump(
     wanted = [report for report in messages.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
-        # The system's own words: a full disk, too many open files, no permission.
+        # The operating system's reason: a full disk, too many open files, no permission.
         failure = next((report.failure for report in wanted if report.failure), "")
         why = failure.removeprefix("could not be written: ")
         return (
@@ -192,7 +192,7 @@ def explain_empty_dump(
 
 
 def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
-    """Capture was running, and the program called nothing that it watches."""
+    """Capture was running, but the program called nothing that is watched."""
     # A process without a report was killed, so its counts are unknown rather than zero.
     if len(messages.reports) < messages.started:
         return (
@@ -221,7 +221,7 @@ def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
 def _explain_filters(
     plan: CapturePlan, messages: Messages, skipped: Sequence[int]
 ) -> tuple[str, str]:
-    """Something was called, and no tensor of it was wanted."""
+    """Something was called, but none of its tensors was selected."""
     any_selected = any(report.steps_taken for report in messages.reports)
     if skipped and not any_selected:
         ran = say_steps(skipped)
@@ -250,7 +250,7 @@ def _explain_filters(
 
 
 def _of_torch_only(plan: CapturePlan) -> str:
-    """What a plan asks for, if all of it is to be had of torch programs only; else empty."""
+    """What a plan asks for, if only torch programs can give it; else empty."""
     if plan.wants_tensors:
         return "--level ops sees operators of torch programs" if plan.levels == ("ops",) else ""
     lists = [word for word in plan.types if word in TORCH_LISTS]
@@ -263,7 +263,7 @@ def _imported(messages: Messages) -> str:
 
 
 def explain_no_start(messages: Messages) -> tuple[str, str]:
-    """Why no process of a program came so far as to begin, and what to try."""
+    """Why capture began in no process of a program, and what to try."""
     if messages.failed:
         # Text of our own refusals needs no class name and no advice about versions.
         if messages.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
@@ -314,7 +314,7 @@ def explain_no_start(messages: Messages) -> tuple[str, str]:
 
 
 def unseen_words(commands: Sequence[str]) -> list[str]:
-    """A sentence about Python processes that capture could not reach; none without any."""
+    """A sentence about Python processes that capture could not reach, if there are any."""
     if not commands:
         return []
     first = commands[0]

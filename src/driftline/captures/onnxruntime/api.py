@@ -99,7 +99,7 @@ def capture_onnx(
     level: the same nodes, the same bits.
 
     Args:
-        model: The `.onnx` file; weights may lie beside it.
+        model: The `.onnx` file; weights may be next to it.
         inputs: Arrays by name, an `.npz` file, or a run whose model inputs are taken. Several sets
             are steps.
         path: The run's folder, or a sink to write to.
@@ -291,7 +291,7 @@ def _levels(levels: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _scratch(stack: contextlib.ExitStack, parent: Path | None) -> Path:
-    """A folder for the optimised model: where the run will lie, which has room for large ones."""
+    """A folder for the optimised model: where the run will be, which has room for large ones."""
     if parent is not None:
         with contextlib.suppress(OSError):
             parent.mkdir(parents=True, exist_ok=True)

@@ -267,7 +267,7 @@ class ModelCapture:
         sizes: Mapping[str, int],
     ) -> dict[str, Any]:
         """The values of one portion, by an execution of the graph with them as outputs."""
-        # A value that lies as a matrix needs the shape of another value to be restored.
+        # A value that is stored as a matrix needs the shape of another value to be restored.
         likes = [self._stored[s.value].like for s in part if s.value in self._stored]
         names = [
             value

@@ -30,7 +30,7 @@ class Node(NamedTuple):
         inputs: Names of the values it reads, with those that its subgraphs read; an input that was
             left out is empty.
         outputs: Names of the values it makes; empty where one is not wanted.
-        about: What exporters wrote beside it.
+        about: What exporters wrote next to it.
         subgraphs: How many graphs it holds: bodies of loops and branches.
         activation: The activation that was worked into it; empty for none.
         channels_last: It takes and gives images with their channels last.
@@ -174,7 +174,7 @@ class Graph:
 
 
 def _scalar(tensor: Any) -> float | None:
-    """The number of a tensor of one element; None where it has more, or lies elsewhere."""
+    """The number of a tensor of one element; None where it has more, or is elsewhere."""
     if math.prod(tensor.dims) != 1 or tensor.external_data or tensor.data_type == _TEXT:
         return None
     try:

@@ -30,7 +30,7 @@ SMALL = 1024
 # Field numbers of ModelProto.graph and GraphProto.initializer.
 _GRAPH, _INITIALIZER = 7, 5
 _VALUES = frozenset({4, 5, 6, 7, 9, 10, 11})
-"""Fields of a TensorProto that hold values; 13 says where they lie outside."""
+"""Fields of a TensorProto that hold values; 13 says where they are outside."""
 # Wire type of length-delimited fields: messages, texts and packed numbers.
 _BYTES = 2
 
@@ -183,7 +183,7 @@ def check_external(path: Path, model: Any) -> list[Path]:
     """The files of a model's weights.
 
     Raises:
-        BadFile: One is missing, or lies outside of the model's folder.
+        BadFile: One is missing, or is outside of the model's folder.
     """
     files: list[Path] = []
     for name in external_files(model):
@@ -199,7 +199,7 @@ def check_external(path: Path, model: Any) -> list[Path]:
         if not place.is_relative_to(folder):
             raise BadFile(
                 f"'{path.name}' keeps weights in '{name}', which is not below its own folder",
-                hint="put the weights beside the model",
+                hint="put the weights into the model's folder",
             )
         if not place.is_file():
             raise BadFile(
@@ -231,7 +231,7 @@ def digest_of(files: list[Path]) -> str:
 
 
 class Weights:
-    """The initializers of a model whose large ones lie beside it."""
+    """The initializers of a model whose large ones are next to it."""
 
     def __init__(self, path: Path) -> None:
         model = protobuf().load(str(path), load_external_data=False)

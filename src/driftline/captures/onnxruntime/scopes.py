@@ -1,6 +1,6 @@
 """Which module of the original model a node belongs to, and what its values are called.
 
-torch's exporter writes the modules around a node beside it (`pkg.torch.onnx.name_scopes`); the
+torch's exporter writes the modules around a node next to it (`pkg.torch.onnx.name_scopes`); the
 older one, and other exporters, put the path into the node's name (`/model/layers.0/mlp/Mul`). Both
 are read from the exported file, because an optimiser keeps neither. Knows names and who reads whom;
 how calls of torch's graph are counted is in `torch_calls`.
@@ -359,10 +359,10 @@ def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
         for start in range(0, len(stretch), len(unit))
     ]
     alike = all([scopes[number].target for number in piece] == called for piece in pieces)
-    # Nodes of one call of torch's graph may lie apart, too: a product, and the sum with its bias.
+    # Nodes of one call of torch's graph may be apart, too: a product, and the sum with its bias.
     operators = [{scopes[number].operator for number in piece} for piece in pieces]
     alike = alike and sum(map(len, operators)) == len(set[str]().union(*operators))
-    # Without targets nothing tells a second call from a module whose nodes lie apart.
+    # Without targets nothing tells a second call from a module whose nodes are apart.
     return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
 
 
@@ -372,7 +372,7 @@ def _call(
     inside = set(numbers)
     inputs: dict[str, None] = {}
     outputs: dict[str, None] = {}
-    # Whether a node whose place was guessed stands in a container or beside it, nothing says.
+    # Whether a node whose place was guessed stands in a container or next to it, nothing says.
     is_leaf = all(names.scopes[number].module == path for number in numbers)
     unsure = set[int]() if is_leaf else names.guessed
     for number in numbers:

@@ -125,7 +125,7 @@ class Optimised(NamedTuple):
 
     Attributes:
         session: That session; what it gives is what the captured one must give.
-        path: The optimised graph, its weights beside it.
+        path: The optimised graph, its weights next to it.
     """
 
     session: Any
@@ -163,7 +163,7 @@ def optimise(model: Path, plan: SessionPlan, folder: Path) -> Optimised:
 
 
 def with_outputs(optimised: Path, values: Sequence[str], number: int) -> Path:
-    """The optimised graph with further outputs, as a file beside it."""
+    """The optimised graph with further outputs, as a file next to it."""
     onnx = model_file.protobuf()
     model = onnx.load(str(optimised), load_external_data=False)
     # An output must not be listed twice.

@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false
 """Values that ONNX Runtime stores in its own form, and what they are in the exported graph.
 
-Four forms: channels in blocks (NCHWc, at the highest level on a CPU, where 8 or 16 channels lie
+Four forms: channels in blocks (NCHWc, at the highest level on a CPU, where 8 or 16 channels are
 together and the last block is padded), 16-bit values computed in 32 bits, products stored as plain
 matrices, and quantised integers. Each gets a new name from ONNX Runtime; which exported value it is
 follows from the node's name together with its inputs. A value that fits nothing keeps its own name.
@@ -24,13 +24,13 @@ from driftline.captures.onnxruntime.tensors import AnyArray, HostTensor
 _DOMAIN = "com.microsoft.nchwc"
 _SUFFIX = "_nchwc"
 _NORM = "_bn"
-"""Stands before it where a batch norm of its own became a convolution."""
+"""Prefix of the name of a convolution that was a batch norm."""
 _WIDENED = "InsertedPrecisionFreeCast_"
-"""How ONNX Runtime calls what it computes in 32 bits because it has no kernel for 16."""
+"""How ONNX Runtime names values that it computes in 32 bits because it has no kernel for 16."""
 _SUMS = ("Add", "Sum")
 _BIASED = "/MatMulAddFusion"
-"""How ONNX Runtime calls a product with its bias."""
-# A sum and an activation are the most that ONNX Runtime works into a convolution.
+"""How ONNX Runtime names a product with its bias."""
+# A sum and an activation are the most that ONNX Runtime fuses into a convolution.
 _FUSED_MOST = 3
 # Axes of a batch of images, the only kind that is stored with channels last.
 _IMAGES = 4
@@ -41,9 +41,10 @@ class Stored(NamedTuple):
 
     Attributes:
         name: Its name in the optimised graph.
-        channels: How many of its channels are real, if it lies in blocks; 0 if it does not.
+        channels: How many of its channels are real, if it is in blocks; 0 if it is not.
         channels_last: Its channels are its last axis, not its second.
-        like: If it lies as a matrix: a value that has all its axes, and its sizes but the last.
+        like: If it is stored as a matrix: a value that has all its axes, and its sizes but the
+            last.
     """
 
     name: str
@@ -108,10 +109,10 @@ def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
             continue
         after = exported.readers.get(product.outputs[0], [])
         sums = [exported.nodes[n].outputs[0] for n in after if exported.nodes[n].op in _SUMS]
-        # With further readers the bare product is needed, and was not merged.
+        # If other nodes read the product without its bias, it was not merged.
         if len(after) != 1 or not sums or sums[0] in optimised.maker:
             continue
-        # What it takes has all its axes: reshapes around products are left out of the graph.
+        # Its input has all its axes: reshapes around products are left out of the graph.
         like = node.inputs[0]
         if like in exported.maker and node.outputs[0] not in exported.maker:
             stored_by_value[sums[0]] = Stored(node.outputs[0], like=like)
@@ -119,13 +120,13 @@ def flat_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
 
 
 def _named(node: Node, exported: Graph) -> str:
-    """The value that a node of blocks has its name from."""
+    """The value after which a node of the block domain is named."""
     name = node.name.removesuffix(_SUFFIX).removeprefix(_WIDENED)
     return name if name in exported.maker else name.removesuffix(_NORM)
 
 
 def _made_by(node: Node, by_name: dict[str, list[int]], exported: Graph) -> str:
-    """What a node that was kept made in the exported graph."""
+    """The result, in the exported graph, of a node that was kept."""
     same = by_name.get(node.name, [])
     return exported.nodes[same[0]].outputs[0] if node.name and len(same) == 1 else ""
 
@@ -133,9 +134,9 @@ def _made_by(node: Node, by_name: dict[str, list[int]], exported: Graph) -> str:
 def _value_by_name(
     start: str, node: Node, exported: Graph, optimised: Graph, plain: dict[str, str]
 ) -> str:
-    """The value that a node makes, of those that its name leads to; empty if none is sure.
+    """The result of a node, among the values that its name leads to; empty if none is certain.
 
-    A sum and an activation may have been worked into it after it got its name. Its inputs must be
+    A sum and an activation may have been fused into it after it got its name. Its inputs must be
     just what the exported graph needs to compute the value.
     """
     wanted: set[str] = set()
@@ -160,8 +161,7 @@ def _led_to(start: str, activation: str, exported: Graph) -> Iterator[str]:
             return
         yield value
         readers = exported.readers.get(value, [])
-        # A value that others read, or that the caller gets, cannot have been worked into the next
-        # node.
+        # A value that other nodes or the caller read cannot have been fused into the next node.
         if len(readers) != 1 or value in exported.outputs:
             return
         reader = exported.nodes[readers[0]]
@@ -212,7 +212,7 @@ def _channels(value: str, exported: Graph) -> int:
 
 
 def block_size() -> int:
-    """How many channels lie together on this machine; asked of ONNX Runtime itself."""
+    """Channels of one block on this machine, as ONNX Runtime itself chooses them."""
     onnx, ort = model_file.protobuf(), model_file.engine()
     # Divisible by every block size in use, 8 and 16, so that no padding disturbs the answer.
     size = 48
@@ -229,18 +229,18 @@ def block_size() -> int:
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     channels_input = np.arange(2 * size, dtype=np.float32).reshape(1, size, 1, 2)
-    # The second pixel of the first channel lies one block after the first.
+    # The second pixel of the first channel is one block after the first.
     return int(session.run(None, {"x": channels_input})[0][0, 0, 0, 1])
 
 
 def usual(value: Any, stored: Stored, block: int, like: tuple[int, ...] = ()) -> Any:
-    """A value as the exported graph has it; itself where it lies so already.
+    """A value as the exported graph has it; itself where it is stored so already.
 
     Args:
         value: As ONNX Runtime gave it.
-        stored: How it lies.
-        block: How many channels lie together on this machine.
-        like: Shape of the value that it is like.
+        stored: How it is stored.
+        block: Channels of one block on this machine.
+        like: Shape of the value that `stored.like` names.
     """
     if not stored.channels and not stored.channels_last and not stored.like:
         return value

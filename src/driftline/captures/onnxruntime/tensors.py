@@ -1,7 +1,7 @@
 """Tensors of ONNX Runtime: their element types, snapshots of their bytes, and tensors from bytes.
 
 Formats that numpy has no type for (bfloat16, the 8-bit floats, 4-bit integers) are read from memory
-as they lie there.
+as they are there.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

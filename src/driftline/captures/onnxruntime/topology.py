@@ -63,7 +63,7 @@ class Fusion(NamedTuple):
 
 
 def fusions(traced: TracedGraph) -> list[Fusion]:
-    """Every node in which something lies that modules took or gave."""
+    """Every node in which something is that modules took or gave."""
     holds: dict[int, dict[Place, None]] = {}
     deliveries: dict[str, dict[Tensor, None]] = {}
     for call in traced.modules:

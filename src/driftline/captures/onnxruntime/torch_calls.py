@@ -1,8 +1,8 @@
 """Which call of torch's graph produced a value of an exported file, and which nodes use weights.
 
-torch's exporter writes the call that a node was made for beside it: a name (`mul_3`), an operator
+torch's exporter writes next to a node which call it was made for: a name (`mul_3`), an operator
 and a line of the program. A compiled run of the same model counts its calls in each module, so the
-two can be matched. Reads names and who reads whom.
+two can be matched. Reads names and edges, never values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     Attributes:
         nth: Index among the calls of its operator in its module.
         total: How many the file has there.
-        sure: Nothing hints at a call that the exporter left out.
+        sure: No gap in the numbers hints at a call that the exporter left out.
         on_line: Index among those on its line of the program.
         in_line: How many the file has of that line.
     """
@@ -52,11 +52,11 @@ class Result(NamedTuple):
 
 
 def count(scopes: Iterable[Scope]) -> dict[str, Call]:
-    """Call of torch's graph → which one it is of its operator, in any overload, in its module.
+    """Call of torch's graph → its index among the calls of the same operator in the same module.
 
     torch numbers calls (`mul`, `mul_1`, ...) as the program makes them; an exporter writes them in
-    another order and leaves some out. The latter shows as a gap: in a module beside one nothing is
-    sure of calls with that name.
+    another order and leaves some out. The latter shows as a gap in the numbers: in a module next to
+    a gap, no call of that name is certain. Overloads of an operator count as one.
     """
     places: dict[str, tuple[str, str]] = {}
     lines: dict[str, str] = {}
@@ -137,7 +137,7 @@ def results(graph: Graph, scopes: Sequence[Scope]) -> dict[str, Result]:
 
 
 def line_ends(graph: Graph, scopes: Sequence[Scope]) -> set[str]:
-    """Values that are all that a line of the program, in its module, gives to others."""
+    """Values that are the only result of a line of the program, in its module."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     places = [(scope.module, scope.line) for scope in scopes]
     outputs = set(graph.outputs)
@@ -148,7 +148,7 @@ def line_ends(graph: Graph, scopes: Sequence[Scope]) -> set[str]:
             readers = graph.readers.get(value, ())
             if value and (value in outputs or any(places[r] != places[number] for r in readers)):
                 groups[places[number]].append(value)
-    # A line with one value to others can be compared as a whole, however it was decomposed.
+    # A line with a single result can be compared as a whole, however it was decomposed.
     return {values[0] for values in groups.values() if len(values) == 1}
 
 
@@ -171,7 +171,7 @@ _KINDS = {
 
 
 def weighted_nodes(graph: Graph, names: Names) -> list[dict[str, Any]]:
-    """Every node with weights: its kind, the value it takes, the site of what it makes."""
+    """Every node with weights: its kind, its input, and the site of its result."""
     constant = _constants(graph)
     weighted_nodes: list[dict[str, Any]] = []
     for node in graph.nodes:

@@ -20,8 +20,7 @@ from driftline.captures.model_facts import (
     FactsFile,
     attributes_of,
     class_line,
-    flat_config,
-    looks_like_config,
+    config_lines,
     qualified,
 )
 from driftline.captures.naming import ROOT, Place, Root, unwrapped
@@ -143,11 +142,8 @@ class PaddleFacts:
         if kind not in self._classes:
             self._classes.add(kind)
             self._session.guarded(site, lambda: self._file.add(MODEL, class_line(kind)))
-        for name, value in list(table.items()):
-            if name not in _OWN_TABLES and looks_like_config(name, value):
-                prefix = "" if site == ROOT else site
-                if values := flat_config(value, self._configs, prefix):
-                    self._file.add(MODEL, line_of("config", site=site, name=name, values=values))
+        for line in config_lines(table, _OWN_TABLES, site, self._configs):
+            self._file.add(MODEL, line)
         attributes = attributes_of(table, _OWN_TABLES)
         own_forward = table.get("forward")
         return line_of(

@@ -70,7 +70,7 @@ def snapshot(tensor: Any, *, values: bool = True) -> Snapshot | Refusal:
         values: False describes it only.
     """
     placement = ""
-    # Of a distributed tensor this rank holds a part; how it lies is recorded beside it.
+    # Of a distributed tensor this rank holds a part; its placement is recorded next to it.
     if tensor.is_dist():
         placement = _placement(tensor)
         tensor = tensor._local_value()

@@ -42,7 +42,7 @@ def is_awaited(tensor: torch.Tensor) -> bool:
 
 
 def placement_of(tensor: Any) -> str:
-    """How a DTensor lies, in the words of docs/run-format.md."""
+    """How a DTensor is placed, in the words of docs/run-format.md."""
     return placement_text(tensor._spec)
 
 

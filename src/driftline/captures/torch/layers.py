@@ -89,7 +89,7 @@ def is_transparent(module: nn.Module) -> bool:
     """Whether a wrapper's own call need not be looked at: the wrapped module's will be seen.
 
     It will not when a compiled module was bound to the plain call, before capture began, or comes
-    from `torch.nn` itself, so that its call lies inside the compiled region. Then the wrapper
+    from `torch.nn` itself, so that its call is inside the compiled region. Then the wrapper
     speaks for it.
     """
     inner = wrapped(module)

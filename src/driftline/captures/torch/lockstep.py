@@ -1,7 +1,7 @@
 """Lockstep: two models run side by side and are compared tensor by tensor.
 
 The reference runs in a thread of its own, the candidate in the caller's; only one of them runs at a
-time. Each waits for the other at every tensor, and the two are compared at once where they lie, so
+time. Each waits for the other at every tensor, and the two are compared at once where they are, so
 neither a copy of the activations nor a run is kept. Random numbers are drawn by each as if it were
 alone. What is measured is `PairMoments`; what they mean is decided elsewhere.
 """
@@ -170,7 +170,7 @@ class _Meeting:
         )
 
     def fetch(self) -> None:
-        """Bring the figures that lie on devices here, in one copy for each."""
+        """Bring the figures that are on devices here, in one copy for each."""
         # One copy per device instead of one per tensor, each of which would wait.
         by_device: dict[torch.device, list[int]] = {}
         for index, (_, _, row) in enumerate(self._rows):

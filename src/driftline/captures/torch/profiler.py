@@ -177,7 +177,7 @@ def _nested(host: Sequence[Any]) -> list[_Event]:
         those.sort(key=lambda raw: (raw.start_ns(), -raw.end_ns()))
         stack: list[_Event] = []
         for raw in those:
-            # Equal ends: an event of no duration lies inside, not after.
+            # Equal ends: an event of no duration is inside, not after.
             while stack and stack[-1].end <= raw.start_ns() and stack[-1].end < raw.end_ns():
                 stack.pop()
             event = _Event(raw, stack[-1] if stack else None)

@@ -51,7 +51,7 @@ def check(
         tables = sorted(table.glob(f"*{LAYER_TABLE}")) if table.is_dir() else []
         raise BadInput(
             "nothing says what is allowed",
-            hint=f"the table beside these files has limits of its own: driftline check {tables[0]}"
+            hint=f"the table next to these files has limits of its own: driftline check {tables[0]}"
             if tables
             else "--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
         )

@@ -1,7 +1,7 @@
 """`driftline dump`: run an unchanged program and keep what its model computed.
 
 Only words are read and written here: options become a capture plan, `launch.run` does the rest. The
-spellings of `ait llm dump` are names like any other; what they mean is in `adapters.selection`.
+spellings of `ait llm dump` are names like any other; what they mean is in `captures.selection`.
 """
 
 from __future__ import annotations

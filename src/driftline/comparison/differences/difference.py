@@ -26,7 +26,7 @@ Kind: TypeAlias = Literal[
     "loss",
 ]
 Position: TypeAlias = Literal["at", "upstream", "elsewhere", ""]
-"""Where it lies as seen from the first divergence; empty where nothing diverges."""
+"""Where it is as seen from the first divergence; empty where nothing diverges."""
 _POSITIONS: tuple[Position, ...] = ("at", "upstream", "elsewhere", "")
 _SAID_BY_VALUES = ("dtype", "shape", "tied", "missing", "extra", "class", "requires_grad")
 """Relations that the two values already tell."""
@@ -55,7 +55,7 @@ class Difference:
         explains: What it would explain, in a sentence.
         counts: Whether it is a difference of the models; False for what is expected, such as
             weights rounded to the candidate's number format, other devices or threads.
-        position: Where it lies as seen from the first divergence.
+        position: Where it is as seen from the first divergence.
         step: The step in which it begins; None for what holds from the start.
     """
 

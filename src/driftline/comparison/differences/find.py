@@ -258,9 +258,9 @@ _SENTENCES: Mapping[str, str] = {
     "process": "it changes the arithmetic of every module",
     "optimizer": "the weights after the update differ, and every later step with them",
     "scheduler": "learning rates differ, and the weights after the update",
-    "scaler": "gradients are scaled otherwise; infinite ones skip the update",
+    "scaler": "gradients are scaled differently; infinite ones skip the update",
     "clipping": "the gradients that the optimizer sees differ",
-    "order": "gradients are accumulated, scaled or clipped otherwise before the update",
+    "order": "gradients are accumulated, scaled or clipped differently before the update",
     "loss": "the loss and all gradients differ, the forward pass does not",
 }
 _WEIGHTS: Mapping[str, str] = {

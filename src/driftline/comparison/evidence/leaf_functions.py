@@ -1,8 +1,8 @@
 """Functions of leaf modules in numpy float64: linear, convolution, norms, embedding, activations.
 
 Which function a module computes is not read off its class. `possible_leaves` lists the functions
-that fit the shapes of its input, its output and its weights; whoever asks applies them to tensors
-of which the result is known and keeps the one that gives it. A leaf is computed for some rows of
+that fit the shapes of its input, its output and its weights; the caller applies them to tensors
+whose result is known and keeps the function that reproduces it. A leaf is computed for some rows of
 its input, and some channels and positions of its output, so that the cost does not depend on the
 size of the model. Knows no runs and judges nothing.
 """
@@ -82,8 +82,8 @@ class Leaf(Protocol):
     Attributes:
         name: What it is called in messages.
         leading: How many leading axes of input and output are rows, computed independently.
-        channel_axis: Which axis behind those holds the output channels that can be chosen; None
-            where a row is computed at once.
+        has_channels: Whether some of the output channels, on the axis behind those, can be computed
+            without the others.
         terms: Terms of its longest sum.
         roundings: Roundings of the result that a right implementation may make.
     """
@@ -118,7 +118,7 @@ def possible_leaves(
     """Functions that could give an output of this shape, likely ones first.
 
     Args:
-        given: Shape of the input.
+        input_shape: Shape of the input.
         integers: Whether the input holds integers.
         made: Shape of the output.
         weights: Shapes of the floating parameters and buffers, by name.
@@ -214,7 +214,7 @@ class Embedding(NamedTuple):
 
 
 _MOST_WINDOWS = 6
-"""Combinations of stride, padding and dilation that are tried where nothing says them."""
+"""Combinations of stride, padding and dilation that are tried where no attribute has them."""
 _LARGEST_WINDOW = 1 << 20
 """Elements of all windows together."""
 
@@ -318,7 +318,7 @@ def _axis_windows(input_size: int, made: int, size: int) -> Iterator[tuple[int, 
 
 
 def _stated_window(attributes: Attributes, axes: int) -> tuple[Shape, Shape, Shape] | None:
-    """Stride, padding and dilation as the module itself says them; None where it does not."""
+    """Stride, padding and dilation from the module's own attributes; None where missing."""
     sizes: list[Shape] = []
     for name in ("stride", "padding", "dilation"):
         value = attributes.get(name)
@@ -341,7 +341,7 @@ def _stated_window(attributes: Attributes, axes: int) -> tuple[Shape, Shape, Sha
 
 
 _EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
-"""Usual ones; tried where nothing says which it is."""
+"""Usual ones, tried where the module's attributes have none."""
 _GROUPS = (32, 16, 8, 4, 2, 1)
 
 
@@ -364,11 +364,7 @@ class RowNorm(NamedTuple):
         return "layer norm" if self.centred else "RMS norm"
 
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
-        flat = rows.reshape(len(rows), -1)
-        if self.centred:
-            flat = flat - flat.mean(axis=1, keepdims=True)
-        size = np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + self.epsilon)
-        result = flat / size
+        result = _normalised(rows.reshape(len(rows), -1), self.epsilon, centred=self.centred)
         if self.weight:
             # Gemma keeps its weights less one.
             result *= self.added + weights[self.weight].values().reshape(-1)
@@ -422,15 +418,21 @@ class GroupNorm(NamedTuple):
 
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
         grouped = rows.reshape(len(rows), self.groups, -1)
-        grouped = grouped - grouped.mean(axis=2, keepdims=True)
-        size = np.sqrt(np.mean(grouped * grouped, axis=2, keepdims=True) + self.epsilon)
-        result = (grouped / size).reshape(len(rows), rows.shape[1], -1)
+        result = _normalised(grouped, self.epsilon, centred=True)
+        result = result.reshape(len(rows), rows.shape[1], -1)
         if self.weight:
             result *= weights[self.weight].values()[:, None]
         return result + weights[self.bias].values()[:, None] if self.bias else result
 
     def chosen(self, rows: F64, part: Part) -> F64:
         return rows.reshape(len(rows), rows.shape[1], -1)
+
+
+def _normalised(values: F64, epsilon: float, *, centred: bool) -> F64:
+    """Values over their root mean square along the last axis; less their mean first, if centred."""
+    if centred:
+        values = values - values.mean(axis=-1, keepdims=True)
+    return values / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + epsilon)
 
 
 def _norms(

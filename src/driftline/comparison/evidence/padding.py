@@ -25,7 +25,7 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 _Place = tuple[TensorKey, str]
-"""A tensor of the reference, and the site that it was set against."""
+"""A tensor of the reference, and the site that it was compared with."""
 _MOST = 20_000
 """Where more rows fail they are not held in memory to be measured again: pads are not all of it."""
 _ONLY_THERE = "differs only at positions that attention_mask leaves out"
@@ -44,7 +44,7 @@ def masked_rows(
 
     Args:
         suspects: Rows of steps in which rows fail, or may fail when all rows are known.
-        plan: What was set against what.
+        plan: What was compared with what.
         reference: The one run.
         candidate: The other.
         metrics: What is measured.

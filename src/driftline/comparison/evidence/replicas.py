@@ -342,7 +342,7 @@ def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
     """What a source holds, as float64 of its shape; None where it has no values, or too many.
 
     Args:
-        run: Where it lies.
+        run: Where it is.
         source: What.
         most: Of more than so many, take every nth instead, flat.
     """

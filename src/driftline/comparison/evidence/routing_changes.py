@@ -94,11 +94,8 @@ def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
             continue
         near = np.zeros(len(other), dtype=np.bool_)
         for key, scores in partners.items():
-            if (
-                key[:2] == reference_record.key[:2]
-                and key[3:7] == reference_record.key[3:7]
-                and key.port == "output"
-            ):
+            chosen = reference_record.key
+            if key.same_call(chosen) and key.port == chosen.port == "output":
                 r = read_whole(reference, scores.reference)
                 c = read_whole(candidate, scores.candidate)
                 if r is not None and c is not None and r.shape == c.shape:

@@ -423,7 +423,7 @@ def _candidate_place(row: Row) -> _Place:
 
 
 def lean_of(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:
-    """How far the projection of a half lies outside the trusted span, in five standard errors."""
+    """How far the projection of a half is outside the trusted span, in five standard errors."""
     span = floor.leans.get(key) if floor is not None else None
     if span is None or not half.projection_se > 0.0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Measured rows become a table: lone tensors take their places, and the sides say who they are."""
+"""Measured rows become a table: unpaired tensors are put in order, and both sides are described."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from driftline.runs.scope import scope_of
 _ABOUT = ("id", "command", "argv", "created", "git")
 _ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
 _RAISED, _LONGEST = 3, 400
-"""So many exceptions of a program are told, and of each so many characters."""
+"""At most so many exceptions of a program are quoted, and so many characters of each."""
 
 
 def assembled(
@@ -29,7 +29,7 @@ def assembled(
     """The table of a plan.
 
     Args:
-        plan: What was set against what.
+        plan: What was compared with what.
         rows: A row for each of its pairs, in their order.
         reference: The one run.
         candidate: The other.
@@ -54,10 +54,10 @@ def with_replicas(
     candidate: Run,
     places: Sequence[int] | None = None,
 ) -> tuple[Sequence[Row], tuple[Column, ...]]:
-    """Rows with what is known of their ranks, and the column that tells it, where there are ranks.
+    """Rows with their placement over ranks, and the column that shows it, where there are ranks.
 
     Args:
-        plan: What was set against what.
+        plan: What was compared with what.
         rows: A row for each of its pairs, or for those at `places`.
         reference: The one run.
         candidate: The other.
@@ -87,7 +87,7 @@ def with_lone_rows(
 
 
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
-    """False for most runs, which then need not load what tells of ranks."""
+    """False for most runs, which then need not load the code about ranks."""
     # Unpacked, not by attribute: this loop runs over every pair of every comparison.
     for reference, candidate, _, _, our_recipe, their_recipe, *_ in pairs:
         if (
@@ -122,7 +122,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
-    """The same of rows that are in order already, and others that are."""
+    """The same for two lists that are in order already."""
     # Both are sorted already; sorting again would hold all of them.
     return heapq.merge(rows, others, key=_place)
 
@@ -138,7 +138,7 @@ def _place(row: Row) -> tuple[int, int, int]:
 def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
     """Where the sides of a table came from.
 
-    Of a side that has not all that the other has it is told what its program raised.
+    If a side lacks tensors that the other has, the exceptions of its program are quoted.
     """
     seen = _seen_places(plan)
     return (
@@ -151,7 +151,7 @@ _Places = set[tuple[int, int]]
 
 
 def _seen_places(plan: Plan) -> tuple[_Places, _Places] | tuple[None, None]:
-    """Processes of either side that a pair uses, recipes included; None where nobody asks."""
+    """Processes of either side that a pair uses, recipes included; None if no row needs them."""
     # A long plan pairs by name alone, and ranks were chosen where some are selected.
     if not isinstance(plan.pairs, tuple) or any(word.startswith("rank") for word in plan.selected):
         return None, None
@@ -170,12 +170,12 @@ def _seen_places(plan: Plan) -> tuple[_Places, _Places] | tuple[None, None]:
 def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool) -> Side:
     manifest: Mapping[str, Any] = run.manifest
     processes = run.processes()
-    # What the program said of itself goes before what its launcher said.
+    # The program's own exceptions come before those that its launcher reports.
     facts: Mapping[str, Any] = {**manifest, **(processes[0] if processes else {})}
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
     about |= {name: facts[name] for name in _ABOUT_PROCESS if name in facts}
     losses = [str(loss) for loss in run.losses]
-    # Why tensors are missing is worth a look only where some are.
+    # Exceptions explain missing tensors, and are read only if there are any.
     if lacks:
         exceptions = (event for event in run.events() if event.get("kind") == "exception")
         raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
@@ -197,7 +197,7 @@ def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool)
 
 
 def _sequence(run: Run) -> tuple[str, ...]:
-    """The sites whose calls gave something, in the order of these calls, in the first step."""
+    """The sites whose calls have outputs, in the order of these calls in the first step."""
     records = iter(run.records)
     first = next(records, None)
     if first is None:

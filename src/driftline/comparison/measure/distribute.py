@@ -1,6 +1,6 @@
 """Pairs are distributed among workers, and their rows gathered, as if one process had made them.
 
-What workers cannot be told is measured here: pairs of runs that lie in memory, and whatever a
+What workers cannot be told is measured here: pairs of runs that are in memory, and whatever a
 worker could not read, which this process then has the last word on. The worker's own half is
 `PairsWorkshop`. How workers are started and fed, `execution` knows.
 """

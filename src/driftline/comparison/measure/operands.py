@@ -1,6 +1,6 @@
 """Two tensors whose values were kept: from stored bytes to the measurements of the pair.
 
-Bytes go to the kernel as they lie in the file, without a copy, block by block for large tensors.
+Bytes go to the kernel as they are in the file, without a copy, block by block for large tensors.
 Only metrics that the kernel's pass does not hold need the values as float64 arrays.
 """
 
@@ -62,7 +62,7 @@ class ValuePair(NamedTuple):
 
     @property
     def is_square(self) -> bool:
-        """Whether it is a matrix that has the same shape when it lies the other way round."""
+        """Whether it is a matrix that has the same shape when it is the other way round."""
         return _is_square(self.shape)
 
     def arrays(self) -> ValuePair:
@@ -78,10 +78,10 @@ class ValuePair(NamedTuple):
 
 
 class MappedPair(NamedTuple):
-    """The same of two tensors that lie in mapped files: measured where they are, without an array.
+    """The same of two tensors that are in mapped files: measured where they are, without an array.
 
     Attributes:
-        reference: Where the reference's values lie.
+        reference: Where the reference's values are.
         reference_dtype: What they mean.
         count: Logical elements on each side.
         shape: The tensor's shape.
@@ -121,7 +121,7 @@ class MappedPair(NamedTuple):
 def open_values(
     reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
 ) -> ValuePair | MappedPair:
-    """The kept values of a pair, as they lie in mapped files where that is enough.
+    """The kept values of a pair, as they are in mapped files where that is enough.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
@@ -206,7 +206,7 @@ def _mapped(
 def open_arrays(
     reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
 ) -> ValuePair:
-    """The kept values of a pair; a sample is set against the same elements of the other side.
+    """The kept values of a pair; a sample is compared with the same elements of the other side.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.

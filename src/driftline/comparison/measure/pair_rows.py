@@ -1,4 +1,4 @@
-"""Rows before anything is measured: who is set against whom, and whether that is possible at all.
+"""Rows before anything is measured: which tensors are compared, and whether that is possible.
 
 Looks at records and recipes only; reads no tensor.
 """
@@ -113,7 +113,7 @@ def incompatibility(pair: Pair) -> str:
 
 
 def placement_kind(record: Record) -> str:
-    """How a part of a tensor lies, without where its rank stands; empty for what is whole.
+    """How a part of a tensor is placed, without where its rank stands; empty for what is whole.
 
     A plain tensor that was taken out of a distributed one is what it is.
     """

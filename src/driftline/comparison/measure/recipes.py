@@ -1,4 +1,4 @@
-"""Recipes carried out: stored tensors become the one that can be set against the other side's.
+"""Recipes carried out: stored tensors become the one that can be compared with the other side's.
 
 Reads the sources from a run and lets `alignment.recipe_steps` do the steps; a large result is made
 and measured some rows at a time. Does not know why a recipe is what it is.
@@ -84,7 +84,7 @@ def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
 def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
     """A remark on a square weight that is far off as it is and agrees the other way round.
 
-    Its shape cannot say how it lies. Nothing is chosen: the row stays what it is.
+    Its shape cannot say how it is stored. Nothing is chosen: the row stays what it is.
     """
     if not are_weights(pair) or values.shape is None or values.reference_dtype.bits == 4:
         return ""

@@ -223,7 +223,7 @@ class SmallPairs:
 
         Args:
             pair: The pair.
-            here: Where the reference's values lie, if that is known already.
+            here: Where the reference's values are, if that is known already.
             there: The same of the candidate.
         """
         moments = self._measured(pair, reference_memory, candidate_memory)
@@ -307,7 +307,7 @@ def measure(
     """Measure every pair of a plan.
 
     Args:
-        plan: What to set against what.
+        plan: What to compare with what.
         reference: Where the reference's bytes are.
         candidate: Where the candidate's bytes are.
         metrics: What to measure.
@@ -417,7 +417,7 @@ class _Work:
                 self.units.append((stop - start, index, block, len(blocks)))
         self.fetched = reference.fetched or candidate.fetched
         # Largest first: in a run's order the logits come last, and one thread reads them alone.
-        # What is fetched comes in the order in which it lies there.
+        # What is fetched comes in the order in which it is there.
         if not self.fetched:
             self.units.sort(key=lambda unit: unit[0], reverse=True)
         self.parts: dict[int, dict[int, PairMoments]] = {}

@@ -217,7 +217,7 @@ Term = tuple[Summary, float, int]
 """A summary, what its values are multiplied by, and the rank that holds it."""
 
 Parts = Mapping[Cuts, Held]
-"""By where they lie in the whole; the whole itself lies at ()."""
+"""By where they are in the whole; the whole itself is at ()."""
 
 
 def needs_summaries(pair: Pair) -> bool:
@@ -286,8 +286,8 @@ def measured(reference: Parts, candidate: Parts) -> tuple[dict[str, Number], str
         bound = _least_of_parts(reference_total, candidate_total)
         if math.isnan(bound):
             raise BadInput(
-                "only summaries of its parts were kept, cut otherwise than the other side's: they "
-                "cannot be put together"
+                "only summaries of its parts were kept, cut differently from the other side's: "
+                "they cannot be put together"
             )
         metrics["relative_l2"], remark = bound, BY_FIGURES
     for side, summary in (("reference", reference_total), ("candidate", candidate_total)):

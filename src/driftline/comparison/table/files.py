@@ -44,7 +44,7 @@ def write_rows(rows: Iterable[Row], stream: TextIO) -> None:
 
 
 class OtherText(ValueError):
-    """The file does not lie as we write it."""
+    """The file is not as we write it."""
 
 
 class RowText:
@@ -248,7 +248,7 @@ def _parsed(content: bytes, source: str) -> Table:
 
 
 def _row_by_row(stream: TextIO, source: str) -> Table | None:
-    """A long table that lies as `write_table` writes it; None for any other."""
+    """A long table that is as `write_table` writes it; None for any other."""
     from driftline.comparison.table.row_spool import keep
 
     try:

@@ -47,7 +47,7 @@ class Part:
         made: With what: version of Driftline, path of the kernel, version of numpy.
         plan: Digest of everything that is compared, all shards together.
         pairs: How many pairs that are.
-        tolerance: What is allowed, as gating wrote it.
+        tolerance: What is allowed, as the judge wrote it.
         columns: What the metrics of the rows mean.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
@@ -95,7 +95,7 @@ class Part:
         return f"shard {self.shard}: {len(self.rows)} of {self.pairs} pairs"
 
     def write(self, folder: StrPath, *, force: bool = False) -> Path:
-        """Write the part into a folder, where parts of other shards may lie.
+        """Write the part into a folder, where parts of other shards may be.
 
         Raises:
             AlreadyThere: This shard is there already and `force` was not given.
@@ -272,7 +272,7 @@ def refuse_part(goal: Path, *, force: bool) -> None:
 
 
 def open_parts(paths: Sequence[StrPath]) -> list[Part]:
-    """The parts that are named, or lie in folders that are named; each file once.
+    """The parts that are named, or are in folders that are named; each file once.
 
     Raises:
         BadFile: One of them is no part, or a folder holds none.
@@ -307,7 +307,7 @@ def _open(path: Path) -> Part:
 
 
 def _row_by_row(path: Path) -> Part | None:
-    """A long part that lies as we write it; None for any other."""
+    """A long part that is as we write it; None for any other."""
     from driftline.comparison.table.row_spool import keep
 
     try:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 from driftline.runs.records import Moment, Phase, Port, TensorKey
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
-"""`unjudged` is a measured row before gating; a table that left `gating/` has none."""
+"""`unjudged` is a measured row before it is judged; a judged table has none."""
 Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable", "unjudged"]
 Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
 """Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""
@@ -118,8 +118,8 @@ class Row(NamedTuple):
         line: The program's line that computes it, `file:number in function`, where a side knows it.
         fused: The calls that one kernel of a compiler computes on the way to it, where it is more
             than this one; in words.
-        culprit: The first node of a compiled graph on the way to it that is off by itself, whatever
-            the other side has: it gives something else than it should for what it is given.
+        culprit: The first node of a compiled graph on the way to it that is wrong for its own
+            inputs, whatever the other side has.
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.
@@ -236,7 +236,7 @@ class Row(NamedTuple):
 
     @property
     def compared(self) -> bool:
-        """Whether both sides were there and could be set against each other."""
+        """Whether both sides were there and could be compared with each other."""
         return self.status in ("pass", "fail", "unjudged")
 
     def measured(

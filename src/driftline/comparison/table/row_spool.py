@@ -30,7 +30,7 @@ _NUMBERS = frozenset({float, int, bool})
 
 
 class RowSpool(Sequence[Row]):
-    """Rows that lie in a file; made by `keep`, or block by block in any order by `SpoolWriter`."""
+    """Rows that are in a file; made by `keep`, or block by block in any order by `SpoolWriter`."""
 
     def __init__(self, file: UnnamedFile, places: array[int], about: _About) -> None:
         self._file = file

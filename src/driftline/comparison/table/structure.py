@@ -2,7 +2,7 @@
 
 Rows alone do not say who feeds whom where inputs were not captured, how long the sums of a module
 are, or which modules compute with integers. This is looked up in the runs once, when they are
-compared, and lies in the table, so that a stored table or merged parts are judged as the runs were.
+compared, and is in the table, so that a stored table or merged parts are judged as the runs were.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ _NOTHING: Mapping[str, JSON] = {}
 
 
 class Coverage(NamedTuple):
-    """How much of the two runs was set against each other, in tensors.
+    """How much of the two runs was compared with each other, in tensors.
 
     Attributes:
         compared: Pairs that pass or fail.
         missing: In the reference only.
         extra: In the candidate only.
-        incomparable: Pairs that could not be set against each other.
+        incomparable: Pairs that could not be compared with each other.
         inside_fusion: How many of the missing and extra ones the other side computes inside a fused
             node, whose result is compared.
     """
@@ -115,10 +115,10 @@ class Side(NamedTuple):
         ordered: Whether its order is one of execution, which that of a tensor file is not.
         scope: How far the run reaches: how its program ended, which steps ran.
         left_out: Rows and tokens of it that compared tensors have and the other side has not.
-        unseen: Its processes of which nothing was set against anything, as `rank1`.
+        unseen: Its processes of which nothing was compared with anything, as `rank1`.
         selected: What only some of both runs was compared by, in words.
         sequence: Of a candidate, the sites of its first step in the order of their calls, once for
-            each; only where tensors have no partner, to see what they lie between.
+            each; only where tensors have no partner, to see what they are between.
     """
 
     path: str = ""
@@ -186,7 +186,7 @@ class Table:
         first_site: The site to look at: `first`'s own, or the enclosing module when an input was
             already wrong and no captured output says so; empty when no row fails.
         finding: The result as a sentence.
-        limits: What was allowed, as gating wrote it.
+        limits: What was allowed, as the judge wrote it.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
         notes: What alignment concluded about the runs as wholes, one sentence each.
@@ -450,7 +450,7 @@ def _differences(shown: JSON) -> tuple[Difference, ...] | None:
 
 
 def is_spooled(rows: Sequence[Row]) -> TypeGuard[RowSpool]:
-    """Whether rows lie in a file; asked without loading what reads it."""
+    """Whether rows are in a file; asked without loading what reads it."""
     # By exclusion: the class of spooled rows need not be imported to ask.
     return not isinstance(rows, (tuple, list))
 

@@ -1,7 +1,7 @@
 """How much of two models a comparison has covered: calls of leaves, model borders, steps.
 
 Counts rows as they pass by and holds one entry per site, however many steps there are. A call of a
-leaf is covered when its output was compared, or when it lies in a container smaller than a tenth
+leaf is covered when its output was compared, or when it is in a container smaller than a tenth
 of the model whose input and output were. What the verdict makes of that, `decision` says.
 """
 
@@ -159,7 +159,7 @@ class SideCalls:
         entry.take(_KINDS.get(port, _OTHER_KIND), call, compared)
 
     def _containing(self) -> set[str]:
-        """The sites that others lie in."""
+        """The sites that others are in."""
         if self._containers is None:
             holders: set[str] = set()
             for site in self.sites:
@@ -173,7 +173,7 @@ class SideCalls:
         return self._containers
 
     def _leaves_inside(self) -> dict[str, list[str]]:
-        """Every container, with the leaves that lie in it at any depth."""
+        """Every container, with the leaves that are in it at any depth."""
         if self._inside is None:
             inside: dict[str, list[str]] = {site: [] for site in self._containing()}
             for leaf in self.leaves():
@@ -192,7 +192,7 @@ class SideCalls:
 
         Args:
             other: The other side.
-            compiled: Its modules that lie in compiled ones, whose parts were there and not seen.
+            compiled: Its modules that are in compiled ones, whose parts were there and not seen.
         """
         leaves = set(other.leaves())
         self.pieces = {
@@ -329,7 +329,7 @@ class SideCalls:
         return 0.0
 
     def _beside_compared(self, operator: str, calls: int) -> bool:
-        """Whether an operator lies in a small module of which another operator was compared.
+        """Whether an operator is in a small module of which another operator was compared.
 
         A module's operators are computed from each other: a fused kernel keeps some of them.
         """
@@ -385,7 +385,7 @@ _MOVING = frozenset(
 
 
 def _around(site: str) -> Iterator[str]:
-    """The names of what may lie around a site, the nearest first, the model itself last.
+    """The names of what may be around a site, the nearest first, the model itself last.
 
     >>> list(_around("layers.0.mlp/add"))
     ['layers.0.mlp', 'layers.0', 'layers', '(root)', '']
@@ -577,7 +577,7 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         counts.candidate.order[site, visits[site]] = number
         visits[site] += 1
     own, other = counts.reference, counts.candidate
-    # Where one side has modules only, nothing finer than a module can be set against it.
+    # Where one side has modules only, nothing finer than a module can be compared with it.
     if own.has_operators != other.has_operators and all(side.scope.captured for side in sides):
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)

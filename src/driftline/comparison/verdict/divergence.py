@@ -84,7 +84,7 @@ def _computed(first: Row) -> str:
         if first.line and not first.culprit:
             remarks.append("--no-fusion takes them apart")
     if first.culprit:
-        remarks.insert(0, f"off by itself is {first.culprit}")
+        remarks.insert(0, f"wrong for its own inputs: {first.culprit}")
     return f" ({'; '.join(remarks)})" if remarks else ""
 
 
@@ -216,7 +216,7 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
         return None
     module, _, operator = site.rpartition("/")
     if module and first.class_name.startswith(f"{operator}."):
-        # An operator; views, and whatever else has no row, may lie before it.
+        # An operator; views, and whatever else has no row, may be before it.
         return module if execution(first) > min(map(execution, rows)) else None
     while site := site.rpartition(".")[0]:
         if site in entered:
@@ -225,7 +225,7 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
 
 
 def _around(module: str, rows: Sequence[Row]) -> str:
-    """A module that something lies in, by name and class."""
+    """A module that something is in, by name and class."""
     own = next((row for row in rows if row.key.site == module and row.class_name), None)
     if own is not None and own.by == "graph":
         # It has no partner of its own: what it takes was made by a node of somebody else.

@@ -302,7 +302,7 @@ def _sort(
     if call is None or shape is None or len(shape) < 2 or "mask" in row.key.slot:
         return
     # Codes and floats of one operator have the same sizes in some order.
-    sizes = tuple(sorted(shape))  # weights may lie transposed
+    sizes = tuple(sorted(shape))  # weights may be transposed
     if dtype in _CODES:
         codes.setdefault(call, []).append((sizes, dtype))
     elif dtype in DTYPES and DTYPES[dtype].is_floating:
@@ -418,7 +418,7 @@ class Inherited:
 
 
 class Unrelated(Inherited):
-    """Tensors of a file: they were not computed from each other in the order they lie there."""
+    """Tensors of a file: they were not computed from each other in the order they are there."""
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
         del row

@@ -250,7 +250,7 @@ def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
     if len(absent) == len(thresholds.sites):
         model = f" ('{thresholds.model_id}')" if thresholds.model_id else ""
         raise BadInput(
-            f"{name} speaks of no layer of this comparison: it seems to be for another "
+            f"{name} has no threshold for a layer of this comparison: it seems to be for another "
             f"model{model}",
             hint=f"it has '{thresholds.sites[0]}', the comparison "
             f"'{next(iter(row.key.site for row in judged.rows), '')}'",

@@ -126,7 +126,7 @@ class NoiseFloor(NamedTuple):
         return error_of(row) / allowed if allowed > 0.0 else (math.inf if error_of(row) else 0.0)
 
     def lean(self, row: Row) -> float:
-        """How far a row's projection lies outside the trusted span, in units of roundoff."""
+        """How far a row's projection is outside the trusted span, in units of roundoff."""
         span = self.leans.get(row.key)
         value = float(row.metrics.get("projection", math.nan))
         unit = unit_of(row)

@@ -267,7 +267,7 @@ class Site:
 
     @property
     def order(self) -> tuple[int, int]:
-        """When its first call was over; all of forward lies before backward."""
+        """When its first call was over; all of forward is before backward."""
         return DIRECTIONS.index(self.place.direction), min(call.order for call in self.calls)
 
     @property
@@ -350,7 +350,7 @@ def same_kind(row: Row) -> bool:
     candidate = DTYPES.get(row.candidate_dtype)
     if candidate is None or candidate.is_floating:
         return True
-    # With one scale for all of it: a tensor of scales beside it makes it a weight, and a wrong
+    # With one scale for all of it: a tensor of scales next to it makes it a weight, and a wrong
     # weight excuses nothing.
     return step_of(row.candidate_recipe) > 0.0
 
@@ -573,7 +573,7 @@ def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> N
 
 
 def contains(outer: str, inner: str) -> bool:
-    """Whether one site lies inside another.
+    """Whether one site is inside another.
 
     >>> contains("model.layers.1", "model.layers.1.mlp"), contains("a.1", "a.10")
     (True, False)
@@ -609,7 +609,7 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def parts_of(names: Iterable[str]) -> Mapping[str, int]:
-    """How many sites lie in each site."""
+    """How many sites are in each site."""
     counts: dict[str, int] = {}
     for name in names:
         for outer in ancestors(name):

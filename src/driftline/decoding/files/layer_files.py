@@ -201,7 +201,7 @@ def table_of_files(table: Path, thresholds: Thresholds) -> Table | None:
     """The layer files beside a `….layers` table, where thresholds are of such files.
 
     A threshold that was made of all values of a layer's file is held to all values of a layer's
-    file: single outputs and iterations, which are the table's rows, lie on both sides of it.
+    file: single outputs and iterations, which are the table's rows, are on both sides of it.
 
     Returns:
         None for other tables and other thresholds, and where the files are gone.
@@ -210,7 +210,7 @@ def table_of_files(table: Path, thresholds: Thresholds) -> Table | None:
     metrics = {entry.metric for entry in thresholds.entries if entry.site}
     if table.suffix != LAYER_TABLE or not metrics or not metrics <= set(LAYER_METRICS):
         return None
-    # Files of other shapes may lie in the same folder: only those of this table count.
+    # Files of other shapes may be in the same folder: only those of this table count.
     start = table.name.removesuffix(LAYER_TABLE) + "--"
     metric_files = find_metric_files(table.parent, below=False)
     layer_files = [

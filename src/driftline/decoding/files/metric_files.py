@@ -362,7 +362,7 @@ def _numbers(text: bytes, path: Path, line: int) -> Values:
 
 
 class Provenance(NamedTuple):
-    """How metric files were made, as far as the files beside them say.
+    """How metric files were made, as far as the files next to them say.
 
     Attributes:
         targets: Each kind of run that was pooled: reference, candidate, weights, ….

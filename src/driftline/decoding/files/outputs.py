@@ -1,7 +1,7 @@
 """Saved tokens and logits of decoders (`.out` folders); files appear complete or not at all.
 
 A `.out` is a folder with one torch file per prompt, `0.pt`, `1.pt`, …, each `{"tokens", "logits"}`.
-Everything is written under another name first and then renamed. Beside the prompts lies
+Everything is written under another name first and then renamed. Next to the prompts is
 `provenance.json`, which readers of the documented form ignore. With `--logits topk` the largest
 logits are kept instead of the whole vocabulary: enough for the four documented metrics, which look
 at the reference's k largest only, and a thousandth of the space.
@@ -75,7 +75,7 @@ def write_out(
         tokens: Per prompt.
         logits: Per prompt; None: tokens only, or `top`.
         top: Per prompt what is kept instead of the logits.
-        provenance: Kept beside them.
+        provenance: Kept next to them.
         work_folder: Folder of the same file system where it is written first; the parent if not
             given.
 

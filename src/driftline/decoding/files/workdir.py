@@ -1,6 +1,6 @@
-"""A hidden work folder beside the results, used by one process at a time.
+"""A hidden work folder next to the results, used by one process at a time.
 
-While it exists, results of that name are incomplete, whatever files lie beside it. Several workers
+While it exists, results of that name are incomplete, whatever files are next to it. Several workers
 may share the folder of the results, each with a work folder of its own.
 """
 

@@ -148,7 +148,7 @@ class Rendezvous:
 
 
 def _inside(key: TensorKey, outer: TensorKey) -> bool:
-    """Whether a module lies inside another that has returned, in the same call of the model."""
+    """Whether a module is inside another that has returned, in the same call of the model."""
     if key.step != outer.step or key.site == outer.site:
         return False
     return outer.site == ROOT or key.site.startswith(f"{outer.site}.")

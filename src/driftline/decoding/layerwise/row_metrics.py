@@ -352,7 +352,7 @@ def _divided(places: Places, share: int) -> list[Places]:
 
 
 def _stretches(places: Places, width: int) -> list[tuple[int, int]]:
-    """Elements of consecutive rows as (first, last + 1): a prompt's real tokens lie together."""
+    """Elements of consecutive rows as (first, last + 1): a prompt's real tokens are together."""
     breaks = np.flatnonzero(np.diff(places) != 1) + 1
     firsts = places[np.concatenate(([0], breaks))] * width
     lasts = (places[np.concatenate((breaks - 1, [len(places) - 1]))] + 1) * width

@@ -25,7 +25,7 @@ class CompiledUnit:
         site: The part's path in the model; empty for the model itself.
         backend: Name of the backend.
         graphs: Graphs that the backend has compiled.
-        first_graphs: Those of the first call: with more than one, Python runs what lies between.
+        first_graphs: Those of the first call: with more than one, Python runs what is between.
         calls: How often the part was called.
         hands_on: So far every call returned what it was given, so there was nothing to compile.
     """
@@ -145,5 +145,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's values lie: a view of the same values is the same tensor."""
+    """Where a tensor's values are: a view of the same values is the same tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -168,7 +168,7 @@ class Case:
 
     @cached_property
     def tokens(self) -> int | None:
-        """Which axis the tokens lie on; None for a tensor that has none."""
+        """Which axis the tokens are on; None for a tensor that has none."""
         if self.r.ndim < 2:
             return None
         # Three axes are (sequences, tokens, channels); with more, heads stand between and tokens

@@ -160,7 +160,9 @@ def _of_codes(runs: Runs, key: TensorKey) -> NamedCause:
         if x.ndim
     ]
     if rising and min(rising) > _RISING:
-        sentence = f"positions are counted otherwise, by {int(apart[0]):+d} to {int(apart[-1]):+d}"
+        sentence = (
+            f"positions are counted differently, by {int(apart[0]):+d} to {int(apart[-1]):+d}"
+        )
         return NamedCause("positions", sentence, 1.0)
     return NamedCause("unknown", "they are no numbers of positions")
 
@@ -378,7 +380,7 @@ class CaseBuilder:
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
         ) or standing.leaning
         if _is_changed(pair) and key.port != "param":
-            # What lies beside it lies in parts as well; a part explains nothing of the whole.
+            # Its surroundings are stored in parts as well; a part explains nothing of the whole.
             return Case(
                 right,
                 c,
@@ -387,7 +389,7 @@ class CaseBuilder:
                 dtype.name,
                 site.name,
                 site.class_name,
-                self._whole_inputs(pair),
+                self._inputs(pair),
                 self._params(pair),
                 self._others(pair.reference),
                 leaning=leaning,
@@ -400,8 +402,7 @@ class CaseBuilder:
             dtype.name,
             site.name,
             site.class_name,
-            # Nodes of a graph have outputs only: what they are given is what others gave.
-            self._inputs(record) or self._whole_inputs(pair),
+            self._inputs(pair),
             self._params(pair),
             self._others(pair.reference),
             self._before(record),
@@ -451,30 +452,30 @@ class CaseBuilder:
                 return values[0 if of_reference else 1]
         return None if of_reference else read_whole(self.runs.candidate, record)
 
-    def _whole_inputs(self, output: Pair) -> dict[str, F64]:
-        """What the candidate's site was given in this call, put together from its parts."""
-        key = output.reference.key
-        wanted = "input" if key.port == "output" else "grad_output"
+    def _inputs(self, output: Pair) -> dict[str, F64]:
+        """What the candidate's site was given in this call: of a backward pass, its gradients.
+
+        Inputs with a partner come as they were compared: shards are joined, and a node of a graph,
+        which has outputs only, was given what other nodes made. Inputs without one are read as they
+        are stored, unless the output itself was put together: a part explains nothing of the whole.
+        """
+        wanted = "input" if output.reference.key.port == "output" else "grad_output"
         tensors: dict[str, F64] = {}
-        for of, pair in self.pairs.items():
-            if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
+        joined: set[TensorKey] = set()
+        for key, pair in self.pairs.items():
+            if key.port == wanted and key.same_call(output.reference.key):
                 values = self._both(pair)
                 if values is not None:
-                    tensors[of.slot] = values[1]
-        return tensors
-
-    def _inputs(self, record: Record) -> dict[str, F64]:
-        """Floating-point inputs of the candidate's site in this call."""
-        tensors: dict[str, F64] = {}
-        key = record.key
-        # For gradients the input of a backward pass is the gradient of the output.
-        wanted = "input" if key.port == "output" else "grad_output"
+                    tensors[key.slot] = values[1]
+                    joined.add(pair.candidate.key)
+        if _is_changed(output):
+            return tensors
         for other in self.runs.candidate.records:
-            of = other.key
-            if of.port == wanted and of[0] == key[0] and of[3:7] == key[3:7]:
-                values = self._value(other)
+            key = other.key
+            if key.port == wanted and key.same_call(output.candidate.key) and key not in joined:
+                values = read_whole(self.runs.candidate, other)
                 if values is not None:
-                    tensors[of.slot] = values
+                    tensors.setdefault(key.slot, values)
         return tensors
 
     def _codes(self, record: Record) -> dict[str, Codes]:
@@ -484,7 +485,7 @@ class CaseBuilder:
         for other in self.runs.candidate.records:
             of = other.key
             dtype = DTYPES.get(other.dtype)
-            if of.port != "input" or of[0] != key[0] or of[3:7] != key[3:7] or dtype is None:
+            if of.port != "input" or not of.same_call(key) or dtype is None:
                 continue
             # Booleans and narrow codes are masks and packed weights, not routes.
             if dtype.kind in ("int", "uint") and dtype.bits >= 8 and other.kept == "full":
@@ -553,7 +554,7 @@ class CaseBuilder:
         earlier = [
             other
             for other in self.runs.candidate.records
-            if other.key[:3] == key[:3]
+            if (other.key.site, other.key.port, other.key.slot) == (key.site, key.port, key.slot)
             and other.key.rank == key.rank
             and other.order < record.order
             and other.shape == record.shape

@@ -96,7 +96,7 @@ def _on_a_grid(case: Case) -> Clue | None:
     r = case.r[case.finite & (case.r != 0.0)].reshape(-1)[: 1 << 16]
     if len(c) < 64 or len(r) < 64:
         return None
-    # From the coarsest format: values on its grid lie on all finer grids as well.
+    # From the coarsest format: values on its grid are on all finer grids as well.
     for name in reversed(GRIDS[1:]):
         if UNITS[name] <= 1.5 * case.unit:
             continue
@@ -115,9 +115,9 @@ def _on(values: F64, name: str) -> float:
 
 
 def _integer_grid(values: F64) -> int:
-    """Number of equal steps on which all values lie; 0 if they do not."""
+    """Number of equal steps on which all values are; 0 if there is none."""
     distinct = np.unique(np.abs(values))
-    # Few distinct values are needed, and each several times: otherwise any values lie on some grid.
+    # Few distinct values are needed, and each several times: otherwise any values are on some grid.
     if len(distinct) > 256 or len(values) < 8 * len(distinct):
         return 0
     step = float(np.min(np.diff(np.concatenate([[0.0], distinct]))))

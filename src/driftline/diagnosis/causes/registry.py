@@ -86,7 +86,7 @@ _TABLE = (
     Cause("mask", _in("regions:mask"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
-    Cause("soft-cap", (), "scores of an attention are capped otherwise, or not at all",
+    Cause("soft-cap", (), "scores of an attention are capped differently, or not at all",
           "a wrong soft cap", freedom=1, exact=True),
     Cause("positions", _in("positions:angles"),
           "angles or distances of positions are others: base, pace, slopes, direction",

@@ -293,7 +293,7 @@ class Substitution(NamedTuple):
     executions: int
 
     def is_about(self, site: str) -> bool:
-        """Whether the block is a site, contains it, or lies in it."""
+        """Whether the block is a site, contains it, or is in it."""
         has_block = self.verdict == "found"
         return has_block and (
             self.site == site or contains(self.site, site) or contains(site, self.site)

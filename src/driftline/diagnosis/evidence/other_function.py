@@ -63,7 +63,7 @@ def another_function(
     inputs = [
         other
         for other in candidate.records
-        if other.key.port == "input" and other.key[0] == key[0] and other.key[3:7] == key[3:7]
+        if other.key.port == "input" and other.key.same_call(key)
     ]
     if replay.native is None or len(inputs) != 1:
         return None

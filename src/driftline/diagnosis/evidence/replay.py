@@ -508,7 +508,7 @@ def _is_its_own(
 def _as_trusted(noise: Effect, unit: float) -> ReplayResult:
     """The result of a site that equals the trusted module in its format, or is as good.
 
-    Whatever is measured of it is measured of that module as well, and lies within its interval.
+    Whatever is measured of it is measured of that module as well, and is within its interval.
     """
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
@@ -602,7 +602,7 @@ class _SiteSettings(NamedTuple):
         format_is_right: Whether the candidate's format suffices for what the site holds; if not,
             its execution in that format is no excuse.
         unit: Unit roundoff of the coarsest format that takes part.
-        parts: How many sites lie in it and were computed with it.
+        parts: How many sites are in it and were computed with it.
         allowed: Relative error that it may have whatever its dtype says.
         choosing: Whether something inside chooses.
         norm: Whether it is a norm.

@@ -162,8 +162,7 @@ def _made(
         # No other variant would fare better, and each would run the program once more.
         raise BadInput(
             f"no variant can be made: {ended.why_not}",
-            hint="experiments run programs of torch: give the command of the one that computes the "
-            "same with torch",
+            hint="variants are made of torch programs; compare and diagnose do without them",
         )
     reason = _why_not(ended, folder)
     if reason:

@@ -42,7 +42,7 @@ class Replayed(NamedTuple):
     """The outcome of a replay.
 
     Attributes:
-        folder: Where it lies.
+        folder: Where it is.
         status: The program's exit status.
         sites: Site of the candidate → what became of it, as in `replay.json`.
         calls: How many calls were replayed.

@@ -1,7 +1,7 @@
 """`driftline diff`: two programs are dumped, compared, diagnosed and reported, in one go.
 
 Each program runs in a process of its own under `driftline dump`, with its own folder and its own
-variables, so nothing of ours or of the caller's changes. Everything lies in one folder; what a
+variables, so nothing of ours or of the caller's changes. Everything is in one folder; what a
 finished step left there is kept, so that a second call goes on where the first one stopped. What is
 judged and how, other packages know.
 """

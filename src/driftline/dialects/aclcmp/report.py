@@ -52,7 +52,7 @@ COLUMNS = (
     "cmp_fail_reason",
 )
 _MEASURED = ("cosine", "max_rel_error", "mean_rel_error", "relative_l2")
-# A file beside the labels, because files of labels are never rewritten.
+# A file next to the labels, because files of labels are never rewritten.
 _LOCK = "lock"
 _NO_ACL = "no acl label belongs to it"
 _NO_PTA = "no pta label belongs to it"
@@ -84,7 +84,7 @@ class Labelled(NamedTuple):
     """A label with what can be read of its tensor.
 
     Attributes:
-        path: Where the tensor lies, or would.
+        path: Where the tensor is, or would be.
         trouble: Why it cannot be read; empty when it can.
         fetch: Its values, flat, of the storage type.
     """
@@ -233,7 +233,7 @@ Sides = tuple[Labelled | None, Labelled | None]
 
 def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
     reference = None if pta is None else _from_store(store, pta)
-    # A label with a value lies in the store; one with a path only is looked for now.
+    # A label with a value is in the store; one with a path only is looked for now.
     if acl is None or acl.file:
         return reference, None if acl is None else _from_store(store, acl)
     return reference, _from_dump(acl, reference)

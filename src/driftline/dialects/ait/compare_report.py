@@ -86,7 +86,7 @@ def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folde
 
     Args:
         table: The comparison, measured with `METRICS`.
-        plan: What was set against what in it.
+        plan: What was compared with what in it.
         reference: The golden run, for the paths and figures of tensors that were not compared.
         candidate: The run in question.
         folder: Where to; the file appears complete or not at all.
@@ -270,7 +270,7 @@ def figures_of(run: Run, record: Record) -> Figures | None:
 
 
 def data_path(run: Run, record: Record, *, lone: bool = False) -> str:
-    """Where a tensor lies: its file; where many share one, the tensor's address behind it."""
+    """Where a tensor is: its file; where many share one, the tensor's address behind it."""
     if source := run.source(record):
         place = Path(run.name)
         # A single file names itself, with what stands behind its name: `...,inputs,0`.

@@ -304,7 +304,7 @@ class _Reader:
             prefix = str(folder.path.relative_to(self.path)) if inside else None
             self._prefixes[folder.path] = "" if prefix == "." else prefix
         prefix = self._prefixes[folder.path]
-        if prefix is None:  # one token was opened: its files lie below that
+        if prefix is None:  # one token was opened: its files are below that
             return name.partition("/")[2]
         return f"{prefix}/{name}" if prefix else name
 

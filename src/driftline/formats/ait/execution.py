@@ -54,7 +54,7 @@ def _call(leaf: Leaf) -> Call:
 
 
 class _Step:
-    """What every call of one step read and gave, and which calls lie inside which."""
+    """What every call of one step read and gave, and which calls are inside which."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._reads: dict[Call, set[str]] = {}

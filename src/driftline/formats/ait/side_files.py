@@ -3,7 +3,7 @@
     ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
     ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
     ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt and .csv
-    ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx beside them
+    ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx next to them
 
 They are made from a run's list of calls and its sheets. Both `dump --layout ait` and
 `convert --to ait` use it. The caller says where a tensor's file is.
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 def drop_empty(folder: Path) -> None:
     """Remove the folder of a process without tensors, and its parent if that is empty too.
 
-    With an empty `torch_tensors` beside them, sheets would not be read as those of an ATB dump.
+    With an empty `torch_tensors` next to them, sheets would not be read as those of an ATB dump.
     """
     for place in (folder, folder.parent):
         if place.is_dir() and not any(place.iterdir()):

@@ -68,7 +68,7 @@ ACL_TYPES: dict[int, ElementType] = {
     40: ElementType("float4_e2m1", "float4_e2m1fn_x2", 4),
     41: ElementType("float4_e1m2", "float8_e5m2", 4, "table"),
 }
-"""`aclDataType`. Six-bit floats take a byte each; four-bit types lie two to a byte, low first."""
+"""`aclDataType`. Six-bit floats take a byte each; four-bit types are two to a byte, low first."""
 
 ACL_FORMATS: dict[int, str] = {
     -1: "undefined",
@@ -120,7 +120,7 @@ def recode(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: ElementType, elements
     storage = DTYPES[kind.dtype].storage
     if kind.recoded == "bits":
         return np.unpackbits(raw, count=elements, bitorder="little").view(storage)
-    # Four-bit codes lie two to a byte.
+    # Four-bit codes are two to a byte.
     codes = unpack_nibbles(raw, elements) if kind.bits == 4 else raw[:elements]
     return _recoding(kind.name)[codes]
 

@@ -361,7 +361,7 @@ def convert(
         source: What `open_run` opens.
         output: Folder of the result.
         to: `run` for ours; `npy`, `pt` and `safetensors` for files of these with a list of keys
-            beside them; `ait` for the tree of `ait llm dump`, that of ATB if it came from there.
+            next to them; `ait` for the tree of `ait llm dump`, that of ATB if it came from there.
         force: Replace an earlier result of the same kind.
         progress: Called with (tensors done, tensors in all).
 
@@ -491,7 +491,7 @@ def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
 def _atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
     """An empty folder to write to, which becomes `place` if all goes well and else is deleted.
 
-    It is written under another name beside it and renamed at the end. A conversion that is stopped
+    It is written under another name next to it and renamed at the end. A conversion that is stopped
     half way leaves nothing under the name that was asked for, and what was there before stays. A
     killed process leaves `.NAME.unfinished-PID`, which the next one removes.
 

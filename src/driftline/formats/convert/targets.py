@@ -1,4 +1,4 @@
-"""Files that other programs read, written from a run, and the list of keys beside them.
+"""Files that other programs read, written from a run, and the list of keys next to them.
 
 `driftline_tensors.jsonl` has a line per tensor with its file and its key, so that the folder reads
 back as the run it came from; a line per module tree and per event follows. The first part reads

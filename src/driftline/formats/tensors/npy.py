@@ -62,7 +62,7 @@ class Header:
         fortran: The first index varies fastest.
         offset: Where the data begin.
         byte_count: How long they are.
-        plain: The bytes lie as `flat` gives them: little endian, C order.
+        plain: The bytes are as `flat` gives them: little endian, C order.
     """
 
     def __init__(

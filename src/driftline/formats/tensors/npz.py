@@ -106,7 +106,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Memb
 def _fetch(path: Path, info: zipfile.ZipInfo, header: npy.Header) -> np.ndarray[Any, np.dtype[Any]]:
     if header.byte_count == 0:
         return header.flat(np.empty(0, np.uint8))
-    # Uncompressed bytes can be used where they lie in the archive.
+    # Uncompressed bytes can be used where they are in the archive.
     if info.compress_type == zipfile.ZIP_STORED:
         return header.flat(_mapped(path, info, header))
     try:
@@ -124,7 +124,7 @@ def _fetch(path: Path, info: zipfile.ZipInfo, header: npy.Header) -> np.ndarray[
 def _mapped(
     path: Path, info: zipfile.ZipInfo, header: npy.Header
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A stored member's data where they lie; its local header has a length of its own."""
+    """A stored member's data where they are; its local header has a length of its own."""
     with path.open("rb") as stream:
         stream.seek(info.header_offset)
         local = stream.read(_LOCAL_HEADER.size)

@@ -48,7 +48,7 @@ def sniff(path: Path) -> bool:
 
 
 def members(path: Path) -> list[Member]:
-    """The tensors of the file, in the order their bytes lie.
+    """The tensors of the file, in the order their bytes are.
 
     Raises:
         BadFile: The header is cut, too long, malformed, or claims bytes that are not there.
@@ -64,7 +64,7 @@ def members(path: Path) -> list[Member]:
     entries.sort()
     end = 0
     for begin, stop, name, _, _ in entries:
-        # Empty tensors may lie anywhere.
+        # Empty tensors may be anywhere.
         if begin < end and stop > begin:
             raise BadFile(f"{path}: tensor '{name}' overlaps the one before it")
         end = max(end, stop)

@@ -65,7 +65,7 @@ def members(path: Path) -> list[Member]:
 def _parts(
     name: str, tensor: torch.Tensor, torch_module: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A quantised tensor as what it holds: its codes, and beside them scale and zero point."""
+    """A quantised tensor as what it holds: its codes, and next to them scale and zero point."""
     scheme = str(tensor.qscheme()) if tensor.is_quantized else ""
     # Other schemes have no codes with one scale and zero point.
     if not scheme.endswith("affine") or str(tensor.dtype) not in _CODES:

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
         start: Where its storage begins in the file.
         length: Bytes of its storage.
         offset: First element within the storage.
-        dense: Whether the elements lie in C order without gaps.
+        dense: Whether the elements are in C order without gaps.
         device: Where it lived when it was saved.
     """
 

@@ -4,7 +4,7 @@
     LlamaForCausalLM_debug_tree_SUMMARY.json            the same without values
     LlamaForCausalLM.model.norm_outputs.safetensors     with use_repr=False
 
-Printed values are cut and rounded to five digits: only the statistics beside them are read, which
+Printed values are cut and rounded to five digits: only the statistics next to them are read, which
 have five digits too. The tree omits the middle layers; their files exist and are read. A module
 that is called again overwrites its files: its earlier call is then a lost tensor with that reason.
 """

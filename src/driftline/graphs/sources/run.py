@@ -103,8 +103,8 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
             call.outputs.append(name)
         if same[0]:
             names[same] = name
-    # Without values nothing says which tensor is which, so nothing says what lies between modules;
-    # and nodes of a compiler's graph have nothing between them.
+    # Without values equal tensors cannot be found, so neither can computation between modules; and
+    # between the nodes of a compiler's graph there is none.
     if names and "graphs" not in run.manifest:
         made = {name for call in calls.values() for name in call.outputs}
         _connect(tops, None, made)
@@ -122,8 +122,9 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
 def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
     """Add a node where a container computes something between its modules.
 
-    A residual sum, say, is no module: its result is an input that nobody gave, or an output that
-    nothing inside made. It is drawn as one node that reads what no module has read so far.
+    A residual sum, for example, is no module: its result is an input that no module made, or an
+    output of the container that nothing inside made. It is drawn as one node, which reads the
+    tensors that no module has read so far.
     """
     available = set[str]() if holder is None else set(holder.inputs)
     # With operators captured, everything that is computed is a node already.
@@ -156,7 +157,7 @@ def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
 
 
 def _computed_by(holder: _Call, calls: Sequence[_Call], available: set[str]) -> list[str]:
-    """Outputs of a container that neither came in nor were made by a module inside it."""
+    """Outputs of a container that are neither its inputs nor made by a module inside it."""
     inner = {name for call in calls for name in (*call.outputs, *call.made())}
     return [name for name in holder.outputs if name not in inner | available]
 
@@ -260,7 +261,7 @@ class _EdgeGraphBuilder:
     """Makes nodes from the entries of a topology.
 
     Attributes:
-        tensors: What is known of the tensors of the nodes made so far, by name.
+        tensors: Shapes and types of the tensors of the nodes made so far, by name.
         feeding: Site → slot of an input → name of the tensor that feeds it.
     """
 
@@ -309,7 +310,7 @@ class _EdgeGraphBuilder:
         named = bool(data.get("inputs") or data.get("outputs"))
         inputs = [str(tensor) for tensor in data.get("inputs") or ()]
         outputs = [str(tensor) for tensor in data.get("outputs") or ()]
-        # Files without names of tensors get one from the maker and its slot.
+        # In files without names of tensors, a tensor is named after its producer and slot.
         if not named:
             slots = self.feeding.get(site, {})
             inputs = [slots[slot] for slot in sorted(slots, key=_slot)]

@@ -1,4 +1,4 @@
-"""Two tensors of one device set against each other there: `PairMoments`, without copying either.
+"""Two tensors of one device compared with each other there: `PairMoments`, without copying either.
 
 For the float types of 16 and 32 bits; whatever else is compared on the host.
 """

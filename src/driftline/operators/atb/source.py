@@ -154,7 +154,7 @@ class AtbSource:
     def _listed(self, csv: Path) -> Iterator[_Operator]:
         lines = listed(csv)
         places = self._tensors.by_ids()
-        own = csv.resolve().parent.name.rpartition("_")[2]  # it lies in a folder of its process
+        own = csv.resolve().parent.name.rpartition("_")[2]  # it is in a folder of its process
         pids = self.run.pids()
         # The csv of one process says nothing about the operators of another.
         if own in pids.values():

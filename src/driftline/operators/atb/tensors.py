@@ -278,7 +278,7 @@ class Tensors:
                 if slot in changed
             }
         if not records:
-            # Memory from before the execution is not the result, though it lies under the output's
+            # Memory from before the execution is not the result, though it is under the output's
             # name.
             early = self._of(call, "output", "before")
             why = ", only what their memory held before the execution" if early else ""

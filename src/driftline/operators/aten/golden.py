@@ -202,7 +202,7 @@ def as_good(
     elif right.dim() < source.dim():
         right, actual = right.unsqueeze(dim), actual.unsqueeze(dim)
     size = source.shape[dim]
-    # Indices from a file may lie outside; gathering them would raise.
+    # Indices from a file may be outside; gathering them would raise.
     if size == 0 or bool(((actual < 0) | (actual >= size)).any()):
         return False
     chosen, expected = source.gather(dim, actual), source.gather(dim, right)

@@ -50,7 +50,7 @@ def _rotated(
     heads = real(x).reshape(tokens, -1, width)
     cos, sin = cos.reshape(tokens, 1, width), sin.reshape(tokens, 1, width)
     chunk = {2: width, 4: width // 2}.get(coefficient, 2)
-    fits(width % chunk == 0 and chunk % 2 == 0, f"heads of {width} cannot be turned in halves")
+    fits(width % chunk == 0 and chunk % 2 == 0, f"heads of {width} cannot be rotated in halves")
     turned = turned_by_halves(heads, chunk)
     values = heads * cos + turned * sin
     # Two products are added: the size of both is what their rounding errors are relative to.

@@ -179,7 +179,7 @@ def strided_batch_matmul(call: Call) -> list[Result]:
             right = _turned(_block(b, start_b + head * stride_b, ldb, shape_b), turn_b)
             values, sized, _ = product(left, right)
             sizes = sized()
-            # Row by row, because rows of the result may lie further apart than they are long.
+            # Row by row, because rows of the result may be further apart than they are long.
             for row in range(m):
                 start = start_c + head * stride_c + row * ldc
                 fits(start + n <= result.size, "a block lies outside of the result")

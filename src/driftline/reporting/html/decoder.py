@@ -59,7 +59,7 @@ def decoder_folder(
 
     Args:
         folder: What the commands wrote into.
-        thresholds: Limits of tokens; those that lie in the folder if none are given.
+        thresholds: Limits of tokens; those that are in the folder if none are given.
         tokenizer: Folder or id of the tokenizer, for the text of tokens.
 
     Raises:
@@ -119,7 +119,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
         return groups.setdefault(shape_key(path), new)
 
     for path in sorted(folder.iterdir()):
-        # Other files may lie in the folder; ours are known by their names.
+        # Other files may be in the folder; ours are known by their names.
         if parse_name(path.name) is None:
             continue
         if path.name.endswith(_VALIDATION):

@@ -94,7 +94,7 @@ class PageOptions:
 
     @property
     def evidence(self) -> EvidenceSources:
-        """Where evidence lies besides the two runs."""
+        """Where evidence other than the two runs is."""
         return EvidenceSources(self.replay, self.noise, self.bisect)
 
     @property
@@ -348,7 +348,7 @@ def _json(path: Path) -> Any:
 
 
 def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
-    """The runs a comparison was made of, where they still lie and are still the same."""
+    """The runs a comparison was made of, where they still are and are still the same."""
     home = None if isinstance(subject, Table | Run) else Path(subject)
     sides: list[Run] = []
     for side in (table.reference, table.candidate):
@@ -362,7 +362,7 @@ def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
 def _run_of(side: Side, home: Path | None) -> Run | None:
     """One side's run, from here or from beside the comparison; None where it is another one now."""
     path = Path(side.path)
-    # Results are often moved together with their runs: beside the comparison is tried too.
+    # Results are often moved together with their runs: next to the comparison is tried too.
     nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
     for place in [path, *nearby] if side.path else []:
         if not place.exists():

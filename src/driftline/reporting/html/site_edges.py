@@ -93,9 +93,9 @@ def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
 
 
 def _nested(site: str, other_site: str) -> bool:
-    """Whether one lies in the other, or they are the same: a module does not feed its own parts."""
+    """Whether one is in the other, or they are the same: a module does not feed its own parts."""
     if site == other_site or "(root)" in (site, other_site):
         return True
-    # `layers.1` does not lie in `layers.10`: the next character must be a separator.
+    # `layers.1` is not in `layers.10`: the next character must be a separator.
     longer, shorter = (site, other_site) if len(site) > len(other_site) else (other_site, site)
     return longer.startswith(shorter) and longer[len(shorter)] in "./"

@@ -87,7 +87,7 @@ def view(
     The address is printed; whoever knows it can read the two runs, and nobody else can.
 
     Args:
-        subject: The reference; or a comparison, alone, whose runs still lie where they were.
+        subject: The reference; or a comparison, alone, whose runs still are where they were.
         candidate: What is in question.
         port: The first one to try; the next free one is taken.
         browser: Open the page in the browser of this machine.

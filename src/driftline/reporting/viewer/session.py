@@ -1,4 +1,4 @@
-"""What lies open in the viewer: one page over two runs, and the tensors somebody is looking at.
+"""What is open in the viewer: one page over two runs, and the tensors somebody is looking at.
 
 The page is made again when the runs have changed. How runs are compared, and how a page is served,
 it does not know.

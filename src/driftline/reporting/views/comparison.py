@@ -147,7 +147,7 @@ def _belongs(row: Row, first: Row) -> bool:
 
 
 def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
-    """The worst value over limit of every site and of everything that lies inside it."""
+    """The worst value over limit of every site and of everything that is inside it."""
     site = row.site
     while site:
         if site in shown:
@@ -314,7 +314,7 @@ def _step_commands(table: Table) -> list[Sentence]:
 
 
 def _allowed(table: Table) -> str:
-    """What the rows were held to: gating's own sentence, or the limits that occur in the rows."""
+    """What the rows were held to: the judge's sentence, or the limits that occur in the rows."""
     words = table.limits.get("said")
     if isinstance(words, str) and words:
         return words if words.startswith("limits") else f"limits: {words}"

@@ -1,4 +1,4 @@
-"""The view of model differences: first what lies at or upstream of the first divergence."""
+"""The view of model differences: first what is at or upstream of the first divergence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(differences: Sequence[Difference] | None, *, everything: bool = False
         return []
     telling = [d for d in differences if d.counts or everything]
     near = [d for d in telling if d.position in ("at", "upstream", "")]
-    # Folded: what lies elsewhere is shown only as far as there is room.
+    # Folded: what is elsewhere is shown only as far as there is room.
     shown = telling if everything else (near or telling)[:SHOWN]
     return [_grid(shown, f"What differs ({number})", len(differences) - len(shown))]
 

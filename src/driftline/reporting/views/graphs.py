@@ -66,7 +66,7 @@ def write_graph(
         to: onnx for Netron and others; model-explorer for Google's Model Explorer.
         level: How deep: 1 shows the outermost nodes, 0 the whole as one; the innermost ones if not
             given.
-        output: The file. Default: beside the source, with its name.
+        output: The file. Default: next to the source, with its name.
         table: A comparison, whose status and numbers stand on the nodes.
         metric: Which number of it; that which decided, and how far beyond its limit it is, if not
             given.

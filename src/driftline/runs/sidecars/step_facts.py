@@ -1,4 +1,4 @@
-"""What changes from step to step: `steps.jsonl` beside the index.
+"""What changes from step to step: `steps.jsonl` next to the index.
 
 Weights before and after an update, gradients as the optimizer sees them, each as digest, figures,
 sketch and a few samples; and digests of what the model took and gave in steps that are not captured

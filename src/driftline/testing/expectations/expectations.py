@@ -1,7 +1,7 @@
 """Expected outputs of models: their files, and the check of an output against them.
 
 A file holds comma-separated floats, or sorted weight keys, on one line without an end: the
-documented content and names, so that files of other tools are read. The fingerprint beside it
+documented content and names, so that files of other tools are read. The fingerprint next to it
 (`{name}.json`) states where it was made and how far a later output may be from it; a file without
 one is read too. How two signatures are compared is in `signature`; pytest is not known here.
 """
@@ -56,7 +56,7 @@ class Kept(NamedTuple):
     Attributes:
         path: The file.
         content: Its line, split at the commas.
-        fingerprint: What lies beside it; empty if nothing does.
+        fingerprint: What is next to it; empty if nothing does.
     """
 
     path: Path
@@ -189,7 +189,7 @@ def write(
     line = ",".join(word if isinstance(word, str) else repr(float(word)) for word in content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The line last: without it there is no expectation, whatever lies beside.
+        # The line last: without it there is no expectation, whatever else is there.
         _put(fingerprint_path, _json(fingerprint))
         _put(path, line)
     except OSError as trouble:
@@ -326,7 +326,7 @@ class Expectations:
     """The expectations of one folder, under one policy.
 
     Attributes:
-        folder: Where they lie.
+        folder: Where they are.
         update: `none` checks; `new` also writes what is missing; `failed` also what differs; `all`
             writes everything.
         command: The command that makes a missing expectation, for messages.

@@ -1,7 +1,7 @@
 """Which layer it is: two models in one assertion, and the layers behind an expectation.
 
 A signature says that an output has changed, at which positions; that alone sends nobody to a layer.
-So `expect` also keeps a sample of every layer beside the signature, and a failure compares it with
+So `expect` also keeps a sample of every layer next to the signature, and a failure compares it with
 what the layers give today.
 """
 

@@ -155,7 +155,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture
 def driftline_expectations_dir(request: pytest.FixtureRequest) -> Path:
-    """The folder where the expectations of this run lie."""
+    """The folder where the expectations of this run are."""
     from driftline.testing.expectations.pytest_session import expectations_of
 
     return expectations_of(request.config).folder

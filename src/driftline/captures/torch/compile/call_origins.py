@@ -5,7 +5,7 @@ away. What it keeps of their origin is the operator's name, not which call of it
 counted before it is decomposed, and the nodes that give its results are stamped with operator and
 number; so a graph that was decomposed and one that was not refer to the same calls.
 
-Stamps lie in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
+Stamps are in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
 another node in place of a stamped one, that one gets the stamp: it gives what the old one gave.
 """
 

@@ -173,7 +173,7 @@ def sees(target: Any) -> bool:
 
 
 def function_of(target: Any) -> Callable[..., Any]:
-    """What computes a node; memory of kernels may lie otherwise than the graph believes."""
+    """What computes a node; kernels may lay out memory otherwise than the graph believes."""
     aten = torch.ops.aten
     # A kernel's buffer may have other strides than the graph says; `view` would refuse it.
     if target in (aten.view.default, aten._unsafe_view.default):

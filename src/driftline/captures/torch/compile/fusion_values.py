@@ -1,8 +1,8 @@
 """Values inside of fused kernels, computed beside a compiled program while it runs.
 
-Values come from the kernels as they are called; what lies inside of a fusion is computed from them
-by torch's own operators, as `fusion_plan` says, shown to whoever records the graph, and dropped as
-soon as nobody needs it. What cannot be computed is left out. The program's results, its random
+Values come from the kernels as they are called; what is inside of a fusion is computed from them
+by torch's own operators, as `fusion_plan` says, passed to the recorder of the graph, and dropped as
+soon as it is not needed. What cannot be computed is left out. The program's results, its random
 numbers and its dispatch modes are not touched.
 """
 
@@ -36,9 +36,9 @@ class FusionValues:
 
     Args:
         fusion_plan: What is computed in which stage.
-        show: Takes a node, the kernel it lies inside of, and its value.
-        tell: Takes a node, by how much its value is off (relative_l2), and whether it is a
-            generated kernel that is off from the nodes it was made of.
+        show: Takes a node, the kernel it is inside of, and its value.
+        tell: Takes a node, the relative_l2 error of its value, and whether it is a generated kernel
+            compared with the nodes it was made of.
     """
 
     def __init__(self, fusion_plan: FusionPlan, show: Show, tell: Tell) -> None:
@@ -52,7 +52,7 @@ class FusionValues:
         self._sizes: dict[Any, int] = {}
 
     def give(self, buffer: str, value: Any) -> None:
-        """A kernel has written this, or the graph was given it."""
+        """Take a value that a kernel has written, or an input of the graph."""
         name = self._fusion_plan.sources.get(buffer)
         if name is not None:
             self._values[name] = value
@@ -143,13 +143,13 @@ class FusionValues:
 
 @contextlib.contextmanager
 def _apart() -> Generator[None]:
-    """As kernels are called: no gradients, no casts, nobody of the program looks on."""
+    """As kernels are called: no gradients, no casts, no modes of the program."""
     with torch.no_grad(), _dispatch._disable_current_modes(), _C._DisableAutocast():
         yield
 
 
 def _perturb(value: Any, share: float, name: str) -> Any:
-    """Arguments whose floating point values are off by a random share; draws nobody's numbers."""
+    """Arguments whose floating point values are perturbed by a random share of themselves."""
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             return value
@@ -178,7 +178,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _off(value: Any, reference: Any) -> torch.Tensor | None:
-    """How far two tensors are apart, as a part of the second; None where that means nothing."""
+    """Relative L2 distance of two tensors; None where it is not defined."""
     if not isinstance(value, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return None
     if value.shape != reference.shape or value.dtype != reference.dtype or not value.numel():

@@ -40,7 +40,7 @@ class _Block:
 
 
 class Region:
-    """Bytes that were lent; give them back once."""
+    """A region of borrowed memory; it must be given back exactly once."""
 
     __slots__ = ("_block", "_pool", "memory", "size")
 
@@ -58,7 +58,7 @@ class PinnedPool:
     """Lends regions of pinned memory, at most `budget` bytes in all.
 
     Attributes:
-        lent: Bytes that are out.
+        lent: Bytes that are borrowed now.
     """
 
     def __init__(self, place: Place, budget: int) -> None:
@@ -87,7 +87,7 @@ class PinnedPool:
             return Region(self, block, block.memory[start : start + size], size)
 
     def wait_for(self, size: int, seconds: float) -> Region | None:
-        """The same; waits so long for somebody to give something back."""
+        """The same, but waits up to `seconds` until memory is given back."""
         until = time.monotonic() + seconds
         while True:
             region = self.lend(size)
@@ -150,14 +150,14 @@ class PinnedPool:
 STAGING_BYTES = 64 << 20
 """Bytes of copies that are gathered before they are sent."""
 _SHARE = 8
-"""A budget is room for so many staging buffers at least, each smaller then."""
+"""A budget has room for at least so many staging buffers; a small budget has smaller buffers."""
 
 
 class StagingBuffer:
     """Copies of tensors, one behind the other, and the region of host memory they go to.
 
     Attributes:
-        mark: Reached when everything in it is there; None while it is open.
+        mark: Reached when all copies have arrived; None while the buffer is open.
     """
 
     __slots__ = ("_lock", "_out", "at", "mark", "memory", "region", "stream", "used")
@@ -188,7 +188,7 @@ class StagingBuffer:
             return False
 
     def staged_done(self) -> None:
-        """One of its tensors is no longer needed. Only after arrival: nothing is added any more."""
+        """One of its tensors is no longer needed; called only after the copies have arrived."""
         with self._lock:
             self._out -= 1
             last = not self._out
@@ -217,7 +217,7 @@ class StagedTensor:
 
     @property
     def address(self) -> int:
-        """Where they are, after their arrival."""
+        """The address of the bytes, after their arrival."""
         return self._staging.region.memory.data_ptr() + self._offset
 
 
@@ -226,7 +226,7 @@ class Transfers:
 
     Attributes:
         budget: Bytes of staging buffers that may exist on the device at a time.
-        direct: How many tensors were copied without one.
+        direct: How many tensors were copied without a staging buffer.
     """
 
     def __init__(self, place: Place, budget: int) -> None:
@@ -259,7 +259,7 @@ class Transfers:
                 current one.
 
         Returns:
-            None if there is no staging buffer with room for it, or something stands in the way.
+            None if no staging buffer has room for it, or the copy is not possible.
         """
         staging = self._open
         # A buffer belongs to one queue: only there are its copies ordered after the program's work.
@@ -276,7 +276,7 @@ class Transfers:
 
     def room_for(self, size: int, host_budget: int) -> int:
         """Size of the next staging buffer, for a tensor without a place; 0 if there can be none."""
-        # A staging buffer that has no room for this tensor is as full as it gets.
+        # A staging buffer without room for this tensor counts as full.
         self.send()
         self._bury()
         left = self.budget - self._alive
@@ -314,11 +314,11 @@ class Transfers:
         self._under_way.append(staging)
 
     def free(self) -> None:
-        """Let go of staging buffers whose copies are there; call it when memory is short."""
+        """Release staging buffers whose copies have arrived; call it when memory is short."""
         self._bury()
 
     def _bury(self) -> None:
-        """Staging buffers are held until their copy is there: the allocator knows nothing of it."""
+        """Staging buffers are held until their copies have arrived; the allocator cannot know."""
         while self._under_way:
             staging = self._under_way[0]
             if staging.mark is not None and not staging.mark.query():
@@ -423,7 +423,7 @@ class DeviceMemory:
     # --- summaries
 
     def summarise(self, tensor: torch.Tensor, dtype: str) -> PendingSummary | None:
-        """Have a tensor summarised on its device; None when that is the host's business."""
+        """Have a tensor summarised on its device; None if the host must do it."""
         device = self.device_of(tensor)
         if device.without_kernels:
             self._say(
@@ -462,7 +462,7 @@ class DeviceMemory:
         Args:
             tensor: On a device.
             size: Bytes of it.
-            progress: Called before anything is waited for: what was taken so far must go its way.
+            progress: Called before waiting: copies that are gathered must be sent first.
 
         Returns:
             The staged tensor; why it was dropped; or None when only its summary can be kept.
@@ -489,7 +489,7 @@ class DeviceMemory:
                     assert staged is not None
                     return staged
                 return transfers.take_direct(tensor, region)
-            # Not lent for ever when something fails in between.
+            # Given back also when something fails in between.
             except BaseException:
                 region.give_back()
                 raise
@@ -523,7 +523,7 @@ class DeviceMemory:
             region = pool.lend(size)
             if region is not None:
                 return region
-            # What was taken so far must be on its way, or nothing will ever be given back.
+            # Gathered copies must be sent first, or no memory would ever be given back.
             progress()
             if self.budgets.when_full == "wait":
                 self.waited += 1
@@ -543,7 +543,7 @@ class DeviceMemory:
         return region
 
     def _leave_room(self, device: Device) -> None:
-        """Now and then, whether the device is nearly full: then no more clones."""
+        """Check now and then whether the device is nearly full; then no more clones are made."""
         now = time.monotonic()
         # Asking for free memory costs microseconds; twice a second is enough.
         if now < device.checked:
@@ -575,12 +575,12 @@ class DeviceMemory:
 
     @property
     def pressure(self) -> bool:
-        """Whether host memory is so far used up that the sink should not wait for a pause."""
+        """Whether so little host memory is left that the sink should not wait for a pause."""
         pool = self._pool
         return pool is not None and pool.lent * 2 > pool.budget
 
     def out_of_memory(self, tensor: torch.Tensor) -> None:
-        """There was no memory for what a tensor needs beside itself: summaries from now on."""
+        """There was no memory for the clone of a tensor: only summaries from now on."""
         self._free(self.device_of(tensor))
         self._degrade("the device has no memory left for copies of tensors")
 
@@ -617,11 +617,11 @@ class DeviceMemory:
         return all(device.place.is_sound() for device in self._devices.values())
 
     def close(self) -> None:
-        """Nothing comes any more: give host memory back, as long as the device can be asked."""
+        """The end: give host memory back, as long as the device can be asked."""
         self._pool = None
 
     def memory_wanted(self) -> None:
-        """The program itself has no memory left: let go of all that can be had."""
+        """The program itself has no memory left: release everything that can be released."""
         for device in self._devices.values():
             device.transfers.budget = 0
             # The budget stays at zero: the program has shown that it needs the memory.

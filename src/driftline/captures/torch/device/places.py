@@ -313,7 +313,7 @@ class CudaPlace(AcceleratorPlace):
 
 
 def is_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on the accelerator of this process; asking wakes no device."""
+    """Whether a tensor is on the accelerator of this process; asking wakes no device."""
     if tensor.is_cpu:
         return False
     device = torch.accelerator.current_accelerator()

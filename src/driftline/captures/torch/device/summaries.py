@@ -52,7 +52,7 @@ class SummaryTransfer:
         self._host, self.mark = host, mark
 
     def row_at(self, slot: int) -> int:
-        """Where the row of a slot lies in host memory; only after its arrival."""
+        """Where the row of a slot is in host memory; only after its arrival."""
         assert self._host is not None
         return self._host.data_ptr() + slot * ROW_BYTES
 
@@ -72,7 +72,7 @@ class SummaryTransfer:
         # Converted once for all slots of the transfer; each conversion has a fixed cost.
         if not self._rows and self._host is not None:
             self._rows = self._host.tolist()
-            # The digest lies in two numbers whose bits are integers.
+            # The digest is in two numbers whose bits are integers.
             self._digests = self._host[:, 9:11].view(torch.int64).tolist()
         row = self._rows[slot]
         finite, mean, spread, low, high, zeros, nans, above, below = row[:9]
@@ -362,7 +362,7 @@ class SummaryBatch:
         return self._slot > 0
 
     def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[SummaryTransfer, int]:
-        """Launch the reading of a tensor whose elements lie in C order, at a word's boundary."""
+        """Launch the reading of a tensor whose elements are in C order, at a word's boundary."""
         tables = self._tables
         # The sketch assigns signs to groups of 64 numbers.
         groups = (count + 63) >> 6

@@ -225,7 +225,7 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class WatchedCall(NamedTuple):
-    """A call whose tensors lie on a device, as the rule needs to know it.
+    """A call whose tensors are on a device, as the rule needs to know it.
 
     Attributes:
         call: For the report.

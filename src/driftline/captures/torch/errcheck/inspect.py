@@ -3,7 +3,7 @@
 # pyright: reportUnknownMemberType=false
 """Contents of a tensor, read cheaply: its largest magnitude, counts where they matter, its origin.
 
-Reads host memory where it lies, whatever the order of its strides; a tensor that decides itself
+Reads host memory where it is, whatever the order of its strides; a tensor that decides itself
 what its values are cannot be read here. Does not judge.
 """
 
@@ -181,7 +181,7 @@ def is_mask(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Where the values lie one after the other, in whatever order, and who keeps them there."""
+    """Where the values are one after the other, in whatever order, and who keeps them there."""
     if not tensor.is_contiguous():
         span = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -1,7 +1,7 @@
 """The error check at operator level: which aten call gave the first value that is not finite.
 
 Outputs are screened as they appear: one pass for the largest magnitude. Only a call whose output is
-suspicious is looked at closely: its inputs are read then, from where they still lie; what it
+suspicious is looked at closely: its inputs are read then, from where they still are; what it
 overwrote was copied before. On other devices than the CPU nothing is waited for, see `devices`.
 What makes a producer is decided in `rules`.
 

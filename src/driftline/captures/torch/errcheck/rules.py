@@ -301,7 +301,7 @@ def _saturation(
         )
         if handed_on or masked or pattern.largest in numbers.magnitudes:
             continue
-        # A conversion rounds; only what lies clearly beyond the limit was cut.
+        # A conversion rounds; only what is clearly beyond the limit was cut.
         if name in ("_to_copy", "copy_", "copy") and not _beyond(inputs, pattern.largest, pattern):
             continue  # it was exactly this number, or rounded to it
         return f"at the largest value of {pattern.name}, {pattern.largest:g}"

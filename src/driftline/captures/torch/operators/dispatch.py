@@ -238,7 +238,7 @@ def begin_watching(watcher: Watcher) -> bool:
     _waiting.discard(watcher)
     if _sees(watcher):
         return False
-    # Ours has to lie below the program's modes, so those come off first and go back on.
+    # Ours has to be below the program's modes, so those come off first and go back on.
     above = _take_off()
     _stack._push_mode(_OperatorMode(watcher))
     _put_back(above)
@@ -251,7 +251,7 @@ def _sees(watcher: Watcher) -> bool:
 
 
 def end_watching(watcher: Watcher) -> None:
-    """Take the watcher's mode off this thread's stack, wherever it lies in it."""
+    """Take the watcher's mode off this thread's stack, wherever it is in it."""
     _waiting.discard(watcher)
     _put_back([mode for mode in _take_off() if not _is_of(mode, watcher)])
 

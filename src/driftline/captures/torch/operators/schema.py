@@ -201,7 +201,7 @@ def plain(value: Any) -> Any:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its axes as they lie in memory, from the slowest; () where that is the order they have.
+    """Its axes as they are in memory, from the slowest; () where that is the order they have.
 
     In that order a transposed weight has the bytes of the weight itself.
     """

@@ -1,6 +1,6 @@
 """Level ops: the tensors of every aten call of a program, with the module it ran in.
 
-A dispatch mode lies below all modes of the program in the thread that began the capture, and around
+A dispatch mode is below all modes of the program in the thread that began the capture, and around
 root modules' calls and backward passes in others; a capture of the whole process stays with every
 thread that has called a module. The site of an operator is `<module>/<operator>`, such as
 `model.layers.0.mlp/aten.mm`; its visit is the nth call of that operator in that module, in that
@@ -16,7 +16,7 @@ Views, and memory that was allocated but not yet written, have no values of thei
 out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
 are the parameter level's. Where operators are to be executed again from the run (its list of calls
 is kept, and values whole), a parameter that an operator read is kept under the port `param`, in the
-order in which it lies in memory: its bytes are stored once, however many operators read it. Inputs
+order in which it is in memory: its bytes are stored once, however many operators read it. Inputs
 are read before the call, outputs after it, and what an operator wrote into its arguments counts as
 output.
 

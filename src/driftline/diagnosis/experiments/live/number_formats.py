@@ -268,7 +268,7 @@ class Recast:
         narrow = captured.is_floating_point() and captured.dtype not in _WIDE
         format_ = torch.float32 if exact and narrow else captured.dtype
         value = self._shelf.cast(captured, format_, own=own)
-        # Where a row ends in memory shows in the last bits: lie as the program's own does.
+        # Where a row ends in memory shows in the last bits: it is the program's own.
         return value if like.is_contiguous() else laid_out(value, like)
 
     def _low(self, call: CandidateCall, site: str) -> torch.dtype | None:

@@ -1,6 +1,6 @@
 """ATB dump trees of every generation as runs, whichever of their folders is given.
 
-`AtbRun` reads tensors in execution order, and the topology, csv and profile files beside them when
+`AtbRun` reads tensors in execution order, and the topology, csv and profile files next to them when
 they are asked for. `Aliases` resolves tensors that a dump saved once and names again
 (`data=1_0_outtensor0.bin`): such a name is looked up among the operations of the same execution and
 never used as a path. How folders are found is `folders.py`, what a file holds is `file.py`.
@@ -120,7 +120,7 @@ def _lost(file: TensorFile, why: str) -> TensorFile:
 def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
     """A tensor file that points to another one of its dump, opened by itself.
 
-    None when the file does not lie in the folder of an execution.
+    None when the file is not in the folder of an execution.
     """
     real = path.resolve()
     # An execution's folder is named by its number; the operations are below it.
@@ -184,7 +184,7 @@ class AtbRun(TreeRun):
             self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:
-        """Relative to what was opened, which may lie above the dump's root or inside it."""
+        """Relative to what was opened, which may be above the dump's root or inside it."""
         opened = Path(self.name).resolve()
         # The usual case; `relpath` for every record would cost more than the comparison.
         if opened == self.place.root:
@@ -290,7 +290,7 @@ class AtbRun(TreeRun):
         return [*super().losses, *(Loss(where, reason) for where, reason in places)]
 
     def side_file_counts(self) -> dict[str, int]:
-        """How many files of each kind lie beside the tensors."""
+        """How many files of each kind are next to the tensors."""
         counts = {
             "model topology": len(self._files("model", ".json")),
             "layer topology": len(self._files("layer", ".json")),
@@ -461,7 +461,7 @@ class AtbRun(TreeRun):
         return read_inside(self.place.root, Path(path), limit).decode("utf-8", "replace")
 
     def _readable(self, path: str, limit: int) -> str:
-        """The text of a file beside the tensors; an unreadable one is a loss, and empty."""
+        """The text of a file next to the tensors; an unreadable one is a loss, and empty."""
         try:
             return self._text(path, limit)
         except OSError as trouble:

@@ -325,7 +325,7 @@ def leaf_of(
     summary = None
     # A tensor of no elements is complete without data.
     if not trouble and not header.has_data and 0 not in header.dims:
-        # Values saved elsewhere are found only if the file still lies in its dump.
+        # Values saved elsewhere are found only if the file still is in its dump.
         if header.points_to:
             trouble = _why_no_values(header)
         else:

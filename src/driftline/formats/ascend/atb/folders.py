@@ -49,7 +49,7 @@ class Execution(NamedTuple):
         device: Device number; 0 where the dump does not say.
         pid: Process id, as text.
         number: The execution counter, or token number, that names it.
-        folder: Where it lies.
+        folder: Where it is.
         only: Names of folders inside that lead to the one operation that was asked for.
     """
 
@@ -155,7 +155,7 @@ def _generation(root: Path) -> str:
 
 
 def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
-    """Torch dumps of the same tool that lie in what was opened, relative to it."""
+    """Torch dumps of the same tool that are in what was opened, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
         # Only mentioned to the user: another format reads it.
         if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
@@ -465,7 +465,7 @@ class Walk:
 def _named(match: re.Match[str], moment: Moment | None, source: str) -> TensorFile:
     side, number, parameter = match.groups()
     port: Port = "input" if side == "in" else "output"
-    # Files that lie in no `before` or `after` folder: inputs are taken early, outputs late.
+    # Files that are in no `before` or `after` folder: inputs are taken early, outputs late.
     usual: Moment = "before" if side == "in" else "after"
     return TensorFile(port, str(int(number)), parameter or "", moment or usual, source)
 

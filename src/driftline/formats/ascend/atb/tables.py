@@ -50,7 +50,7 @@ class OperationLine(NamedTuple):
         outputs: What comes out.
         files: Paths as written. Not to be trusted: they name folders of another machine, and often
             the wrong moment.
-        rank: Of the process whose folder the file lies in.
+        rank: Of the process whose folder the file is in.
         process: Likewise.
         damaged: The parameters are no JSON object.
     """

@@ -282,7 +282,7 @@ class _Dump:
         return {short.strip(): long.strip() for short, comma, long in pairs if comma}
 
     def _texts_above(self) -> Iterator[GraphText]:
-        """Graph texts lie beside the first level: look there when a lower one was entered."""
+        """Graph texts are beside the first level: look there when a lower one was entered."""
         if self._texts or not self._files:
             return
         place = self.folder.real

@@ -75,7 +75,7 @@ class GeFile(NamedTuple):
         dump_time: In microseconds since 1970, as a rule.
         op_name: The operator's true name.
         tensors: Inputs, then outputs.
-        others: How many buffers and workspaces lie behind them; they are no tensors.
+        others: How many buffers and workspaces are behind them; they are no tensors.
         total: Bytes that the header accounts for, itself included.
         size: Bytes that the file has.
     """
@@ -96,7 +96,7 @@ def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
         data: Holds the message.
         at: Where it begins.
         end: Where it ends.
-        behind: The tensors' bytes lie behind the message; otherwise inside it.
+        behind: The tensors' bytes are behind the message; otherwise inside it.
 
     Raises:
         Malformed: It is none.
@@ -243,8 +243,8 @@ class ReadingPlan(NamedTuple):
         dtype: Our element type.
         shape: What comes out.
         kind: The element type on disk.
-        stored: How many elements lie in the file.
-        layout: How they become the tensor; None when they lie in its order.
+        stored: How many elements are in the file.
+        layout: How they become the tensor; None when they are in its order.
         trouble: Why it cannot be read; empty when it can.
         note: What a reader of its figures should know.
     """
@@ -467,7 +467,7 @@ def _fetch(folder: Folder, name: str, tensor: GeTensor, plan: ReadingPlan) -> St
     except OSError as trouble:
         raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
     values = recode(raw, plan.kind, plan.stored) if plan.kind.recoded else raw.view(storage)
-    # Same order, other shape: the bytes can be used as they lie.
+    # Same order, other shape: the bytes can be used as they are.
     if plan.layout is None or plan.layout.keeps_order:
         return values
     return plan.layout.apply(values)

@@ -32,7 +32,7 @@ def elements(address, KIND: tl.constexpr):
 
 @triton.jit
 def pairs_of(address, KIND: tl.constexpr):
-    """Where pairs of elements lie."""
+    """Where pairs of elements are."""
     if KIND == "f32":
         at = address.to(tl.pointer_type(tl.uint64))
     else:

@@ -221,7 +221,7 @@ def summary_of_halves(
             a = tl.zeros([32, 8], tl.uint64)
             b = tl.zeros([32, 8], tl.uint64)
             for tile in range(chunk * TILES, tl.minimum((chunk + 1) * TILES, last)):
-                # The next words are asked for now, and where those after them lie.
+                # The next words are asked for now, and where those after them are.
                 after = tl.minimum(tile + 1, final)
                 n_0, n_1, n_2, n_3 = four_words(
                     my_data + after * 4096 + ((vector ^ ((next_flip >> 2) & 7)) << 4), LEVEL

@@ -328,7 +328,7 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
     """The two sides of a pair, after the plan's recipes; nothing is read yet.
 
     Raises:
-        DriftlineError: They cannot be set against each other, or their values are not there.
+        DriftlineError: They cannot be compared with each other, or their values are not there.
     """
     # The comparison refused this pair for the same reason.
     if trouble := pair.trouble or incompatibility(pair):

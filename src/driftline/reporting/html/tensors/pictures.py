@@ -181,7 +181,7 @@ def pictures_of(
         budget: Elements to look at for each of its parts.
 
     Raises:
-        DriftlineError: They cannot be set against each other, or their values are not there.
+        DriftlineError: They cannot be compared with each other, or their values are not there.
     """
     return pictures(open_pair(reference, candidate, pair), cells=cells, budget=budget)
 

@@ -55,7 +55,7 @@ class Bins(NamedTuple):
         return np.bincount(places, minlength=last + 1).astype(np.int64)
 
     def _guessed(self, numbers: Float64Array) -> Places:
-        """The bin, or one beside it."""
+        """The bin, or one next to it."""
         low, high = float(self.edges[0]), float(self.edges[-1])
         bins = len(self.edges) - 1
         if self.scale == "even":

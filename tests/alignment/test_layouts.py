@@ -155,7 +155,7 @@ def test_a_shape_that_is_another_stays_apart(
 def test_merging_is_of_neighbours_only() -> None:
     assert merges((2, 3, 4), (2, 12))
     assert not merges((2, 3, 4), (8, 3))
-    assert merges((0, 4), (0, 1, 4))
+    assert merges((0, 4), (0, 1, 4)) and merges((0, 1, 4), (0, 4))
     assert not merges((0, 4), (0,))
 
 

@@ -78,3 +78,13 @@ def test_a_layer_that_only_one_model_has_is_missing():
     shorter = copy.deepcopy(model)[:3]
     table = driftline.compare_models(model, shorter, images())
     assert {row.site for row in table if row.status == "missing"} == {"3"}
+
+
+def test_a_keyword_that_is_not_there_is_refused_with_the_nearest():
+    model = network()
+    for call in (driftline.compare_models, driftline.lockstep):
+        with pytest.raises(TypeError, match="'metric'; did you mean 'metrics'"):
+            call(model, model, images(), metric=["kl"])
+        # `compare` takes it, and two live models do not.
+        with pytest.raises(TypeError, match="'jobs'"):
+            call(model, model, images(), jobs=2)

@@ -1,7 +1,7 @@
 """Tests that need Triton's interpreter: it has to be on before Triton is first imported.
 
 `test_interpreted.py` runs them in a process of their own; so does
-`TRITON_INTERPRET=1 python -m pytest tests/adapters/test_device_path.py`.
+`TRITON_INTERPRET=1 python -m pytest tests/captures/test_device_path.py`.
 """
 
 from __future__ import annotations

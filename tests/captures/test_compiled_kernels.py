@@ -163,7 +163,7 @@ def test_a_wrong_decomposition_is_named_at_its_node(desk: Desk) -> None:
     site, finding = starts_at(path / "fx", path / "wrong_apart")
     assert site == "gate.act/sigmoid" and "aten.sigmoid.default" in finding
     assert f"computed at {__file__}:" in finding and "fusion" not in finding
-    assert "off by itself is aten.sigmoid.default of 'gate.act'" in finding
+    assert "wrong for its own inputs: aten.sigmoid.default of 'gate.act'" in finding
     site, _ = starts_at(path / "modules", path / "wrong_apart")
     assert site == "gate.act"
     site, _ = starts_at(path / "ops", path / "wrong_apart")
@@ -178,7 +178,7 @@ def test_inside_a_fusion_it_is_named_at_its_node_too(desk: Desk, reference: str,
     table = driftline.compare(desk.path / reference, desk.path / "wrong")
     assert table.verdict == "fail" and table.first_site == site
     assert "inside cpp_fused_" in table.finding and "computed one by one" in table.finding
-    assert "off by itself is aten.sigmoid.default of 'gate.act' at" in table.finding
+    assert "wrong for its own inputs: aten.sigmoid.default of 'gate.act' at" in table.finding
     assert "from torch's own operator for the same inputs" in table.finding
     first = next(row for row in table.rows if row.status == "fail")
     assert first.culprit and not [

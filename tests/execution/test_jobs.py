@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sharing_kit import Here, write_run, written
+from written_runs import Here, write_run, written
 
 import driftline
 from driftline.comparison.measure import distribute

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from sharing_kit import Here, written
+from written_runs import Here, written
 
 import driftline
 from driftline.numerics import kernel

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sharing_kit import FILES, write_run
+from written_runs import FILES, write_run
 
 import driftline
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sharing_kit import Here, write_run, written
+from written_runs import Here, write_run, written
 
 import driftline
 from driftline.comparison.table.part import Part, part_name

@@ -183,7 +183,7 @@ def test_a_wrong_decomposition_is_named_at_its_node_in_a_fusion(
     for name in REFERENCES:
         table = driftline.compare(references / f"{name}{train}", tmp_path / "run")
         assert table.verdict == "fail"
-        assert f"off by itself is {operator} of '{module}' at {__file__}:" in table.finding
+        assert f"wrong for its own inputs: {operator} of '{module}' at {__file__}:" in table.finding
         if name == "modules":
             continue
         first = next(row for row in table.rows if row.status == "fail")
@@ -207,7 +207,7 @@ def test_wrong_generated_code_is_told_from_a_wrong_decomposition(
     for name in REFERENCES:
         table = driftline.compare(references / f"{name}False", tmp_path / "run")
         assert table.verdict == "fail"
-        assert "off by itself is aten.mul.Tensor of 'first'" in table.finding
+        assert "wrong for its own inputs: aten.mul.Tensor of 'first'" in table.finding
         assert "the generated cpp_fused_" in table.finding
         assert "from the nodes that it was made of" in table.finding
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sharing_kit import Here
+from written_runs import Here
 
 from driftline.errors import BadInput
 from driftline.execution.codec import decode, encode

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sharing_kit import write_run, written
+from written_runs import write_run, written
 
 import driftline
 from driftline.errors import BadInput, DriftlineError
@@ -303,7 +303,7 @@ def test_a_machine_is_given_nothing_that_it_has_no_data_for():
 
 def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
     """Of summaries no byte is read, but a worker opens the runs it is sent something of."""
-    from sharing_kit import Here
+    from written_runs import Here
 
     from driftline.execution.jobs import open_worker
 
@@ -323,7 +323,7 @@ def test_a_machine_without_the_runs_is_given_no_summaries_either(tmp_path):
 
 @pytest.mark.slow
 def test_operators_and_shapes_are_shared_out_on_a_cluster(two, joined, tmp_path):
-    from test_fanning import MINI, asks, files_of, same, shapes
+    from test_shared_work import MINI, asks, files_of, same, shapes
 
     from driftline.decoding.metrics import run_shapes
     from driftline.decoding.validate import validate_shapes
@@ -367,7 +367,7 @@ import ctypes, os, sys
 from pathlib import Path
 import driftline
 from ray.cluster_utils import Cluster
-from sharing_kit import write_run
+from written_runs import write_run
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 cluster = Cluster(initialize_head=True, head_node_args={
     "num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20})
