@@ -472,12 +472,15 @@ def test_a_session_that_always_dies_is_refused_with_what_ray_says_of_it():
     assert len(tries) == 3
 
 
-def test_an_address_where_nobody_is_is_refused_at_once(two):
+def test_an_address_where_nobody_is_is_refused_at_once(two, monkeypatch):
+    from driftline.execution import ray_connection
+
+    monkeypatch.setattr(ray_connection, "_ANSWER_SECONDS", 90.0)  # which it must not wait for
     began = time.monotonic()
     port = free_port()
     with pytest.raises(DriftlineError, match=rf"no Ray cluster at ray://127.0.0.1:{port}: conn"):
         driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_stale_address_in_the_environment_is_refused_at_once(two, monkeypatch):
@@ -502,7 +505,7 @@ def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
         began = time.monotonic()
         with pytest.raises(DriftlineError, match="does not answer as a Ray cluster: waited 1 s"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 60
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def test_a_bucket_that_is_not_there_is_told_in_a_sentence(s3, driftline, pair_of
         "dump", "-o", "s3://no-such-bucket/run", "--stage", tmp_path / "stage", "--", "true"
     )
     assert said.code == 2 and "no-such-bucket" in said.err
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 40
     assert not (tmp_path / "stage").exists()
 
 

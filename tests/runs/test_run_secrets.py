@@ -169,9 +169,9 @@ def test_ordinary_arguments_stay_readable(arguments: list[str]) -> None:
     ids=lambda t: t[:4],
 )
 def test_a_strange_argument_costs_no_time_and_no_stack(text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     assert len(json.dumps(redact_argv([text, "--token", text]))) < 40_000
-    assert time.monotonic() - started < 2.0
+    assert time.thread_time() - started < 2.0
 
 
 @pytest.mark.parametrize(
