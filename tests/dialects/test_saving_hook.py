@@ -188,7 +188,7 @@ def test_a_slow_disk_does_not_hold_up_a_step(tmp_path, monkeypatch):
 def test_what_is_changed_in_place_after_the_hook_is_saved_as_it_was(tmp_path, monkeypatch):
     gate = threading.Event()
     plain = saved_files.write_npy
-    monkeypatch.setattr(saved_files, "write_npy", lambda *a: (gate.wait(5), plain(*a)))
+    monkeypatch.setattr(saved_files, "write_npy", lambda *a: (gate.wait(60), plain(*a)))
     model = nn.Sequential(nn.Linear(3, 3))
     register_saving_hook(model, tmp_path, "Linear")
     with torch.no_grad():

@@ -249,7 +249,7 @@ def test_ctrl_c_and_a_killed_command_leave_no_worker_behind(two, tmp_path, how):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     workers = []
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while len(workers) < 2 and time.monotonic() < give_up:
         time.sleep(0.05)
         workers = _children(command.pid)

@@ -239,7 +239,7 @@ def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined
         assert said.endswith("it is given no such work")
     finally:
         os.killpg(node.pid, signal.SIGTERM)
-        node.wait(20)
+        node.wait(60)
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_node_with_some_of_the_ranks_is_given_their_work_only(two, joined, mon
         assert f"cannot read '{two / 'ref'}': " in said and said.endswith("no such work")
     finally:
         os.killpg(node.pid, signal.SIGTERM)
-        node.wait(20)
+        node.wait(60)
 
 
 def machine(name, cores=1, absent=()):
@@ -414,7 +414,7 @@ def client_server(cluster, **surroundings):
         yield f"ray://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
+        server.wait(60)
 
 
 @pytest.mark.slow
@@ -621,10 +621,10 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_cluster(two, joined):
         time.sleep(0.05)
     assert workers_of(joined), command.communicate()
     command.send_signal(signal.SIGINT)
-    out, said = command.communicate(timeout=30)
+    out, said = command.communicate(timeout=60)
     assert command.returncode == 130, (out, said)
     assert said.strip().splitlines()[-1] == "driftline: interrupted"
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while workers_of(joined) and time.monotonic() < give_up:
         time.sleep(0.1)
     assert not workers_of(joined)

@@ -292,7 +292,7 @@ def test_a_busy_port_is_passed_over_and_ctrl_c_ends_it_cleanly(
         assert urlsplit(another.url).port != taken
         assert another(another.base).status == 200
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "")
     assert err.splitlines() == [
         "driftline: the page is there until Ctrl-C stops it",
