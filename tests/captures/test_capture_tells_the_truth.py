@@ -274,7 +274,7 @@ def test_threads_keep_separate_stacks() -> None:
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate.wait(5)
+            gate.wait(60)
             return self.inner(x)
 
     gate = threading.Barrier(2)

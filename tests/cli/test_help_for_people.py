@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,20 @@ def test_the_overview_begins_with_six_everyday_commands(driftline: Say) -> None:
     assert all(title.startswith("More: ") for title in titles(page)[1:])
 
 
+def processor_time_of_children() -> float:
+    """Seconds; unlike the clock's they do not grow while the machine does other work."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_overview_is_quick() -> None:
     command = [sys.executable, "-m", "driftline", "--help"]
     best = float("inf")
     for _ in range(3):
-        begun = time.monotonic()
+        begun = processor_time_of_children()
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=60)
-        best = min(best, time.monotonic() - begun)
-    # 0.15 s on an idle machine; this one may be busy.
+        best = min(best, processor_time_of_children() - begun)
+    # 0.15 s on an idle machine.
     assert best < 1
 
 

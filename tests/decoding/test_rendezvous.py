@@ -41,7 +41,7 @@ def meet(ours: list[str], theirs: list[str], met: Any = None) -> tuple[Rendezvou
     for site in theirs:
         meeting.candidate.put(record(site), np.full(4, len(site), np.uint8))
     meeting.over("candidate")
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     return meeting, pairs
 

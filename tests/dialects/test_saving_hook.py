@@ -168,28 +168,27 @@ def test_a_run_on_request_has_the_paths_of_the_model_and_the_micro_steps(tmp_pat
 
 
 def test_a_slow_disk_does_not_hold_up_a_step(tmp_path, monkeypatch):
-    written = []
+    written, step_over = [], threading.Event()
 
     def slow(path, dtype, shape, data):
-        time.sleep(0.02)
+        step_over.wait(60)
         written.append(path.name)
 
     monkeypatch.setattr(saved_files, "write_npy", slow)
     model = Net()
     register_saving_hook(model, tmp_path, "Linear", -1, -1)
-    began = time.monotonic()
     for _ in range(5):
         model(torch.tensor([1])).sum().backward()
-    stepped = time.monotonic() - began
+    assert not written, "a step waited for the disk"
+    step_over.set()
     wait_until_saved()
-    assert len(written) == 30  # of which each took 20 ms
-    assert stepped < 0.3 and time.monotonic() - began > 0.6
+    assert len(written) == 30
 
 
 def test_what_is_changed_in_place_after_the_hook_is_saved_as_it_was(tmp_path, monkeypatch):
     gate = threading.Event()
     plain = saved_files.write_npy
-    monkeypatch.setattr(saved_files, "write_npy", lambda *a: (gate.wait(5), plain(*a)))
+    monkeypatch.setattr(saved_files, "write_npy", lambda *a: (gate.wait(60), plain(*a)))
     model = nn.Sequential(nn.Linear(3, 3))
     register_saving_hook(model, tmp_path, "Linear")
     with torch.no_grad():
@@ -228,7 +227,7 @@ def test_when_both_limits_are_reached_the_writing_thread_ends(tmp_path):
         model(torch.tensor([1])).sum().backward()
     (files,) = (s.files for s in hook._STORES if s.path == tmp_path)
     thread = files._staging._thread
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(names(tmp_path / "tensors/rank_0")) == 2
     assert len(names(tmp_path / "grads/rank_0")) == 1

@@ -249,17 +249,17 @@ def test_ctrl_c_and_a_killed_command_leave_no_worker_behind(two, tmp_path, how):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     workers = []
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 60
     while len(workers) < 2 and time.monotonic() < give_up:
         time.sleep(0.05)
         workers = _children(command.pid)
     assert len(workers) == 2
     command.send_signal(how)
-    _, said = command.communicate(timeout=20)
+    _, said = command.communicate(timeout=60)
     if how == signal.SIGINT:
         assert command.returncode == 130
         assert said.strip() == "driftline: interrupted"
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while any(_alive(pid) for pid in workers) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in workers)

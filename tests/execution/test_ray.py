@@ -239,7 +239,7 @@ def test_a_node_without_the_data_is_named_with_its_path_and_left_out(two, joined
         assert said.endswith("it is given no such work")
     finally:
         os.killpg(node.pid, signal.SIGTERM)
-        node.wait(20)
+        node.wait(60)
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_a_node_with_some_of_the_ranks_is_given_their_work_only(two, joined, mon
         assert f"cannot read '{two / 'ref'}': " in said and said.endswith("no such work")
     finally:
         os.killpg(node.pid, signal.SIGTERM)
-        node.wait(20)
+        node.wait(60)
 
 
 def machine(name, cores=1, absent=()):
@@ -414,7 +414,7 @@ def client_server(cluster, **surroundings):
         yield f"ray://127.0.0.1:{port}"
     finally:
         os.killpg(server.pid, signal.SIGTERM)
-        server.wait(20)
+        server.wait(60)
 
 
 @pytest.mark.slow
@@ -472,12 +472,15 @@ def test_a_session_that_always_dies_is_refused_with_what_ray_says_of_it():
     assert len(tries) == 3
 
 
-def test_an_address_where_nobody_is_is_refused_at_once(two):
+def test_an_address_where_nobody_is_is_refused_at_once(two, monkeypatch):
+    from driftline.execution import ray_connection
+
+    monkeypatch.setattr(ray_connection, "_ANSWER_SECONDS", 90.0)  # which it must not wait for
     began = time.monotonic()
     port = free_port()
     with pytest.raises(DriftlineError, match=rf"no Ray cluster at ray://127.0.0.1:{port}: conn"):
         driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_stale_address_in_the_environment_is_refused_at_once(two, monkeypatch):
@@ -502,7 +505,7 @@ def test_somebody_who_does_not_speak_as_ray_does_is_given_up(two, monkeypatch):
         began = time.monotonic()
         with pytest.raises(DriftlineError, match="does not answer as a Ray cluster: waited 1 s"):
             driftline.compare(two / "ref", two / "cand", executor=f"ray://127.0.0.1:{port}")
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 60
 
 
 @contextlib.contextmanager
@@ -618,10 +621,10 @@ def test_ctrl_c_ends_the_workers_and_leaves_the_cluster(two, joined):
         time.sleep(0.05)
     assert workers_of(joined), command.communicate()
     command.send_signal(signal.SIGINT)
-    out, said = command.communicate(timeout=30)
+    out, said = command.communicate(timeout=60)
     assert command.returncode == 130, (out, said)
     assert said.strip().splitlines()[-1] == "driftline: interrupted"
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     while workers_of(joined) and time.monotonic() < give_up:
         time.sleep(0.1)
     assert not workers_of(joined)

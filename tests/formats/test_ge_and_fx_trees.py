@@ -364,6 +364,6 @@ def test_opening_many_files_is_quick(tmp_path: Path) -> None:
     for number in range(2000):
         name = f"Op.op_{number}.{number}.6.{1706596911000000 + number}"
         (place / name).write_bytes(content)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert len(open_run(tmp_path)) == 6000
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0

@@ -301,6 +301,46 @@ def test_a_thread_that_closes_and_opens_all_the_time_gets_its_files_untouched(tm
     check_complete(open_run(tmp_path / "run"), 1001)
 
 
+def test_files_of_ours_that_lose_their_numbers_to_each_other_keep_their_own_bytes(tmp_path):
+    """Two threads write, a third closes everything. A number that was taken away must not be
+    another file of ours at once, or a write that was checked before goes there."""
+    text = """
+        import threading
+        from driftline.runs.files.owned_file import OwnedFile
+        stop = threading.Event()
+        wrong = []
+
+        def disturb():
+            while not stop.is_set():
+                os.closerange(3, 20_000)
+                stop.wait(0.0005)
+
+        def write(which):
+            try:
+                for index in range(40):
+                    mode = ("new", "replace", "append", "shared")[index % 4]
+                    with OwnedFile(f"file{which}.{index}", mode, locked=index % 3 == 0) as file:
+                        for turn in range(100):
+                            file.append_all(bytes([65 + which]) * (turn + 1))
+            except Exception as error:
+                wrong.append(repr(error))
+
+        threads = [threading.Thread(target=write, args=(which,)) for which in range(2)]
+        closing = threading.Thread(target=disturb)
+        for thread in (closing, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stop.set()
+        closing.join()
+        assert not wrong, wrong[:3]
+    """
+    start(tmp_path, text)
+    for path in tmp_path.glob("file*.*"):
+        letter = bytes([65 + int(path.name[4])])
+        assert path.read_bytes() == letter * 5050, path.name
+
+
 def lines(folder: Path) -> dict[str, int]:
     """How many tensors each part of the run lists."""
     return {

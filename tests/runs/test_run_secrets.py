@@ -86,6 +86,17 @@ COMMAND_LINES = [
     ["--config", str({"password": SECRET})],
     ["--config={'nested': {'hf_token': '" + SECRET + "'}}"],
     ["--config", "api_key: " + SECRET],
+    ["--config=" + json.dumps({"password": SECRET, "layers": 3})],
+    ["--config=" + json.dumps({"password": SECRET, "optimizer": {"lr": 1}})],
+    ["--config=" + json.dumps({"optimizer": {"lr": 1}, "password": SECRET})],
+    ["--config={'api_key': '" + SECRET + "'}"],
+    ["--proxy-user", "bob:" + SECRET],
+    ["--db_user=bob:" + SECRET],
+    ["--otp", SECRET],
+    ["--wifi-psk=" + SECRET],
+    ["-c", f"import os; os.environ['HF_TOKEN']='{SECRET}'"],
+    ["-c", f'import os; os.environ["HF_TOKEN"] = "{SECRET}"'],
+    ["-c", f"import os; os.environ.setdefault('HF_TOKEN', '{SECRET}')"],
     ["hf_AbCdEfGhIjKlMnOp"],
     ["hf_abcdefghijklmnopqrstuvwxyzabcdefgh"],
     ["--model", "sk-proj-abc123DEF456ghi789"],
@@ -144,6 +155,8 @@ def test_no_spelling_of_a_secret_is_written(arguments: list[str]) -> None:
         ["--use-auth-token", "--steps", "3"],
         ["https://host/path?page=2"],
         ["--lr=1e-4", "model.layers=8"],
+        ["--shapes=[1,2]", '--config={"hidden": 8, "heads": [1, 2]}'],
+        ["--columns", "['key', 'value']"],
         ["bash", "-c", "python x.py --dtype float32"],
         ["C:\\data", "key"],
         ["012345" * 8],  # a pattern, not a key: six different digits
@@ -170,9 +183,9 @@ def test_ordinary_arguments_stay_readable(arguments: list[str]) -> None:
     ids=lambda t: t[:4],
 )
 def test_a_strange_argument_costs_no_time_and_no_stack(text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     assert len(json.dumps(redact_argv([text, "--token", text]))) < 40_000
-    assert time.monotonic() - started < 2.0
+    assert time.thread_time() - started < 2.0
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def writing(path: Path, *, rank: int = 0, steps: int = 1) -> Iterator[subprocess
     finally:
         with contextlib.suppress(OSError):
             process.stdin.close()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
         process.stdout.close()
 
 
@@ -128,7 +128,7 @@ def test_of_two_dumps_into_one_folder_the_second_is_refused(tmp_path, monkeypatc
             assert "run' " in second.stderr or "'run'" in second.stderr
         assert "still running" in second.stderr
         first.stdin.close()
-        first.wait(timeout=30)
+        first.wait(timeout=60)
 
 
 def test_two_that_begin_at_the_same_moment_are_not_both_let_in(tmp_path, monkeypatch):
@@ -191,8 +191,8 @@ def test_a_child_of_the_program_does_not_keep_its_parents_lock(tmp_path):
         [sys.executable, "-c", program, str(tmp_path / "run")], stdin=subprocess.PIPE
     )
     assert process.stdin is not None
-    process.wait(timeout=30)
-    deadline = time.monotonic() + 5
+    process.wait(timeout=60)
+    deadline = time.monotonic() + 60
     while is_held(tmp_path / "run/rank0/index.jsonl") and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_held(tmp_path / "run/rank0/index.jsonl") is False

@@ -55,7 +55,7 @@ def _server() -> Iterator[int]:
     finally:
         server.stdin.close()  # also when this process is killed: nothing stays behind
         server.kill()
-        server.wait(timeout=30)
+        server.wait(timeout=60)
         server.stdout.close()
 
 

@@ -110,7 +110,7 @@ def test_a_block_that_several_want_at_once_is_fetched_once(memory, monkeypatch):
     def slow(self, name, start, stop):
         reads.append(start)
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return read(self, name, start, stop)
 
     monkeypatch.setattr(Store, "read", slow)
@@ -123,12 +123,12 @@ def test_a_block_that_several_want_at_once_is_fetched_once(memory, monkeypatch):
 
     first, second = threading.Thread(target=look), threading.Thread(target=look)
     first.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     second.start()
     second.join(0.2)
     go_on.set()
-    first.join(20)
-    second.join(20)
+    first.join(60)
+    second.join(60)
     assert found == [bytes(range(70, 80))] * 2
     assert reads == [64]
 

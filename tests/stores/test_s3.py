@@ -88,7 +88,7 @@ def test_a_bucket_that_is_not_there_is_told_in_a_sentence(s3, driftline, pair_of
         "dump", "-o", "s3://no-such-bucket/run", "--stage", tmp_path / "stage", "--", "true"
     )
     assert said.code == 2 and "no-such-bucket" in said.err
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 40
     assert not (tmp_path / "stage").exists()
 
 
@@ -116,7 +116,7 @@ with torch.no_grad():
     for step in range(int(sys.argv[1])):
         net(torch.randn(1024, 64))
         if step == 2 and len(sys.argv) > 2:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 100
             while time.monotonic() < deadline and not Path(sys.argv[2]).exists():
                 time.sleep(0.01)
 """
@@ -207,7 +207,7 @@ def test_a_launcher_that_is_killed_is_resumed_by_push(s3, program, driftline, wa
     url = f"{s3.url}/run"
     words = [sys.executable, "-m", "driftline", "dump", "-o", url, "--step", "*", "--"]
     launcher = subprocess.Popen([*words, warm_python, "program.py", "4", "go"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     index = Path("run.sending", "rank0", "index.jsonl")
     while time.monotonic() < deadline and not (index.exists() and index.stat().st_size > 2000):
         time.sleep(0.05)

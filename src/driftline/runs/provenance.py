@@ -25,9 +25,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from driftline import settings
+from driftline import __version__, settings
 from driftline.errors import AlreadyThere, BadInput
-from driftline.runs.files.owned_file import OwnedFile, write_file
+from driftline.runs.files.owned_file import OwnedFile, hold, write_file
 from driftline.runs.layout import FORMAT, INDEX, MANIFEST, ORPHAN_EVENTS, SCHEMA, parse_folder
 from driftline.runs.redaction import redact_argv, redact_message, redact_value
 from driftline.runs.sinks import JSON
@@ -40,22 +40,6 @@ except ImportError:  # not on every system
 
 # Locks: no lock file is left behind, because a killed process's lock ends with it. Clocks and
 # process numbers are not used. File systems without locks (some network ones) refuse nobody.
-
-
-def hold(file: int) -> bool:
-    """Lock an open file until it is closed; False if another process holds the lock."""
-    if fcntl is None:
-        return True
-    for wait in (0.01, 0.05, 0.0):  # `is_held` takes the lock for a moment
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(wait)
-        except OSError:  # the file system has no locks
-            return True
-        else:
-            return True
-    return False
 
 
 def hold_path(path: Path) -> int | None:
@@ -260,15 +244,6 @@ def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str,
     }
 
 
-def driftline_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("driftline")
-    except metadata.PackageNotFoundError:  # run from its sources, in somebody else's environment
-        return str(getattr(sys.modules.get("driftline"), "__version__", "unknown"))
-
-
 def library_versions() -> dict[str, str]:
     """Versions of the libraries the program has imported by now."""
     versions: dict[str, str] = {}
@@ -329,7 +304,7 @@ def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> 
         "schema": SCHEMA,
         "id": uuid.uuid4().hex,
         "created": now(),
-        "driftline": driftline_version(),
+        "driftline": __version__,
         "command": cast("JSON", redact_argv(command if command is not None else own_command())),
         "cwd": _without_home(place) if place else "",
         "git": {"commit": revision.commit, "dirty": revision.dirty} if revision else None,

@@ -36,7 +36,9 @@ _STRONG = (
     "jwt",
     "cookie",
 )
-_STRONG_WORDS = frozenset({"pwd", "pw", "pass", "pat", "creds", "cred", "sas", "passw", "psw"})
+_STRONG_WORDS = frozenset(
+    ("pwd", "pw", "pass", "pat", "creds", "cred", "sas", "passw", "psw", "psk", "otp", "totp")
+)
 # Hidden unless more of the name follows and the value is only a number: `--pad-token-id 0` stays.
 _WEAK_WORDS = frozenset({"auth", "signature", "sig"})
 _PLURALS = ("tokens", "keys")
@@ -93,10 +95,17 @@ _HEADER = re.compile(
 )
 _SCHEME = re.compile(r"(?i)\b(bearer|(?:basic|token)(?=\s+\S*\d))(\s+)([A-Za-z0-9._~+/=-]{8,})")
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
-# name=value, name: value, "name": "value", -name value inside one string.
+# name=value, name: value, "name": "value", ["name"] = "value", -name value inside one string. A
+# value in brackets holds names of its own; if it is nested, only these are looked at.
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?<![\w.\-])[\w.\-]+)(?P<between>[\"']?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
-    rf"(?P<value>{_QUOTED}|[^\s,;&}})\]]+)"
+    rf"(?P<name>(?<![\w.\-])[\w.\-]+)(?P<between>[\"']?\]?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
+    rf"(?P<value>{_QUOTED}|[{{\[][^{{}}\[\]]*[}}\]]|(?![{{\[])[^\s,;&}})\]]+)"
+)
+# The arguments of `os.putenv("HF_TOKEN", "abc")`.
+_LISTED = re.compile(
+    r"(?P<name>[\"'][\w.\-]*(?:token|key|secret|pass|pwd|cred|auth)[\w.\-]*[\"'])(?P<between>\s*,\s*)"
+    rf"(?:{_QUOTED})",
+    re.IGNORECASE,
 )
 _FLAGGED = re.compile(
     rf"(?P<name>(?<![\w-])--?[A-Za-z][\w.\-]*)(?P<between>\s+)(?P<value>{_QUOTED}|[^\s]+)"
@@ -184,8 +193,19 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _ASSIGNED.sub(hide, text)
+    if not prose:
+        text = _LISTED.sub(_listed, text)
     text = _FLAGGED.sub(hide, text)
     return text if prose else _ATTACHED.sub(_attached, text)
+
+
+def _listed(match: re.Match[str]) -> str:
+    name, between = match["name"], match["between"]
+    word = name.strip("\"'")
+    # Lists of words, such as columns, hold these for what they mean elsewhere.
+    if word.lower() in _TRADE or not names_a_secret(word):
+        return match[0]
+    return f"{name}{between}'{HIDDEN}'"
 
 
 def _attached(match: re.Match[str]) -> str:
@@ -221,7 +241,8 @@ def _short_secret(option: str, value: str) -> str:
     """
     if option == "-p" and _COUNT.fullmatch(value) is None:
         return HIDDEN
-    login = _LOGIN.fullmatch(value) if option.lstrip("-").lower() in _USERS else None
+    last_word = option.lower().replace("_", "-").rpartition("-")[2]  # `--proxy-user`, `-u`
+    login = _LOGIN.fullmatch(value) if last_word in _USERS else None
     if login is not None and not (login[1].isdigit() and login[2].isdigit()):  # docker's uid:gid
         return f"{login[1]}:{HIDDEN}"
     return ""

@@ -4,7 +4,8 @@ A descriptor is only a number. A program that becomes a daemon closes every numb
 itself, and its next `open` returns a number that we still remember as our file. Five things keep
 our bytes out of its files:
 
-* Our descriptors have high numbers, which `open` does not return, and end with `exec`.
+* Our descriptors have high numbers, which `open` does not return, and end with `exec`. A number
+  that was taken away is not soon used for another file of ours: a late write would damage it.
 * Before every write, truncation or closing, `fstat` must name the file that we created.
 * After every write `fstat` is asked again. A descriptor that was replaced in between may have led
   our bytes into a file of the program: where they are not in ours, that is said.
@@ -19,9 +20,11 @@ of runs and is imported by programs that are watched, so it imports little.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 import sys
+import time
 import weakref
 
 try:
@@ -50,8 +53,10 @@ _HIGHEST = 4096
 """The kernel's table of descriptors, copied by every fork, grows with the highest number in use:
 to 32 KB with this one."""
 _TRIES = 100
-_KEPT_FREE = 256
-"""Numbers above the lowest of ours. A writer has three or four files open."""
+_RANGE = 1024
+"""How many numbers are ours. A writer has three or four files open; the others keep a number from
+coming back while a thread may still write by it."""
+_TURNS = itertools.count()
 
 
 class FileTaken(OSError):
@@ -222,10 +227,10 @@ class OwnedFile:
         except FileNotFoundError:
             raise FileTaken(self._sentence("is no longer there")) from None
         if _identity(status) != self._identity:
-            os.close(file)
+            _close_if_ours(file, _identity(status))
             raise FileTaken(self._sentence("is another file now"))
         if status.st_size < self.end:
-            os.close(file)
+            _close_if_ours(file, self._identity)
             raise FileTaken(self._sentence("is shorter than what was written to it"))
         self._file = file
         self._take_lock()
@@ -253,8 +258,6 @@ class OwnedFile:
 
     def _take_lock(self) -> None:
         if self._locked:
-            from driftline.runs.provenance import hold
-
             hold(self._file)
 
 
@@ -323,6 +326,22 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
         file.append_all(content)
 
 
+def hold(file: int) -> bool:
+    """Lock an open file until it is closed; False if another process holds the lock."""
+    if fcntl is None:
+        return True
+    for wait in (0.01, 0.05, 0.0):  # `is_held` takes the lock for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(wait)
+        except OSError:  # the file system has no locks
+            return True
+        else:
+            return True
+    return False
+
+
 def print_to_stderr(sentence: str) -> None:
     """Prints a sentence for the user, unless descriptor 2 has become a file of the program.
 
@@ -360,9 +379,10 @@ def _lifted(low: int, identity: Identity) -> int:
     high = low
     if fcntl is not None:
         limit = min(os.sysconf("SC_OPEN_MAX"), _HIGHEST)
+        first = max(limit - _RANGE, limit // 2)
         # Where few descriptors are allowed, or all high ones are in use, another one must do. Not 0
         # to 2: what the program prints must not end up in the file.
-        for lowest in (max(limit - _KEPT_FREE, limit // 2), 3):
+        for lowest in (first + next(_TURNS) % max(1, limit - first), first, 3):
             try:
                 high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, lowest)
                 break
