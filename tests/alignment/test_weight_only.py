@@ -162,3 +162,58 @@ def test_a_wrong_scale_or_zero_point_is_named_at_its_module(way: str, fault: str
     assert table.verdict == "fail", table.finding
     assert table.first_site == "layers.2", table.finding
     assert "the parameter 'weight' of 'layers.2'" in table.finding
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "gptq", "awq"])
+@pytest.mark.parametrize("fault", ["scale", "zero"])
+def test_one_wrong_column_is_not_hidden_by_its_weight(way: str, fault: str) -> None:
+    model = quantised(way)
+    layer = model.layers[2]
+    if way in ("int8", "int4"):
+        weight: Any = layer.weight
+        if fault == "scale":
+            weight.scale[5] *= 2
+        else:
+            weight.zero_point[5] += 1
+    elif fault == "scale":
+        layer.scales[:, 5] *= 2
+    else:
+        layer.qzeros[:, 0] += 1 << 4
+    table = driftline.compare(run_of(net()), run_of(model))
+    assert table.verdict == "fail", table.finding
+    assert table.first_site == "layers.2", table.finding
+
+
+def moved(weight: torch.Tensor, inputs: torch.Tensor, group: int) -> torch.Tensor:
+    """A weight [out, in] after GPTQ: each input's rounding is made up for by those behind it."""
+    moments = inputs.T @ inputs / len(inputs)
+    moments += 0.01 * moments.diagonal().mean() * torch.eye(len(moments))
+    upper = torch.linalg.cholesky(torch.linalg.inv(moments), upper=True)
+    left = weight.clone()
+    for place in range(weight.shape[1]):
+        if place % group == 0:
+            _, scale, zero = rounded(left[:, place : place + group], 4, group)
+        codes = (left[:, place, None] / scale + zero).round().clamp(0, 15)
+        numbers = ((codes - zero) * scale)[:, 0]
+        error = (left[:, place] - numbers) / upper[place, place]
+        left[:, place:] -= error[:, None] * upper[place, place:]
+        left[:, place] = numbers
+    return left
+
+
+def test_weights_that_were_moved_to_make_up_for_rounding_pass() -> None:
+    reference = net()
+    model = net()
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randn(8, 64, generator=generator)
+    inputs = torch.randn(500, 8, generator=generator) @ shared
+    inputs += 0.5 * torch.randn(500, 64, generator=generator)
+    for number, layer in enumerate(model.layers):
+        near = moved(layer.weight.data, inputs, 16)
+        layer.weight.data = near
+        # Rounded once more, to the grid on which it lies: what is packed is what was moved.
+        model.layers[number] = PackedLinear(layer, "gptq")
+    table = driftline.compare(run_of(reference), run_of(model))
+    weights = [row for row in table.rows if row.key.slot == "weight"]
+    assert [row.status for row in weights] == ["pass"] * 4
+    assert all(1.0 < row.metrics["worst_scale"] < 2.5 for row in weights)
