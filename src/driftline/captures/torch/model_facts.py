@@ -156,7 +156,8 @@ class TorchFacts:
         elif (
             (place.is_root and module.training is not described.training)
             or self._session.names.count != described.places
-            or self._is_due(root, described)
+            # At steps 1, 2, 4, 8, ..., where nothing seems to have changed.
+            or not (root.step == 0 or root.step & (root.step - 1) or self._is_costly(described))
         ):
             self._describe(root, described)
         if not root.helper and place.is_root:
@@ -182,7 +183,7 @@ class TorchFacts:
         for root, described in list(self._described.values()):
             # After a single step there is nothing that the first look has not seen.
             quick = described.took < _LAST_LOOK
-            if root.step > 0 and (quick or self._is_affordable(described)):
+            if root.step > 0 and (quick or not self._is_costly(described)):
                 describe = functools.partial(self._describe, root, described, at_end=True)
                 self._session.guarded("model facts", describe)
         self._training.finish()
@@ -213,16 +214,9 @@ class TorchFacts:
 
     # --- models
 
-    def _is_due(self, root: Root, described: _Described) -> bool:
-        """Whether a model that seems unchanged gets a new look, at steps 1, 2, 4, 8, ..."""
-        step = root.step
-        if step == 0 or step & (step - 1):
-            return False
-        return self._is_affordable(described)
-
-    def _is_affordable(self, described: _Described) -> bool:
+    def _is_costly(self, described: _Described) -> bool:
         """A model of many modules is looked at seldom enough not to be felt."""
-        return time.monotonic() - described.looked > _SHARE * described.took
+        return time.monotonic() - described.looked <= _SHARE * described.took
 
     def _describe(self, root: Root, described: _Described, *, at_end: bool = False) -> None:
         model = root.module()
@@ -606,16 +600,20 @@ def _watched(plain: Callable[..., Any], me: weakref.ref[_AttentionBackends]) -> 
 
 
 _autocast_enabled: Callable[..., bool] = torch.is_autocast_enabled
+_any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+# Asked for every call of a model: looking them up in torch takes longer than they do.
+_is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
+_is_grad: Callable[[], bool] = torch.is_grad_enabled
+_default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 
 
 def _mode() -> tuple[Any, ...]:
-    """What may change from call to call; some microseconds."""
-    return (
-        *(_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in autocast_kinds()),
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-    )
+    """What may change from call to call: a quarter of a microsecond outside of autocast."""
+    autocast: tuple[Any, ...] = ()
+    if _any_autocast():
+        kinds = autocast_kinds()
+        autocast = tuple(_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)
+    return autocast, _is_inference(), _is_grad(), _default_dtype()
 
 
 def process_state() -> dict[str, Any]:

@@ -389,6 +389,46 @@ def stored_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tenso
         names: list[str] = list(flatten()[0]) if flatten is not None else []
     except Exception:  # the class is somebody else's: what it cannot say is not asked again
         names = []
-    parts = [(f"{name}.{attribute}", getattr(tensor, attribute, None)) for attribute in names]
-    inner = [(slot, part) for slot, part in parts if isinstance(part, torch.Tensor)]
-    return inner or [(name, tensor)]
+    held = {attribute: getattr(tensor, attribute, None) for attribute in names}
+    inner = {slot: part for slot, part in held.items() if isinstance(part, torch.Tensor)}
+    if {"qdata", "scale_and_zero"} <= inner.keys():
+        inner = _four_bits(inner["qdata"], inner["scale_and_zero"]) or inner
+    return [(f"{name}.{slot}", part) for slot, part in inner.items()] or [(name, tensor)]
+
+
+def _four_bits(words: torch.Tensor, pairs: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """Codes [out, in], scales and zero points of a weight in the order of torch's CPU kernel.
+
+    Which code lies where depends on the machine's vectors. So torch packs the numbers of the places
+    themselves, a digit at a time, and then the codes that were found: they must give these words.
+    Of such a weight a value is `(code - 8) * scale + zero`. None if it is not packed that way.
+    """
+    is_plain = type(words) is torch.Tensor and type(pairs) is torch.Tensor
+    shapes = tuple(words.shape), tuple(pairs.shape)
+    fits = is_plain and (len(shapes[0]), len(shapes[1])) == (2, 3) and words.dtype == torch.uint8
+    if not fits or words.device.type != _CPU or shapes[1][1:] != (shapes[0][0], 2):
+        return None
+    rows, columns = shapes[0][0], 2 * shapes[0][1]
+    # The kernel packs rows in blocks of 64 or fewer; other heights are a block of their own.
+    height = 64 if rows % 64 == 0 else rows
+    with undisturbed():
+        try:
+            pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+            numbers = torch.arange(height * columns, dtype=torch.int32).view(height, columns)
+            places = torch.zeros(height * columns, dtype=torch.int64)
+            for digit in range(0, (height * columns).bit_length(), 4):
+                places |= _nibbles(pack(numbers >> digit & 15, 1)).long().view(-1) << digit
+            codes = torch.empty(rows // height, height * columns, dtype=torch.uint8)
+            codes[:, places] = _nibbles(words).view(codes.shape)
+            codes = codes.view(rows, columns)
+            if not torch.equal(pack(codes.int(), 1), words):
+                return None
+            scale, zero = (pairs[..., part].t().float() for part in (0, 1))
+            return {"qdata": codes, "scale": scale, "zero_point": 8.0 - zero / scale}
+        except (AttributeError, RuntimeError):  # another torch packs otherwise
+            return None
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """The two codes of each byte, the lower half first."""
+    return torch.stack([words & 15, words >> 4], -1)

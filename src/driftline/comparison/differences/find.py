@@ -18,7 +18,13 @@ from driftline.comparison.differences.models import (
     folded,
     names_by_prefix,
 )
-from driftline.comparison.differences.training_settings import of_config, of_process, of_training
+from driftline.comparison.differences.training_settings import (
+    OPTIMIZER,
+    add_parameters,
+    of_config,
+    of_process,
+    of_training,
+)
 from driftline.comparison.training.training_report import SITES
 from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
@@ -33,6 +39,7 @@ ROOT = "(root)"
 MOST = 1000
 """Differences of two runs that are listed; models that differ in more have little in common."""
 _TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "order"})
+_MOST_PROCESSES = 64
 _AFTER_UPDATE = ("param", "param_grad", "optimizer_grad")
 
 
@@ -54,6 +61,9 @@ def differences_of(
         return _of_pipeline(reference, candidate, plan, reference_staged=staged[0])
     names = names_of(first, second, plan)
     same_ranks = reference.facts.world == candidate.facts.world
+    if not same_ranks:
+        _add_other_ranks(reference, first)
+        _add_other_ranks(candidate, second)
     pair = ModelPair(first, second, names, same_ranks=same_ranks)
     of_models = list(pair.differences())
     differences = [
@@ -65,6 +75,25 @@ def differences_of(
     ]
     listed = folded(differences)[:MOST]
     return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def _add_other_ranks(run: Run, facts: ModelFacts) -> None:
+    """Modules and updated parameters that only other ranks hold, as those of experts dealt out."""
+    optimizers = {
+        record.get("number"): record for record in facts.training if record.get("kind") == OPTIMIZER
+    }
+    for about in run.processes()[:_MOST_PROCESSES]:
+        rank, process = about.get("rank", 0), about.get("process", 0)
+        if type(rank) is not int or type(process) is not int or (rank, process) == (0, 0):
+            continue
+        other = read_model_facts(run, rank, process, weights=False)
+        for site, module in other.modules.items():
+            facts.modules.setdefault(site, module)
+        for path, tensor in other.tensors.items():
+            facts.tensors.setdefault(path, tensor)
+        for record in other.training:
+            if record.get("kind") == OPTIMIZER and record.get("number") in optimizers:
+                add_parameters(optimizers[record.get("number")], record)
 
 
 def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]:

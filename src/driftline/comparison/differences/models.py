@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
+from driftline.alignment.reconcile.layout import layout
 from driftline.comparison.differences.difference import ABSENT, Difference, Kind
 from driftline.comparison.differences.weights import Relation, relation_of
 from driftline.numerics.dtypes import DTYPES
@@ -40,6 +41,8 @@ _LIBRARIES = ("torch.", "paddle.")
 _LAYOUT_CODE = "torch.distributed."
 _LAYOUT_MARKS = frozenset({"_distribute_module_applied"})
 """Attributes that torch leaves on modules whose weights it has laid out over ranks."""
+_EPSILONS = {"_epsilon": "eps", "epsilon": "eps", "variance_epsilon": "eps"}
+"""What other frameworks and hand-written norms call the epsilon."""
 # Below this share of common names the two models are called differently throughout.
 _ENOUGH = 0.3
 
@@ -195,7 +198,8 @@ class ModelPair:
                 continue
             matched += 1
             yield from self._module(module, other)
-        yield from self._code()
+        if self.same_framework:
+            yield from self._code()
         extra = [
             module
             for site, module in self.candidate.modules.items()
@@ -212,14 +216,17 @@ class ModelPair:
                 counts=False,
             )
         else:
-            yield from _lone_modules(lone, "missing")
-            yield from _lone_modules(extra, "extra")
+            # Another framework has containers and parts of its own.
+            for alone, word in ((lone, "missing"), (extra, "extra")):
+                for difference in _lone_modules(alone, word):
+                    yield replace(difference, counts=self.same_framework)
         yield from self._tensors(named_alike=matched >= _ENOUGH * total)
 
     def _module(self, module: ModuleFacts, other: ModuleFacts) -> Iterator[Difference]:
         site, kind = module.site, module.short_class
-        same_class = module.short_class == other.short_class
-        if not same_class and self.same_framework:
+        # Of two frameworks, classes of one name are two classes.
+        same_class = self.same_framework and module.short_class == other.short_class
+        if self.same_framework and not same_class:
             yield Difference(
                 "class", site, "", kind, other.short_class, class_name=kind, relation="class"
             )
@@ -231,12 +238,17 @@ class ModelPair:
             ("function", module.functions, other.functions),
         )
         for what, first, second in tables:
+            if not self.same_framework:
+                first, second = _with_epsilon(first), _with_epsilon(second)
             for name in (*first, *(name for name in second if name not in first)):
                 # Another class has other attributes: only common ones say something.
                 missing = name not in first or name not in second
                 if missing and (not same_class or name in _LAYOUT_MARKS):
                     continue
                 a, b = first.get(name, ABSENT), second.get(name, ABSENT)
+                if what == "function" and not self.same_framework:
+                    # Where a function lives is the framework's; what it is called says what it is.
+                    a, b = (str(function).rpartition(".")[2] for function in (a, b))
                 if not self._is_same(name, a, b):
                     values = shown(a), shown(b)
                     yield Difference(what, site, name, *values, class_name=kind)
@@ -318,12 +330,12 @@ class ModelPair:
             other = self._candidate_tensors.get(path)
             if other is not None:
                 yield from self._tensor(tensor, other, rounded)
-            elif named_alike and tensor.site in self._candidate_sites:
+            elif named_alike and self._are_alike(tensor.site):
                 yield _lone_tensor(tensor, tensor.site, "missing")
         for path, tensor in self._candidate_tensors.items():
             site = self.names.of(tensor.site)
             lone = path not in self.reference.tensors
-            if lone and named_alike and site in self.reference.modules:
+            if lone and named_alike and self._are_alike(site):
                 yield _lone_tensor(tensor, site, "extra")
         if self.dtypes is not None:
             total = sum(rounded.values())
@@ -348,6 +360,8 @@ class ModelPair:
         if tensor.unreadable or other.unreadable or not self.same_ranks:
             return
         relation = self._relation(tensor, other)
+        if relation.word == "transposed" and self._is_stored_transposed(tensor, other):
+            return
         if tensor.shape != other.shape and relation.word != "transposed":
             yield difference(shown(list(tensor.shape)), shown(list(other.shape)), "shape")
             return
@@ -371,6 +385,23 @@ class ModelPair:
             relation.word + detail if relation.word not in ("", "same") else "dtype",
             distance=relation.distance,
         )
+
+    def _are_alike(self, site: str) -> bool:
+        """Whether both sides have this module, and as what both frameworks call alike."""
+        module = self.reference.modules.get(site)
+        other = self.candidate.modules.get(self._candidate_sites.get(site, ""))
+        if module is None or other is None:
+            return False
+        return self.same_framework or module.short_class == other.short_class
+
+    def _is_stored_transposed(self, tensor: TensorFacts, other: TensorFacts) -> bool:
+        """Whether the two frameworks store this module's weight with its axes exchanged."""
+        owners = self.reference.modules.get(tensor.site), self.candidate.modules.get(other.site)
+        if self.same_framework or owners[0] is None or owners[1] is None:
+            return False
+        first = layout(self.reference.framework, owners[0].short_class)
+        second = layout(self.candidate.framework, owners[1].short_class)
+        return bool(first and second) and first != second
 
     def _ties_and_training(
         self, tensor: TensorFacts, other: TensorFacts, difference: Callable[..., Difference]
@@ -444,6 +475,11 @@ def _listed(hooks: Mapping[str, list[str]]) -> str:
     }
     texts = [f"{kind}: {', '.join(names)}" for kind, names in sorted(own.items()) if names]
     return "; ".join(texts) or "none"
+
+
+def _with_epsilon(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes, with a norm's epsilon as torch calls it; Paddle says `_epsilon`."""
+    return {_EPSILONS.get(name, name): value for name, value in attributes.items()}
 
 
 def _lone_modules(modules: Iterable[ModuleFacts], word: str) -> Iterator[Difference]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from driftline.comparison.differences.difference import ABSENT, Difference, Kind
@@ -97,33 +97,72 @@ def _list(value: Any) -> list[Any]:
 
 # Optimizers.
 
+OPTIMIZER = "optimizer"
+"""Kind of a record about an optimizer."""
+
 
 def _optimizers(
     pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> Iterator[Difference]:
+    everywhere = [
+        {path for record in side for path in _values_by_parameter(record)}
+        for side in (first, second)
+    ]
+    wrappers = _wrappers(first) | _wrappers(second)
     numbers = {record.get("number") for record in (*first, *second)}
     for number in sorted(number for number in numbers if type(number) is int):
         records = [[r for r in side if r.get("number") == number] for side in (first, second)]
         classes = [
             str(side[0].get("class", "")).rpartition(".")[2] if side else ABSENT for side in records
         ]
-        if classes[0] != classes[1]:
+        if classes[0] != classes[1] and not (ABSENT in classes and number in wrappers):
             yield Difference("optimizer", "", "class of the optimizer", classes[0], classes[1])
         if ABSENT not in classes:
-            yield from _group_values(pair, records[0][0], records[1][0], classes[0])
+            yield from _group_values(pair, records[0][0], records[1][0], classes[0], everywhere)
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
 
 
+def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
+    """Put what an optimizer updates on another rank into its groups, by their order."""
+    groups = zip(_list(record.get("groups")), _list(other.get("groups")), strict=False)
+    for group, more in groups:
+        names = _table(group).get("names")
+        if isinstance(names, list):
+            known = cast("list[Any]", names)
+            held = set(map(str, known))
+            known += [name for name in _list(_table(more).get("names")) if str(name) not in held]
+
+
+def _wrappers(records: list[dict[str, Any]]) -> set[Any]:
+    """Numbers of optimizers that hold all that another one holds: those that deal parameters out to
+    ranks have one for this rank's inside.
+    """
+    held = {record.get("number"): set(_values_by_parameter(record)) for record in records}
+    return {
+        number
+        for number, own in held.items()
+        if any(other != number and paths and paths <= own for other, paths in held.items())
+    }
+
+
 def _group_values(
-    pair: ModelPair, first: dict[str, Any], second: dict[str, Any], optimizer: str
+    pair: ModelPair,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    optimizer: str,
+    everywhere: Sequence[set[str]],
 ) -> Iterator[Difference]:
     first_values, second_values = _values_by_parameter(first), _values_by_parameter(second)
     second_values = {pair.renamed_path(path): values for path, values in second_values.items()}
+    # What another optimizer of the program updates is not left out.
+    elsewhere = everywhere[0], {pair.renamed_path(path) for path in everywhere[1]}
     changed: dict[tuple[str, str, str], list[str]] = {}
     for path, values in first_values.items():
         others = second_values.get(path)
+        if others is None and path in elsewhere[1]:
+            continue
         if others is None:
             changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
             continue
@@ -132,7 +171,7 @@ def _group_values(
                 key = name, shown(values[name]), shown(others[name])
                 changed.setdefault(key, []).append(path)
     for path in second_values:
-        if path not in first_values:
+        if path not in first_values and path not in elsewhere[0]:
             changed.setdefault(("parameters", "not in the optimizer", "updated"), []).append(path)
     # Without names the groups are compared in their order.
     if not first_values or not second_values:
@@ -318,11 +357,16 @@ def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
 
 
 def _order_by_step(records: list[dict[str, Any]]) -> dict[int, list[str]]:
-    return {
-        step: [str(word) for word in _list(record.get("calls"))]
-        for record in records
-        if type(step := record.get("step", 0)) is int
-    }
+    orders: dict[int, list[str]] = {}
+    for record in records:
+        if type(step := record.get("step", 0)) is not int:
+            continue
+        order = orders.setdefault(step, [])
+        for word in map(str, _list(record.get("calls"))):
+            # An optimizer that wraps another one steps it within its own step.
+            if not (word == "step" and order[-1:] == ["step"]):
+                order.append(word)
+    return orders
 
 
 def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:

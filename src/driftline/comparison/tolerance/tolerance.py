@@ -25,6 +25,9 @@ BEYOND_ROUNDING = "beyond_rounding"
 """Metric: what is left of an error without elements whose gradient is nothing but rounding."""
 INTEGER_STEP = "integer_step"
 """Metric: root mean square of the scales of integers that a row has made numbers of."""
+WORST_SCALE = "worst_scale"
+"""Metric of a weight with many scales: how far the elements of one scale, or of one channel, are
+off, in what rounding at this scale does, and beside the weight's other scales."""
 ADDED = "added_error"
 """Metric of an output: its relative error against the reference's function on the candidate's own
 input, computed in float64. What arrives at the site has no part in it."""

@@ -23,6 +23,7 @@ from driftline.comparison.tolerance.defaults import (
     LIMITS,
     METRIC,
     QUANTISED,
+    WEIGHT_ROUNDINGS,
     coarsest,
     is_exact,
     with_smallest_steps,
@@ -37,6 +38,7 @@ from driftline.comparison.tolerance.tolerance import (
     SUMMED_ELEMENTS,
     TURNED,
     WHAT_CANCELS,
+    WORST_SCALE,
     Tolerance,
 )
 from driftline.comparison.training.training_report import judged_by_training
@@ -345,6 +347,9 @@ def _fails_always(row: Row) -> Row | None:
     return None
 
 
+_ONE_SCALE = "the weights of one scale, in roundings to it"
+
+
 def _judge(
     row: Row,
     allowed: Tolerance,
@@ -374,6 +379,10 @@ def _judge(
         if row.key.port != "param":
             limit = max(QUANTISED[codes], limit)
         judged = _held(row, column, limit, f"{codes} with scales")
+        # One wrong scale or zero point among many is little of the whole weight.
+        if judged.status == "pass" and row.metrics.get(WORST_SCALE):
+            worst = _held(row, Column(WORST_SCALE, "lower"), WEIGHT_ROUNDINGS, _ONE_SCALE)
+            judged = worst if worst.status == "fail" else judged
     elif own is None or working is None:
         judged = row.judged("incomparable", "no limit is known for these dtypes")
     else:
