@@ -160,7 +160,10 @@ def _made(
     ended = run_with(argv, plan)
     if ended.messages.apart and not ended.messages.started:
         # No other variant would fare better, and each would run the program once more.
-        raise BadInput(f"no variant can be made: {ended.why_not}")
+        raise BadInput(
+            f"no variant can be made: {ended.why_not}",
+            hint="dump another trusted execution in its place, and give it: diagnose --noise RUN",
+        )
     reason = _why_not(ended, folder)
     if reason:
         shutil.rmtree(folder, ignore_errors=True)  # half a run is no yardstick

@@ -107,7 +107,10 @@ def _held(run: Run) -> dict[_Key, Record]:
     if not held:
         framework = run.facts.framework
         if framework not in ("", "torch"):
-            raise BadInput(f"{run.name} holds no operators: those of {framework} are not captured")
+            raise BadInput(
+                f"{run.name} holds no operators: those of {framework} are not captured",
+                hint="compare its layers: driftline compare REF CAND",
+            )
         # Each refusal below names the option that left the data out, so that the next capture
         # succeeds.
         raise BadInput(f"{run.name} holds no operators, only modules", hint=f"capture them: {HOW}")

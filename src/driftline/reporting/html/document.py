@@ -396,8 +396,8 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         for site in (difference.site, *difference.sites)
     }
     for row in table.rows:
-        other = row.candidate_class and row.candidate_class != row.class_name
-        if other and row.site not in described:
+        differs = row.candidate_class and row.candidate_class != row.class_name
+        if differs and row.site not in described:
             kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
     # Rare differences first: they are the ones that point at a fault.
     for (reference_kind, candidate_kind), sites in sorted(
