@@ -15,13 +15,17 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from warm_python import warm
+
+if TYPE_CHECKING:
+    from support.commands import Said
 
 SLOW_SECONDS = 1800
 """How long a test may take that is marked as slow and does not say for itself."""
@@ -60,6 +64,16 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where pictures of pages go: $DRIFTLINE_SCREENSHOTS, to look at them, or nowhere for long."""
     wanted = os.environ.get("DRIFTLINE_SCREENSHOTS")
     return Path(wanted) if wanted else tmp_path_factory.mktemp("screenshots")
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Said]:
+    """Run a command line in this process."""
+    from support.commands import caller  # only tests of commands load the command line
+
+    return caller(capsys, monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

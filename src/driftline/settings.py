@@ -298,3 +298,9 @@ def shapes_variable(name: str) -> str:
 def shapes_timing() -> str:
     """`e2e` or `per-token`: what is timed in decoder tests."""
     return environment().get("DRIFTLINE_TIMING", environment().get("TIMING", "")).strip()
+
+
+def cores() -> int:
+    """Cores this process may use; a container is often given fewer than the machine has."""
+    usable = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(usable(0)) if usable is not None else os.cpu_count() or 1

@@ -90,10 +90,13 @@ def test_a_stranger_sees_which_layer_is_to_blame(
     assert page.inner_text("h1") == f"The drift starts at {CULPRIT}"
     head = page.inner_text(".headline")
     assert "Fail" in head and "SiLU → GELU · in its output: relative_l2" in head
-    assert "computes gelu" in head
+    assert "computes gelu" in head and "`" not in head
+    # A fact is said once: the models' classes, not their tensors' again.
+    assert head.count(f"class of {CULPRIT}") == 1 and head.count("SiLU\tGELU") == 1
     assert "264 of 264 tensors" in head and "bfloat16" in head
     assert chosen(page) == CULPRIT
     assert "the drift starts here" in page.inner_text("#site")
+    assert "code of layers.5.mlp" in page.inner_text("#site .neighbours")
     assert page.locator(".pictures canvas").count() == 1
     assert page.locator(".pictures .histogram").count() == 2
     assert "act_fn" in page.inner_text(".tree-row.first")
@@ -428,7 +431,7 @@ def test_the_dataflow_around_the_first_divergence(page: Page, demo: Path) -> Non
     assert "self_attn" in flow.locator(".flow-name").all_text_contents()
 
 
-def test_the_dataflow_is_coloured_by_the_step_in_which_the_drift_starts(
+def test_parts_are_coloured_by_the_step_in_which_the_drift_starts(
     page: Page, tmp_path: Path
 ) -> None:
     """A generated text goes another way after the fault: that colours no healthy part."""
@@ -451,6 +454,13 @@ def test_the_dataflow_is_coloured_by_the_step_in_which_the_drift_starts(
     assert "0× of its limit" in healthy and "starts here" not in healthy
     assert "the drift starts here" in first
     assert "in step 0" in page.inner_text("#flow")
+    # The tree says the same of the same modules.
+    assert "in step 0" in page.inner_text("#modules h2")
+    heats = page.locator("#modules .tree-row .heat").all_inner_texts()
+    assert heats[-3] == "0×" and "0×" not in heats[-2:]
+    assert [bad.strip("▲ ") for bad in page.locator(".tree-row .bads").all_inner_texts()][-3:] == [
+        *("", "1", "1")
+    ]
 
 
 def test_a_search_that_finds_nothing_is_answered(page: Page, demo: Path) -> None:

@@ -12,18 +12,16 @@ import pytest
 from driftline.runs.records import TensorKey
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into
-from support.commands import Said, caller
+from support.commands import Said
 
 LAYERS = 3
 CLASSES = {"norm": "RMSNorm", "mlp.up": "Linear", "mlp.act": "SiLU", "mlp": "MLP"}
 
 
 @pytest.fixture
-def driftline(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Said]:
-    """Run a command line in this process."""
-    return caller(capsys, monkeypatch)
+def driftline(command: Callable[..., Said]) -> Callable[..., Said]:
+    """A command line is read as it is typed: `driftline("compare", …)`."""
+    return command
 
 
 def write_run(path: Path, *, fault_at: str = "", noise: float = 0.0, steps: int = 1) -> Path:

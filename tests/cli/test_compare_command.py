@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import driftline as package
+from driftline.runs.records import TensorKey
+from driftline.runs.writer import RunWriter
+from driftline.testing.runs import record_into
 
 Command = Callable[..., Any]
 CULPRIT = "model.layers.1.mlp.act"
@@ -55,6 +58,27 @@ def test_the_seeds_spellings_of_the_two_paths_are_taken(
     said = driftline("compare", reference, faulty, "-gp", reference)
     assert said.code == 2
     assert "one path too many" in said.err
+
+
+def test_steps_of_one_side_alone_do_not_make_two_models(driftline: Command, tmp_path: Path) -> None:
+    """More steps here, operators there: what both have is one model, and says so."""
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for name, steps, operators in (("ref", 3, 0), ("cand", 1, 2)):
+        writer = RunWriter(tmp_path / name)
+        for step in range(steps):
+            for site in ("a", "b", *(f"a/aten.add_{n}" for n in range(operators))):
+                record_into(writer, TensorKey.of(site, "output", step=step), values)
+        writer.close()
+    said = driftline("compare", tmp_path / "ref", tmp_path / "cand")
+    assert "4 missing, 2 extra" in said.out and "the candidate has no step 1" in said.out
+    assert "are these runs of one model?" not in said.out
+    # Two models, which share a name by chance: the same words are right.
+    writer = RunWriter(tmp_path / "another")
+    for site in ("a", *(f"other.{n}" for n in range(3))):
+        record_into(writer, TensorKey.of(site, "output"), values[:, : 3 if site == "a" else 2])
+    writer.close()
+    said = driftline("compare", tmp_path / "ref", tmp_path / "another", "--step", 0)
+    assert "are these runs of one model?" in said.out
 
 
 def test_json_follows_the_documented_schema(

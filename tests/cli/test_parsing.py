@@ -326,6 +326,6 @@ def test_places_that_an_option_took_for_its_own_are_missed_with_the_reason(drift
     said = driftline("diff", "--level", "modules", "python a.py", "python b.py")
     assert said.code == 2 and "`driftline diff` needs REFERENCE" in said.err
     assert "--level takes every word up to the next option: put REFERENCE before it" in said.err
-    # Nothing was taken: then the page of the command is what helps.
-    assert "see driftline diff --help" in driftline("diff", "--force").err
-    assert "see driftline diff --help" in driftline("diff", "--level", "modules").err
+    # Nothing was taken: then an example of the command is what helps.
+    assert 'such as: driftline diff "python infer.py' in driftline("diff", "--force").err
+    assert "such as: driftline diff" in driftline("diff", "--level", "modules").err

@@ -36,7 +36,8 @@ def run(*words: str, python: str = sys.executable) -> subprocess.CompletedProces
 def test_the_files_are_where_the_documents_start_them(desk: Path) -> None:
     for name in (
         *("generate_metrics.py", "scripts/generate_metrics.py", "hook_result_checker.py"),
-        *("scripts/generate_layers_metrics.py", "tests/resources/get_thresholds.py"),
+        *("scripts/generate_layers_metrics.py", "generate_layers_metrics.py"),
+        *("tests/resources/get_thresholds.py", "get_thresholds.py"),
         *("tests/models/test_decoders.py", "tests/models/test_model_expectations.py"),
     ):
         assert (desk / name).is_file()

@@ -31,18 +31,28 @@ BOTH_NAMES = list(rows_of("Under both names"))
 
 
 def named_tests(cell: str) -> list[str]:
-    return re.findall(r"`(\w+/(?:test_\w+\.py(?:::test_\w+)?)?)`", cell)
+    return re.findall(r"`(\w+/(?:test_\w+\.py(?:::\w+)*)?)`", cell)
 
 
 def exists(test: str) -> bool:
-    file, _, function = test.partition("::")
+    """Whether pytest finds a test by this name: a folder, a file, a function, one of a class."""
+    file, *names = test.split("::")
     path = TESTS / file
-    if not function:
+    if not names:
         return path.exists()
     if not path.is_file():
         return False
-    functions = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))))
-    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in functions)
+    body: list[ast.stmt] = ast.parse(path.read_text("utf-8")).body
+    for name in names:
+        found = [
+            node
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+        ]
+        if not found:
+            return False
+        body = found[0].body
+    return True
 
 
 @pytest.mark.parametrize("row", SENTENCES, ids=lambda row: row[0][:60])

@@ -1,22 +1,11 @@
-"""A way to run commands in this process, and one thread for torch."""
+"""One thread for torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
-from support.commands import Said, caller
-
-
-@pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Said]:
-    """Run a command line in this process."""
-    return caller(capsys, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 import type { DiagnosisData, SiteFinding } from "./source";
 import type { State } from "./state";
-import { clear, h } from "./dom";
+import { clear, h, prose } from "./dom";
 import { count, fig, percent, times } from "./format";
 import { figure } from "./packing";
 
@@ -71,7 +71,7 @@ export function diagnosisView(state: State, data: DiagnosisData): HTMLElement {
   return h(
     "div",
     { class: "diagnosis" },
-    h("ul", { class: "sentences" }, ...data.finding.map((sentence) => h("li", null, sentence))),
+    h("ul", { class: "sentences" }, ...data.finding.map((sentence) => h("li", null, ...prose(sentence)))),
     h("dl", { class: "facts" }, ...facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
     tabs,
     h(
@@ -88,7 +88,7 @@ export function diagnosisView(state: State, data: DiagnosisData): HTMLElement {
         body,
       ),
     ),
-    data.needs.length > 0 && h("details", null, h("summary", null, "What would make it surer"), h("ul", { class: "notes" }, ...data.needs.map((need) => h("li", null, need)))),
+    data.needs.length > 0 && h("details", null, h("summary", null, "What would make it surer"), h("ul", { class: "notes" }, ...data.needs.map((need) => h("li", null, ...prose(need))))),
   );
 }
 

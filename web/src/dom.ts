@@ -51,6 +51,11 @@ export function clear(element: Element, ...children: Child[]): void {
   put(element, ...children);
 }
 
+/** A sentence with names between backticks, as a terminal shows them. */
+export function prose(sentence: string): Child[] {
+  return sentence.split("`").map((piece, index) => (index % 2 ? h("code", null, piece) : piece));
+}
+
 /** A dotted name that may break after its dots, and nowhere else. */
 export function dotted(name: string): DocumentFragment {
   const whole = document.createDocumentFragment();

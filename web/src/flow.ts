@@ -93,25 +93,17 @@ export class Flow {
     this.draw();
   }
 
-  /** The step in which the drift starts, whose edges are drawn; null where there is only one. A later one may be of other inputs. */
-  private step(): number | null {
-    const { rows, data } = this.state;
-    return rows.steps.length > 1 && data.verdict.row !== null ? rows.step(data.verdict.row) : null;
-  }
-
   private readTree(): void {
     const { tree } = this.state.data;
     const { rows } = this.state;
-    const step = this.step();
     for (let at = 0; at < tree.count; at++) {
       const parent = at ? tree.parent[at] : -1;
       const above = parent > 0 ? this.parts[parent].path : "";
       const site = tree.site[at];
       const path = site ?? (parent < 0 ? "" : above ? `${above}.${tree.name[at]}` : tree.name[at]);
       const own = site === null ? [] : rows.rowsOf(site);
-      const shown = step === null ? own : own.filter((row) => rows.step(row) === step);
       const order = Math.min(Infinity, ...own.slice(0, 64).map((row) => rows.order(row) ?? Infinity));
-      this.parts.push({ label: tree.name[at], path, site, className: tree.class[at], parent, children: [], heat: rows.heatOf(shown), order, between: false });
+      this.parts.push({ label: tree.name[at], path, site, className: tree.class[at], parent, children: [], heat: rows.heatOf(this.state.inStep(own)), order, between: false });
       if (parent >= 0) this.parts[parent].children.push(at);
       this.byPath.set(path, at);
     }
@@ -291,7 +283,7 @@ export class Flow {
     this.box.scrollLeft = (x + BESIDE / 2) * this.scale - this.box.clientWidth / 2;
     const left = [drawn.before && `${drawn.before} parts before these`, drawn.after && `${drawn.after} after`].filter(Boolean).join(", ");
     const source = this.state.data.flow ? "An arrow is a tensor that both ends have, by its bytes or as the graph says" : "The runs do not say what feeds what";
-    const step = this.step();
+    const { step } = this.state;
     this.remark.textContent = `${source}; a dashed one only means that it runs next. Colour: the worst tensor inside${step === null ? "" : ` in step ${step}`}, as a multiple of its limit.${left ? ` Not drawn: ${left}.` : ""}`;
   }
 

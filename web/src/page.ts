@@ -74,7 +74,7 @@ function build(app: HTMLElement, data: PageData, source: Source): void {
       blocks.push(["flow", "Dataflow", section("flow", "Dataflow", about, flow.element)]);
     }
     places.append(
-      section("modules", "Modules", "worst tensor below each, as a multiple of its limit", tree.element, h("p", { class: "remark scale-legend" }, "well inside ", scale, " far beyond its limit")),
+      section("modules", "Modules", `worst tensor below each${state.step === null ? "" : ` in step ${state.step}`}, as a multiple of its limit`, tree.element, h("p", { class: "remark scale-legend" }, "well inside ", scale, " far beyond its limit")),
       section("site", "Site", "", detail.element),
     );
     blocks.push(["modules", "Modules", places]);

@@ -148,8 +148,11 @@ export class SiteDetail {
 
   private chip(site: string): HTMLElement {
     const { rows } = this.state;
-    if (!rows.hasSite(site)) return h("span", { class: "chip" }, site);
-    const own = rows.heatOf(rows.rowsOf(site));
+    if (!rows.hasSite(site)) {
+      const between = /^(?:(.*)\.)?between\d+$/.exec(site);
+      return h("span", { class: "chip" }, between ? `code of ${between[1] ?? "the model"}` : site);
+    }
+    const own = rows.heatOf(this.state.inStep(rows.rowsOf(site)));
     const cell = h("i", { class: "dot", "aria-hidden": "true" });
     cell.style.background = heat(own.severity).back;
     return h(

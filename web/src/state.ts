@@ -13,6 +13,8 @@ type Listener = (choice: Choice | null, by: string) => void;
 export class State {
   readonly rows: Rows;
   choice: Choice | null = null;
+  /** The step in which the drift starts; null where there is only one. Later ones may be of other inputs. */
+  readonly step: number | null;
   private readonly listeners: Listener[] = [];
   private readonly findings = new Map<string, SiteFinding[]>();
 
@@ -21,6 +23,8 @@ export class State {
     readonly source: Source,
   ) {
     this.rows = new Rows(data);
+    const { row } = data.verdict;
+    this.step = this.rows.steps.length > 1 && row !== null ? this.rows.step(row) : null;
     for (const found of (data.diagnosis as DiagnosisData | null)?.sites ?? []) {
       const known = this.findings.get(found.site);
       if (known) known.push(found);
@@ -31,6 +35,11 @@ export class State {
 
   findingsOf(site: string): SiteFinding[] {
     return this.findings.get(site) ?? [];
+  }
+
+  /** Those of some rows that say how bad things were where the drift starts. */
+  inStep(rows: number[]): number[] {
+    return this.step === null ? rows : rows.filter((row) => this.rows.step(row) === this.step);
   }
 
   onChoice(listener: Listener): void {

@@ -44,7 +44,7 @@ export class Tree {
       if (parent >= 0) this.children[parent].push(at);
       const site = tree.site[at];
       if (site !== null) this.bySite.set(site, at);
-      this.heats.push(state.rows.heatOf(site === null ? [] : state.rows.rowsOf(site)));
+      this.heats.push(state.rows.heatOf(site === null ? [] : state.inStep(state.rows.rowsOf(site))));
     }
     for (let at = tree.count - 1; at > 0; at--) {
       const parent = this.heats[tree.parent[at]];

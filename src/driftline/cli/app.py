@@ -82,7 +82,7 @@ COMMANDS: dict[str, Command] = {
         "diff:diff",
         EVERYDAY,
         "two programs: run both, say where they begin to disagree and why, write a report",
-        everyday=("--rev", "--env", "--output", "--step", "--force"),
+        everyday=("--rev", "--env", "--output", "--step", "--no-replay", "--force"),
     ),
     "dump": Command(
         "dump:dump",
@@ -198,7 +198,7 @@ COMMANDS: dict[str, Command] = {
         "decoders:layer_metrics",
         DECODERS,
         "a decoder on two targets: differences of every layer",
-        everyday=("--model-paths", "--reference", "--candidate", "--output-path"),
+        everyday=("--mode", "--model-paths", "--reference", "--candidate", "--output-path"),
     ),
     "thresholds": Command(
         "thresholds:thresholds",
@@ -217,8 +217,8 @@ PYTHON_FLAG_HELP = (
     f"{FLAG}, with any command: print the equivalent Python program, and do nothing else"
 )
 EXIT_CODES = (
-    "exit codes: 0 fine, 1 numbers differ beyond the thresholds, 2 could not do it "
-    "(one sentence on stderr says why)"
+    "exit codes: 0 fine, 1 numbers differ beyond the thresholds, 2 could not do it, or not tell "
+    "(a sentence says why)"
 )
 
 
@@ -273,9 +273,10 @@ def print_help(name: str) -> None:
     """Print the help page of a command."""
     app = command_app(name, load(name))
     arguments = arguments_of(name)
-    places = [_usage_word(name, argument) for argument in arguments if _is_place(argument)]
+    places = [argument for argument in arguments if _is_place(argument)]
+    usage = [_usage_word(name, argument, places[0]) for argument in places]
     console = _console()
-    for text in (" ".join(["Usage: driftline", name, "[OPTIONS]", *places]), app.help):
+    for text in (" ".join(["Usage: driftline", name, "[OPTIONS]", *usage]), app.help):
         # No markup: a glob such as `[ab]*` is text.
         console.print(text, markup=False, highlight=False)
         console.print()
@@ -389,7 +390,7 @@ def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.
         # Errors are ours to print: cyclopts would draw a box and end the process.
         _, call, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise _refusal(name, error, _greedy_option(tokens, options)) from None
+        raise _refusal(name, app, error, _greedy_option(tokens, options)) from None
     if takes_program:
         if call.args:
             # Bare words before `--`, the value of a misspelt option say: cyclopts would run them.
@@ -511,7 +512,7 @@ def _bare(hint: Any) -> Any:
     return next((member for member in get_args(hint) if get_origin(member) is list), hint)
 
 
-def _refusal(name: str, error: CycloptsError, greedy: str) -> BadInput:
+def _refusal(name: str, app: App, error: CycloptsError, greedy: str) -> BadInput:
     """The sentence for what cyclopts refused, as our other refusals are worded."""
     argument = error.argument
     hint = _see_help(name)
@@ -526,6 +527,7 @@ def _refusal(name: str, error: CycloptsError, greedy: str) -> BadInput:
     ):
         return BadInput(f"{error.keyword} needs a value", hint=hint)
     if isinstance(error, MissingArgumentError) and argument is not None:
+        hint = _example(name, app.help) or hint
         if greedy:
             hint = f"{greedy} takes every word up to the next option: put {argument.name} before it"
         return BadInput(f"`driftline {name}` needs {argument.name}", hint=hint)
@@ -560,9 +562,10 @@ def _is_place(argument: Argument) -> bool:
     return argument.field_info.is_positional
 
 
-def _usage_word(name: str, argument: Argument) -> str:
+def _usage_word(name: str, argument: Argument, first: Argument) -> str:
     if argument.field_info.kind is not inspect.Parameter.VAR_POSITIONAL:
-        return argument.name
+        # Where even the first may be missing, options can say the same: `compare -gp REF -mp CAND`.
+        return f"[{argument.name}]" if first.required and not argument.required else argument.name
     # A place that takes all words that are left.
     several = f"{argument.name} ..."
     return f"[-- {several}]" if COMMANDS[name].takes_program else several
@@ -577,6 +580,17 @@ def _nearest_option(name: str, option: str, spellings: Sequence[str]) -> str:
     for word in sorted(bare, key=len, reverse=True):
         hint = hint.replace(f"'{word}'", bare[word])
     return hint
+
+
+def _example(name: str, page: str) -> str:
+    """The first example of a command's page, if it is one whole line of that command.
+
+    >>> _example("show", "Look.\\n\\n$ driftline show run\\n$ driftline show ref cand")
+    'such as: driftline show run'
+    """
+    first, *more = page.partition("$ ")[2].splitlines() or [""]
+    continued = bool(more) and more[0].startswith(" ")
+    return f"such as: {first}" if first.startswith(f"driftline {name} ") and not continued else ""
 
 
 def _see_help(name: str) -> str:

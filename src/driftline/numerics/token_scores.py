@@ -12,7 +12,6 @@ after the other 1.13 ms.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from driftline.errors import BadInput
 from driftline.numerics import kernel
 from driftline.numerics.definitions import NUMPY_BLOCK, real_values
 from driftline.numerics.dtypes import DType
+from driftline.settings import cores
 
 AnyArray = npt.NDArray[Any]
 F64 = npt.NDArray[np.float64]
@@ -164,7 +164,7 @@ def score_rows(
     top = np.empty((rows, k), np.int64)
     r_top, c_top = (np.empty((rows, k), np.float32) for _ in range(2))
     tokens = np.ascontiguousarray(tokens, np.int64)
-    workers = threads or len(os.sched_getaffinity(0))
+    workers = threads or cores()
     workers = max(1, min(workers, rows // _THREAD_ROWS, _MOST_THREADS))
     room = _room(workers * 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE)
     scratch = room.ctypes.data

@@ -632,7 +632,15 @@ def by_structure(plan: Plan, context: Context) -> Plan:
             "do other work or are in another place, so structure decides; --map overrides it",
         ]
     plan = plan.with_pairs([*structural.pairs, *again])
-    least, most = sorted((len(plan.missing), len(plan.extra)))
+    # Steps that one side has alone say nothing about the models.
+    steps = {pair.reference.key.step for pair in plan.pairs}
+    other_steps = {pair.candidate.key.step for pair in plan.pairs}
+    least, most = sorted(
+        (
+            sum(record.key.step in steps for record in plan.missing),
+            sum(record.key.step in other_steps for record in plan.extra),
+        )
+    )
     # Half as many tensors without partner as pairs: more likely two models than two runs of
     # one.
     if 2 * least > len(plan.pairs) > 0:

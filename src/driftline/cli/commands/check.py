@@ -47,6 +47,10 @@ def check(
 
     judged_before = is_table(table)
     # Bare files of layers have no number format that would say what is allowed.
+    if not table.exists() and not script.is_script():
+        raise BadInput(
+            f"there is no '{table}'", hint="`driftline compare REF CAND -o TABLE` writes a table"
+        )
     if not judged_before and limits.thresholds is None and not limits.words:
         tables = sorted(table.glob(f"*{LAYER_TABLE}")) if table.is_dir() else []
         raise BadInput(

@@ -35,7 +35,7 @@ class _Command(NamedTuple):
     """Words that its first place takes, if these are known."""
 
 
-def completion(shell: Annotated[Shell, place("bash|zsh|fish")], /) -> int:
+def completion(shell: Annotated[Shell, place("SHELL")], /) -> int:
     """Print a script by which a shell completes Driftline's commands and options.
 
         driftline completion bash >> ~/.bashrc

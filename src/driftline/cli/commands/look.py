@@ -30,6 +30,7 @@ from driftline.cli.options import (
 )
 from driftline.cli.progress import progress_bar
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
+from driftline.settings import cores
 
 if TYPE_CHECKING:
     from driftline.comparison.table.row import Verdict
@@ -543,7 +544,7 @@ def environment_facts() -> dict[str, str]:
         "driftline": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}",
+        "cpus": f"{cores()} usable of {os.cpu_count()}",
     }
     facts |= {package: _version(package) or "not installed" for package in PACKAGES}
     for engine, packages in ENGINES.items():

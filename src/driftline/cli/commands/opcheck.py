@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from driftline.cli import python_script as script
 from driftline.cli.options import (
+    OPTIONS,
     OUTPUT,
     SELECTION,
     SEVERAL,
@@ -130,9 +131,13 @@ class ExecutionOptions(WorkerOptions):
         import_: Modules to import first, which define custom torch operators that the run calls.
     """
 
-    device_id: Annotated[str, Parameter(name=("--device-id", "-device"), metavar="DEVICE")] = ""
-    atb_rerun: Annotated[bool, Parameter(name=("--atb-rerun", "-rerun", "--rerun"))] = False
-    import_: Annotated[list[str] | None, SEVERAL, Parameter(metavar="MODULE")] = None
+    device_id: Annotated[
+        str, Parameter(name=("--device-id", "-device"), metavar="DEVICE", group=OPTIONS)
+    ] = ""
+    atb_rerun: Annotated[
+        bool, Parameter(name=("--atb-rerun", "-rerun", "--rerun"), group=OPTIONS)
+    ] = False
+    import_: Annotated[list[str] | None, SEVERAL, Parameter(metavar="MODULE", group=OPTIONS)] = None
 
 
 @Parameter(name="*", group=OUTPUT)

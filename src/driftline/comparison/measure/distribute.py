@@ -23,7 +23,7 @@ from driftline.comparison.measure.row_codec import (
     rows_from_plain,
     rows_to_plain,
 )
-from driftline.comparison.measure.scheduler import cores, measure_pairs
+from driftline.comparison.measure.scheduler import measure_pairs
 from driftline.comparison.metrics.catalogue import Metric, requested
 from driftline.comparison.table.row import Row
 from driftline.errors import BadInput, DriftlineError
@@ -34,6 +34,7 @@ from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record
 from driftline.runs.run import Run
+from driftline.settings import cores
 
 if TYPE_CHECKING:
     from driftline.execution.jobs import Executor, Say

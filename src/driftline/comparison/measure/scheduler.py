@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,6 +42,7 @@ from driftline.numerics.fields import PairMoments
 from driftline.runs.files import mapped_file
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, Run
+from driftline.settings import cores
 
 if TYPE_CHECKING:
     from driftline.execution.jobs import Executor
@@ -57,12 +57,6 @@ def blocks_of(count: int) -> list[tuple[int, int]]:
     if count <= 2 * BLOCK:
         return [(0, count)]
     return [(offset, min(offset + BLOCK, count)) for offset in range(0, count, BLOCK)]
-
-
-def cores() -> int:
-    """Cores this process may use; a container is often given fewer than the machine has."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on every system
-    return len(usable(0)) if usable is not None else os.cpu_count() or 1
 
 
 # Long plans, measured a few thousand pairs at a time: rows go into a file as they come.

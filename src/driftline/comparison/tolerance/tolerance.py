@@ -273,12 +273,12 @@ def limits_from(
 
 def _limit(name: str, value: float | str, by_name: Mapping[str, Column]) -> Limit:
     column = by_name.get(name)
+    usable = [candidate.name for candidate in by_name.values() if candidate.direction != "none"]
     if column is None:
         raise BadInput(
-            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, by_name)
+            f"there is no metric '{name}' to put a limit on", hint=did_you_mean(name, usable)
         )
     if column.direction == "none":
-        usable = [candidate.name for candidate in by_name.values() if candidate.direction != "none"]
         raise BadInput(
             f"{name} describes; no limit can be put on it", hint=did_you_mean("", usable)
         )

@@ -10,7 +10,6 @@ it has no finite element; nothing is replaced.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from driftline.comparison.table.row import Row
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments
+from driftline.settings import cores
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 CACHE = "past_key_values"
@@ -328,8 +328,7 @@ def _all_at_once(values: ValuePair, places: Places, width: int) -> tuple[F64, F6
 @cache
 def _threads() -> int:
     """Cores that may be used here; more than a few wait for Python's lock."""
-    usable = getattr(os, "sched_getaffinity", None)  # not on every system
-    return min(8, len(usable(0)) if usable is not None else os.cpu_count() or 1)
+    return min(8, cores())
 
 
 @cache

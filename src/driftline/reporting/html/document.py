@@ -334,6 +334,8 @@ def model_differences(differences: Sequence[Difference]) -> list[dict[str, str]]
         what = difference.path or difference.kind
         if difference.kind == "code":
             what = f"code of {difference.class_name}.{difference.name}"
+        elif difference.kind == "class":
+            what = f"class of {difference.path}"
         near = difference.counts and difference.position != "elsewhere"
         same = difference.reference == difference.candidate
         listed.append(
@@ -386,8 +388,16 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         for (reference_kind, candidate_kind), count in formats.most_common(4)
     ]
     kinds: dict[tuple[str, str], dict[str, None]] = {}
+    # Where the models were described, their classes are among their differences.
+    described = {
+        site
+        for difference in table.differences or ()
+        if difference.kind == "class"
+        for site in (difference.site, *difference.sites)
+    }
     for row in table.rows:
-        if row.candidate_class and row.candidate_class != row.class_name:
+        differs = row.candidate_class and row.candidate_class != row.class_name
+        if differs and row.site not in described:
             kinds.setdefault((row.class_name, row.candidate_class), {})[row.site] = None
     # Rare differences first: they are the ones that point at a fault.
     for (reference_kind, candidate_kind), sites in sorted(

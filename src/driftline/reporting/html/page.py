@@ -374,10 +374,20 @@ def _cause(verdict: Mapping[str, Any]) -> str:
             sentence = f"not known: {str(sentence).partition(': ')[2] or sentence}"
             sure = ""
     return (
-        f'<p class="cause"><b>{name}</b> {escape(str(sentence))}'
+        f'<p class="cause"><b>{name}</b> {_prose(str(sentence))}'
         + (f" <small>({escape(sure)})</small>" if sure else "")
         + "</p>"
     )
+
+
+def _prose(sentence: str) -> str:
+    """A sentence with names between backticks, as a terminal shows them.
+
+    >>> _prose("`a.b`: mode `training` <")
+    '<code>a.b</code>: mode <code>training</code> &lt;'
+    """
+    pieces = enumerate(escape(sentence).split("`"))
+    return "".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in pieces)
 
 
 def _breakable(site: object) -> str:
