@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,19 @@ def test_a_killed_program_is_incomplete(driftline: Any, dump: Dump) -> None:
     assert driftline("compare", dump("killed"), dump()).code == 2
     shown = driftline("show", dump("killed")).out
     assert shown.startswith("the program was ended by signal 9 (SIGKILL)")
+
+
+def test_a_program_killed_before_anything_was_written_is_said_to_be(
+    driftline: Any, dump: Dump, tmp_path: Path
+) -> None:
+    shutil.copytree(dump("killed"), tmp_path / "early")
+    (index,) = (tmp_path / "early").glob("rank*/index.jsonl")
+    index.write_text("")
+    said = driftline("compare", dump(), tmp_path / "early")
+    assert said.code == 2
+    words = " ".join(said.err.split())
+    assert "holds no tensor: its program was ended by signal 9 (SIGKILL)" in words
+    assert "hint: let it come to its end, then compare" in words
 
 
 def test_an_exception_inside_the_model_is_incomplete(driftline: Any, dump: Dump) -> None:

@@ -440,6 +440,21 @@ def test_the_largest_jump_elsewhere_is_said(command: Callable[..., Any], tmp_pat
     )
 
 
+def test_a_jump_is_large_by_what_it_adds_and_not_by_a_tiny_limit(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Equal programs but for two faults: before the first all is equal, and every limit is tiny."""
+    other = spoiled(model_of(), "layers.1.down", lambda made: made * 1.04)
+    spoiled(other, "layers.4.down", lambda made: made * 3.0)
+    pair = (captured(model_of(), tmp_path / "ref", IDS), captured(other, tmp_path / "cand", IDS))
+    fails_with(command, pair, "layers.1.down", "the largest jump is at 'layers.4.down'")
+    alone = captured(
+        spoiled(model_of(), "layers.1.down", lambda made: made * 1.04), tmp_path / "a", IDS
+    )
+    for _, _, finding in findings(command, pair[0], alone).values():
+        assert "largest jump" not in finding
+
+
 @pytest.mark.parametrize(("factor", "fails"), [(1.04, False), (1.5, True)])
 def test_plain_files_have_flat_limits_and_causes(
     factor: float, fails: bool, command: Callable[..., Any], tmp_path: Path

@@ -26,6 +26,7 @@ from driftline.alignment.rules.names import refuse_unrelated, select
 from driftline.errors import BadInput
 from driftline.registry import Address
 from driftline.runs.run import Run
+from driftline.runs.scope import scope_of
 
 LONG = 4_000
 """With so many tensors on each side, a plan that does not hold its pairs in memory is tried."""
@@ -70,7 +71,11 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     # Refused before anything else: every later message would speak of names that are not there.
     for run in (reference, candidate):
         if not len(run):
-            raise BadInput(f"run '{run.name}' holds no tensor", hint="was anything captured?")
+            ending = scope_of(run).ending
+            raise BadInput(
+                f"run '{run.name}' holds no tensor" + (f": its program {ending}" if ending else ""),
+                hint="let it come to its end, then compare" if ending else "was anything captured?",
+            )
     # The user may have edited a saved plan, so no rule may add to it or take from it.
     if options.plan_file is not None:
         from driftline.alignment.plan_file import saved_plan

@@ -165,11 +165,11 @@ def _equal_after_rounding(first: F64, second: F64, dtype: str) -> bool:
 
 def _distance(reference: WeightValues, candidate: WeightValues) -> float | None:
     """Relative distance, from the samples, or from the sketches of all elements."""
-    first, second = reference.summary, candidate.summary
     complete = grid_of(reference.shape) == reference.shape
-    if not complete and first is not None and second is not None:
-        sketches: Any = first.sketch, second.sketch
-        if sketches[0] and sketches[1] and reference.basis == candidate.basis == "all":
+    if not complete and reference.basis == candidate.basis == "all":
+        first, second = reference.summary, candidate.summary
+        if first is not None and second is not None and first.sketch and second.sketch:
+            sketches: Any = first.sketch, second.sketch
             apart = np.asarray(sketches[1]) - np.asarray(sketches[0])
             return _ratio(float(np.linalg.norm(apart)), float(first.l2))
     samples = reference.samples(), candidate.samples()

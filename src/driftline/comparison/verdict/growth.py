@@ -319,8 +319,9 @@ def growths(
         # weight than others.
         order = sites[place].order[1]
         for (role, kind, loud), values in logs.items():
-            roles.setdefault((role, loud), []).append((order, median(values)))
-            kin.setdefault((kind, loud), []).append((order, median(values)))
+            usual_of_site = (order, median(values) if len(values) > 1 else values[0])
+            roles.setdefault((role, loud), []).append(usual_of_site)
+            kin.setdefault((kind, loud), []).append(usual_of_site)
     usual = {role: _usual(values) for role, values in roles.items()}
     usual_kin = {kind: _usual(values, is_kin=True) for kind, values in kin.items()}
     worst: dict[Place, Growth] = {}

@@ -147,11 +147,13 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
             excuse_zero_gradients,  # only where something fails
         )
 
-        rows = excuse_zero_gradients(rows)
-        # Counted again: statuses have changed.
-        counts = RowCounts()
-        for row in rows:
-            counts.take(row)
+        excused = excuse_zero_gradients(rows)
+        if excused is not rows:
+            rows = excused
+            # Counted again: statuses have changed.
+            counts = RowCounts(counts.calls)
+            for row in rows:
+                counts.take(row)
         if BEYOND in counts.deciding and BEYOND not in columns:
             table = table.changed(columns=(*table.columns, BEYOND_COLUMN))
     for column in _EVIDENCE_COLUMNS:
@@ -170,7 +172,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
         settled = SettledRows(rows, structure, evidence)
         certain = settled.overruled(certain_failure(rows, structure.misread))
         if counts.failing or settled.may_differ or certain is not None:
-            counts = RowCounts()
+            counts = RowCounts(counts.calls)
             rows = like_storage(rows, counts.watch(_with_certain(settled, certain)))
         judgement = settled.judgement
     table = table.changed(rows=rows, judgement=judgement)

@@ -170,9 +170,9 @@ def strides_of(run: Run, places: Iterable[tuple[int, int]]) -> dict[str, Stride]
             continue
         facts = read_model_facts(run, rank, process)
         norms = {
-            path: (math.prod(values.shape), values.summary.l2)
+            path: (math.prod(values.shape), summary.l2)
             for path, values in facts.weights.items()
-            if values.summary is not None and values.basis == "all"
+            if values.basis == "all" and (summary := values.summary) is not None
         }
         for record in facts.training:
             if record.get("kind") != "optimizer":

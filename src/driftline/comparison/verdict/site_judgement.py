@@ -73,7 +73,7 @@ _STEP = 2.0
 the size of a gradient turns signs where rounding is all there is of it, and the share of such
 elements grows with that error."""
 _JUMP = 2.0
-"""Times what the first culprit is over its limit: a larger jump is worth a word."""
+"""Times what the first culprit adds: a larger jump is worth a word."""
 _TIES = 0.25
 """Share of codes that may be another where rounding made them, by choosing at near ties."""
 NO_EVIDENCE = Evidence()
@@ -159,9 +159,9 @@ class SiteJudgement:
             and math.isfinite(standing.ratio)
         )
         places = [*(Place("forward", name) for name in names), *self.culprits]
-        place = max(places, key=lambda place: self.statuses[place].ratio)
+        place = max(places, key=lambda place: self.statuses[place].jump)
         standing = self.statuses[place]
-        if place == self.culprits[0] or standing.ratio < _JUMP * first.ratio:
+        if place == self.culprits[0] or standing.jump < _JUMP * first.jump:
             return ""
         grown = f"{standing.call.error_in:.2g} to {standing.call.error:.2g}"
         return f"crosses the limit here; the largest jump is at '{place.site}' ({grown})"

@@ -154,6 +154,17 @@ class SiteStatus(NamedTuple):
     leaning: bool = False
     suspected: SiteStatus | None = None
 
+    @property
+    def jump(self) -> float:
+        """By how much the error grows here, where what came in does not explain it; else 0.
+
+        In the error and not in limits: where all was equal before, a limit is tiny, and whatever
+        goes wrong after a first fault would seem small beside it.
+        """
+        came_in = 0.0 if math.isnan(self.call.error_in) else self.call.error_in
+        grown = self.call.error - came_in
+        return grown if self.ratio > 1.0 and math.isfinite(grown) else 0.0
+
 
 _NO_REPLAY: Mapping[str, ReplayResult] = {}
 _NO_INTEGERS: Mapping[str, float] = {}

@@ -39,7 +39,13 @@ class RowCounts:
         calls: Calls of either side, and how many of them are covered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: CallCounts | None = None) -> None:
+        """Counts of nothing yet.
+
+        Args:
+            calls: Those of the same rows, where they were counted before: what is covered does not
+                change with what passes.
+        """
         self.rows = self.compared = self.failing = self.inside = self.bare = self.unread = 0
         self.not_run = 0
         self.explained = 0
@@ -49,7 +55,8 @@ class RowCounts:
         self.first_not_run: Row | None = None
         self.incomparable: Row | None = None
         self.deciding: set[str] = set()
-        self.calls = CallCounts()
+        self.calls = calls or CallCounts()
+        self._calls_are_known = calls is not None
         self._outputs = self._others = False
 
     @property
@@ -65,7 +72,8 @@ class RowCounts:
     def take(self, row: Row) -> None:
         status, port = row.status, row.key.port
         self.rows += 1
-        self.calls.take(row)
+        if not self._calls_are_known:
+            self.calls.take(row)
         # Extra outputs belong to the candidate; the question is what of the reference was
         # compared.
         if port == "output" and status != "extra":

@@ -181,7 +181,7 @@ class WeightValues(NamedTuple):
         rounded: Number format → digest of its values rounded to that format.
         unordered: Number format → digest that does not depend on the order of elements; `own` is
             that of its own format.
-        summary: Of all elements, or of the samples.
+        described: The summary of all elements, or of the samples, as the file has it.
         encoded: The samples, base64 of their bytes.
         unreadable: Why there is nothing.
     """
@@ -194,9 +194,19 @@ class WeightValues(NamedTuple):
     digest: str = ""
     rounded: Mapping[str, str] = {}
     unordered: Mapping[str, str] = {}
-    summary: Summary | None = None
+    described: Mapping[str, Any] | None = None
     encoded: str = ""
     unreadable: str = ""
+
+    @property
+    def summary(self) -> Summary | None:
+        """The summary; None if damaged or absent. Read when asked for: few weights are."""
+        if self.described is None:
+            return None
+        try:
+            return decode_summary(self.described)
+        except (ValueError, TypeError):
+            return None
 
     def samples(self) -> F64 | None:
         """The sampled elements in float64, in the shape of `grid_of`; None if damaged or absent.
@@ -442,12 +452,6 @@ def _class(name: str, fields: Mapping[str, Any]) -> ClassFacts:
 
 
 def _weight(fields: Mapping[str, Any]) -> WeightValues:
-    summary = None
-    if fields.get("summary") is not None:
-        try:
-            summary = decode_summary(fields["summary"])
-        except (ValueError, TypeError):
-            summary = None
     return WeightValues(
         _text(fields.get("site")),
         _text(fields.get("name")),
@@ -457,7 +461,7 @@ def _weight(fields: Mapping[str, Any]) -> WeightValues:
         _text(fields.get("digest")),
         {name: str(value) for name, value in _table(fields.get("rounded")).items()},
         {name: str(value) for name, value in _table(fields.get("unordered")).items()},
-        summary,
+        _table(fields.get("summary")) or None,
         _text(fields.get("samples")),
         _text(fields.get("unreadable")),
     )
