@@ -41,6 +41,44 @@ class Mix(nn.Module):
         return self.d((scores @ third).transpose(1, 2).flatten(2))
 
 
+class Pace(nn.Module):
+    """What turns heads by their position, as complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        paces = 100.0 ** (-torch.arange(0, _SIZE, 2) / _SIZE)
+        angles = torch.arange(x.shape[1])[:, None] * paces
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+class Turning(nn.Module):
+    """An attention whose heads are multiplied by complex numbers; `numbers` says how it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pace = Pace()
+        self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.d = nn.Linear(64, 64, bias=False)
+        # Whether heads turn, which way, and the factor of the scores.
+        self.numbers = torch.tensor([1.0, 1.0, 0.25])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns, way, times = self.numbers
+        pace = self.pace(x)
+        pace = pace if way > 0 else pace.conj()
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            y = y.unflatten(-1, (_HEADS, _SIZE)).transpose(1, 2)
+            pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * pace).flatten(-2) if turns > 0 else y
+
+        first, second = turned(self.a(x)), turned(self.b(x))
+        third = self.c(x).unflatten(-1, (_HEADS, _SIZE)).transpose(1, 2)
+        scores = first @ second.transpose(-1, -2) * times
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return self.d((scores @ third).transpose(1, 2).flatten(2))
+
+
 class Adapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +205,9 @@ class Bug(NamedTuple):
 BUGS: Mapping[str, Bug] = {
     "soft cap left out": Bug(Mix, _set(1, 0.0), "(root)", ("soft-cap",)),
     "scores scaled": Bug(Mix, _set(0, 0.27), "(root)", ("scale",)),
+    "complex rotation left out": Bug(Turning, _set(0, 0.0), "(root)", ("positions",)),
+    "complex rotation backwards": Bug(Turning, _set(1, -1.0), "(root)", ("positions",)),
+    "scores scaled beside a complex rotation": Bug(Turning, _set(2, 0.3), "(root)", ("scale",)),
     "adapter scaled": Bug(Adapter, _set(0, 0.5), "(root)", ("scale",)),
     "adapter without its scale": Bug(
         lambda: nn.Sequential(Adapted(), nn.Linear(64, 64)), _set(0, 1.0, "0"), "0", ("scale",)
