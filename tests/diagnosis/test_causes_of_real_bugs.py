@@ -79,6 +79,33 @@ class Turning(nn.Module):
         return self.d((scores @ third).transpose(1, 2).flatten(2))
 
 
+class Weighed(nn.Module):
+    """Is told what may be seen: by flags, or by what is added to the scores."""
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2) / 8.0
+        if seen.dtype is torch.bool:
+            return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ x
+        return (scores + seen).softmax(-1) @ x
+
+
+class Masking(nn.Module):
+    """Lays out a mask in its own code and hands it to a part."""
+
+    def __init__(self, added: float) -> None:
+        super().__init__()
+        self.a, self.inner, self.d = nn.Linear(64, 64), Weighed(), nn.Linear(64, 64)
+        self.numbers = torch.tensor([9.0, added])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reach, added = self.numbers
+        back = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        seen = ((back >= 0) & (back < reach)).expand(len(x), -1, -1)
+        if added < 0:
+            seen = torch.zeros(seen.shape).masked_fill(~seen, float(added))
+        return self.d(self.inner(self.a(x), seen))
+
+
 class Adapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,6 +235,15 @@ BUGS: Mapping[str, Bug] = {
     "complex rotation left out": Bug(Turning, _set(0, 0.0), "(root)", ("positions",)),
     "complex rotation backwards": Bug(Turning, _set(1, -1.0), "(root)", ("positions",)),
     "scores scaled beside a complex rotation": Bug(Turning, _set(2, 0.3), "(root)", ("scale",)),
+    **{
+        f"mask of {name} laid out otherwise": Bug(
+            lambda added=added: nn.Sequential(nn.Linear(64, 64), Masking(added)),
+            _set(0, 7.0, "1"),
+            "1",
+            ("mask",),
+        )
+        for name, added in (("flags", 0.0), ("infinities", -torch.inf), ("large numbers", -1e9))
+    },
     "adapter scaled": Bug(Adapter, _set(0, 0.5), "(root)", ("scale",)),
     "adapter without its scale": Bug(
         lambda: nn.Sequential(Adapted(), nn.Linear(64, 64)), _set(0, 1.0, "0"), "0", ("scale",)

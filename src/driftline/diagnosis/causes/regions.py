@@ -202,10 +202,44 @@ def _by_chance(values: F64, empty: np.ndarray[tuple[int], np.dtype[np.bool_]]) -
 
 # Share of tokens that must agree with a mask; a few may differ by chance.
 _AGREE = 0.97
+_HIDDEN = -1e4
+"""What a mask adds at most where nothing may be seen."""
+
+
+def other_mask(r: F64, c: F64) -> str:
+    """How two masks differ, in words; empty if they are equal, or no masks.
+
+    A mask holds zeros and very negative numbers, which are added to scores.
+    """
+    sides = [_seen(values) for values in (r, c)]
+    if sides[0] is None or sides[1] is None or r.shape != c.shape:
+        return ""
+    right, made = sides[0], sides[1]
+    share = float(np.mean(right != made))
+    if share == 0.0:
+        return ""
+    words = f"{share:.1%} of the flags that say what may be seen are others"
+    rows, made_rows = (
+        np.unique(flags.reshape(-1, flags.shape[-1]), axis=0, return_counts=True)
+        for flags in (right, made)
+    )
+    if r.ndim > 1 and all(map(np.array_equal, rows, made_rows)):
+        words += ": the same rows stand in another order"
+    return words
+
+
+def _seen(values: F64) -> Flags | None:
+    """What a mask lets be seen; None if it is none."""
+    seen: Flags = values == 0.0
+    hidden = values <= _HIDDEN
+    is_mask = bool(values.ndim and hidden.any() and (seen | hidden).all())
+    return seen if is_mask else None
 
 
 def mask(case: Case) -> Clue | None:
-    """Tokens whose error is beyond noise are those that a mask tells apart."""
+    """The tensor is a mask itself, or those tokens are off that a mask tells apart."""
+    if words := other_mask(case.r, case.c):
+        return Clue("mask", 1.0, words, "flags")
     off = affected(case)
     if off is None:
         return None
