@@ -147,17 +147,7 @@ def judged_by_training(
         broken = changed
         judged = judged.changed(training=report._replace(broken=broken))
     if broken is None:
-        if judged.verdict == "fail" and not explicit:
-            judged = _with_later_rows_excused(judged, report, judge_again)
-        if judged.verdict == "pass" and report.lacking:
-            finding = f"{report.lacking}; what was compared agrees ({judged.coverage})"
-            return judged.changed(verdict="incomplete", finding=finding)
-        if judged.verdict == "pass" and report.compared:
-            words = (
-                f"{judged.finding}; weights, loss and gradients agree in {spans(report.compared)}"
-            )
-            return judged.changed(finding=words)
-        return judged
+        return _without_break(judged, report, judge_again, explicit=explicit)
     first = judged.first
     is_first = first is None or _position(first) <= broken.position
     if judged.verdict == "fail" and is_first and changed is None:
@@ -177,6 +167,21 @@ def judged_by_training(
         first_site=broken.site,
         finding=finding,
     )
+
+
+def _without_break(
+    judged: Table, report: TrainingReport, judge_again: Callable[[Table], Table], *, explicit: bool
+) -> Table:
+    """A table of trainings that part nowhere by their stages."""
+    if judged.verdict == "fail" and not explicit:
+        judged = _with_later_rows_excused(judged, report, judge_again)
+    if judged.verdict == "pass" and report.lacking:
+        finding = f"{report.lacking}; what was compared agrees ({judged.coverage})"
+        return judged.changed(verdict="incomplete", finding=finding)
+    if judged.verdict == "pass" and report.compared:
+        words = f"{judged.finding}; weights, loss and gradients agree in {spans(report.compared)}"
+        return judged.changed(finding=words)
+    return judged
 
 
 def _gradients_changed(judged: Table, report: TrainingReport) -> Break | None:

@@ -220,8 +220,8 @@ def first_of_other_shape(rows: Sequence[Row]) -> Row | None:
         # What it was given explains it, or something else that it made was compared.
         elif row.compared == (key.port == "output") or row.status == "fail":
             excluded.add(call)
-    found = [row for call, row in other.items() if call not in excluded]
-    return min(found, key=lambda row: row.order, default=None)
+    makers = [row for call, row in other.items() if call not in excluded]
+    return min(makers, key=lambda row: row.order, default=None)
 
 
 def has_other_shape(row: Row) -> bool:

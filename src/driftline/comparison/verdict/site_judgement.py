@@ -35,14 +35,18 @@ from driftline.comparison.tolerance.tolerance import (
 from driftline.comparison.verdict.certain_failures import CertainFailure, gradient_excess
 from driftline.comparison.verdict.dataflow import (
     Transfer,
-    first_of_other_shape,
     has_other_shape,
     identity_of,
-    makers_of_other_shapes,
     transfers_of,
 )
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
-from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_before, with_pattern
+from driftline.comparison.verdict.patterns import (
+    Pattern,
+    like_sites,
+    scaled_before,
+    with_pattern,
+    with_source,
+)
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     ROOTS,
@@ -50,7 +54,6 @@ from driftline.comparison.verdict.sites import (
     Place,
     Site,
     comparable_steps,
-    contains,
     error_of,
     innermost,
     is_given,
@@ -526,16 +529,7 @@ def judge_sites(
     transfers = transfers_of(sites, structure)
     growth = growths(sites, transfers, structure, evidence.known_steps)
     statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
-    sites, statuses = _with_source(sites, statuses, rows)
-    for name, maker in makers_of_other_shapes(rows).items():
-        # By two runs a part errs that was given another thing than the reference's.
-        part, container = Place("forward", name), Place("forward", maker)
-        standing = statuses.get(part)
-        if container not in sites or standing is None:
-            continue
-        if (standing.status, standing.by) == ("introduced", "growth"):
-            statuses[part] = standing._replace(status="inherited")
-            statuses[container] = standing._replace(reason=f"it hands another shape to '{name}'")
+    sites, statuses = with_source(sites, statuses, rows)
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:
@@ -571,45 +565,6 @@ def judge_sites(
         sum(entry.drowns for entry in seen_by_growth),
         pattern,
     )
-
-
-def _with_source(
-    sites: dict[Place, Site], statuses: dict[Place, SiteStatus], rows: Sequence[Row]
-) -> tuple[dict[Place, Site], dict[Place, SiteStatus]]:
-    """Sites and how they stand, where the first of another shape is what two runs show.
-
-    Its result was compared with nothing, so the module that is given it, or the one around both,
-    seems to err.
-    """
-    source = first_of_other_shape(rows)
-    if source is None or Place("forward", source.key.site) in sites:
-        return sites, statuses
-    maker = Place("forward", source.key.site)
-    shapes = source.reference_shape, source.candidate_shape
-    given = {
-        row.key.site
-        for row in rows
-        if row.key.port == "input" and (row.reference_shape, row.candidate_shape) == shapes
-    }
-    blamed = [
-        place
-        for place, standing in statuses.items()
-        if (place.direction, standing.status, standing.by) == ("forward", "introduced", "growth")
-        and standing.call.worst.order > source.order
-        and (contains(place.site, maker.site) or place.site in given)
-    ]
-    if not blamed:
-        return sites, statuses
-    key = source.key
-    call = Call(key.step, key.rank, source.order, source.order, outs=[source], process=key.process)
-    call.error = math.inf
-    site = Site(maker, source.class_name, source.candidate_class, [call])
-    own, other = (list(shape or ()) for shape in shapes)
-    reason = f"its result has shape {own}, in the candidate {other}"
-    convicted = SiteStatus("introduced", "pattern", math.inf, math.nan, call, reason)
-    cleared = {place: statuses[place]._replace(status="inherited") for place in blamed}
-    ordered = sorted({**sites, maker: site}.items(), key=lambda item: item[1].order)
-    return dict(ordered), {**statuses, **cleared, maker: convicted}
 
 
 def _with_other_borders(

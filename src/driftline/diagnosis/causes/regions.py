@@ -215,7 +215,7 @@ def other_mask(r: F64, c: F64) -> str:
     if sides[0] is None or sides[1] is None or r.shape != c.shape:
         return ""
     right, made = sides[0], sides[1]
-    share = float(np.mean(right != made))
+    share = np.count_nonzero(right != made) / max(r.size, 1)
     if share == 0.0:
         return ""
     words = f"{share:.1%} of the flags that say what may be seen are others"
