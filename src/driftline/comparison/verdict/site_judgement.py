@@ -226,8 +226,10 @@ class SiteJudgement:
 
     @property
     def is_too_noisy(self) -> bool:
-        """Whether the error that arrives would hide a fault at too many sites."""
-        return self.drowning > _MOST_HIDING * self.hiding[1]
+        """Whether the error that arrives would hide a fault at too many sites, or at the end."""
+        ends = [standing for place, standing in self.statuses.items() if place.site in ROOTS]
+        lost = any(standing.drowns for standing in ends)
+        return lost or self.drowning > _MOST_HIDING * self.hiding[1]
 
     def suspects(self) -> list[SiteStatus]:
         """Sites that are guilty by two runs or noise runs, the first of them.
@@ -562,7 +564,7 @@ def judge_sites(
         note,
         left_out,
         (sum(entry.hides for entry in seen_by_growth), forward),
-        sum(entry.drowns for entry in seen_by_growth),
+        sum(entry.drowns for entry in (*seen_by_growth, *statuses.values())),
         pattern,
     )
 

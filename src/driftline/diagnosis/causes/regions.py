@@ -210,15 +210,20 @@ def other_mask(r: F64, c: F64) -> str:
     """How two masks differ, in words; empty if they are equal, or no masks.
 
     A mask holds zeros and very negative numbers, which are added to scores.
+
+    >>> other_mask(np.array([0.0, -np.inf]), np.zeros(2))
+    '50.0% of the flags that say what may be seen are others: those of the candidate are all alike'
     """
-    sides = [_seen(values) for values in (r, c)]
-    if sides[0] is None or sides[1] is None or r.shape != c.shape:
+    right, made = (values == 0.0 for values in (r, c))
+    are_masks = all(bool((values[~(values == 0.0)] <= _HIDDEN).all()) for values in (r, c))
+    if not r.ndim or r.shape != c.shape or not are_masks:
         return ""
-    right, made = sides[0], sides[1]
     share = np.count_nonzero(right != made) / max(r.size, 1)
     if share == 0.0:
         return ""
     words = f"{share:.1%} of the flags that say what may be seen are others"
+    if made.all() or right.all():
+        return f"{words}: those of the {'candidate' if made.all() else 'reference'} are all alike"
     rows, made_rows = (
         np.unique(flags.reshape(-1, flags.shape[-1]), axis=0, return_counts=True)
         for flags in (right, made)
@@ -226,14 +231,6 @@ def other_mask(r: F64, c: F64) -> str:
     if r.ndim > 1 and all(map(np.array_equal, rows, made_rows)):
         words += ": the same rows stand in another order"
     return words
-
-
-def _seen(values: F64) -> Flags | None:
-    """What a mask lets be seen; None if it is none."""
-    seen: Flags = values == 0.0
-    hidden = values <= _HIDDEN
-    is_mask = bool(values.ndim and hidden.any() and (seen | hidden).all())
-    return seen if is_mask else None
 
 
 def mask(case: Case) -> Clue | None:
