@@ -41,6 +41,71 @@ class Mix(nn.Module):
         return self.d((scores @ third).transpose(1, 2).flatten(2))
 
 
+class Pace(nn.Module):
+    """What turns heads by their position, as complex numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        paces = 100.0 ** (-torch.arange(0, _SIZE, 2) / _SIZE)
+        angles = torch.arange(x.shape[1])[:, None] * paces
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+class Turning(nn.Module):
+    """An attention whose heads are multiplied by complex numbers; `numbers` says how it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pace = Pace()
+        self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.d = nn.Linear(64, 64, bias=False)
+        # Whether heads turn, which way, and the factor of the scores.
+        self.numbers = torch.tensor([1.0, 1.0, 0.25])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turns, way, times = self.numbers
+        pace = self.pace(x)
+        pace = pace if way > 0 else pace.conj()
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            y = y.unflatten(-1, (_HEADS, _SIZE)).transpose(1, 2)
+            pairs = torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * pace).flatten(-2) if turns > 0 else y
+
+        first, second = turned(self.a(x)), turned(self.b(x))
+        third = self.c(x).unflatten(-1, (_HEADS, _SIZE)).transpose(1, 2)
+        scores = first @ second.transpose(-1, -2) * times
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return self.d((scores @ third).transpose(1, 2).flatten(2))
+
+
+class Weighed(nn.Module):
+    """Is told what may be seen: by flags, or by what is added to the scores."""
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2) / 8.0
+        if seen.dtype is torch.bool:
+            return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ x
+        return (scores + seen).softmax(-1) @ x
+
+
+class Masking(nn.Module):
+    """Lays out a mask in its own code and hands it to a part."""
+
+    def __init__(self, added: float) -> None:
+        super().__init__()
+        self.a, self.inner, self.d = nn.Linear(64, 64), Weighed(), nn.Linear(64, 64)
+        self.numbers = torch.tensor([9.0, added])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reach, added = self.numbers
+        back = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        seen = ((back >= 0) & (back < reach)).expand(len(x), -1, -1)
+        if added < 0:
+            seen = torch.zeros(seen.shape).masked_fill(~seen, float(added))
+        return self.d(self.inner(self.a(x), seen))
+
+
 class Adapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -167,6 +232,18 @@ class Bug(NamedTuple):
 BUGS: Mapping[str, Bug] = {
     "soft cap left out": Bug(Mix, _set(1, 0.0), "(root)", ("soft-cap",)),
     "scores scaled": Bug(Mix, _set(0, 0.27), "(root)", ("scale",)),
+    "complex rotation left out": Bug(Turning, _set(0, 0.0), "(root)", ("positions",)),
+    "complex rotation backwards": Bug(Turning, _set(1, -1.0), "(root)", ("positions",)),
+    "scores scaled beside a complex rotation": Bug(Turning, _set(2, 0.3), "(root)", ("scale",)),
+    **{
+        f"mask of {name} laid out otherwise": Bug(
+            lambda added=added: nn.Sequential(nn.Linear(64, 64), Masking(added)),
+            _set(0, 7.0, "1"),
+            "1",
+            ("mask",),
+        )
+        for name, added in (("flags", 0.0), ("infinities", -torch.inf), ("large numbers", -1e9))
+    },
     "adapter scaled": Bug(Adapter, _set(0, 0.5), "(root)", ("scale",)),
     "adapter without its scale": Bug(
         lambda: nn.Sequential(Adapted(), nn.Linear(64, 64)), _set(0, 1.0, "0"), "0", ("scale",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import driftline
@@ -80,3 +81,62 @@ def test_a_mistake_of_the_optimizer_is_placed_where_the_comparison_places_it(
     assert diagnosis.first_site == driftline.compare(*runs).first_site == "(optimizer)"
     # That the norm's weights are smaller by a factor explains what it computes, not the update.
     assert diagnosis.cause == "unknown"
+
+
+def _changed(kind: str, weights: list[torch.nn.Parameter]) -> None:
+    """What a program does with gradients between the backward pass and the optimizer."""
+    scale = 64.0
+    if kind == "clipped late":
+        _divided(weights, scale)
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+    elif kind == "clipped early":  # while they carry the scale
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        _divided(weights, scale)
+    elif kind == "each for itself":
+        _divided(weights, scale)
+        for weight in weights:
+            torch.nn.utils.clip_grad_norm_([weight], 0.5)
+    elif kind == "one lost":
+        _divided(weights, scale)
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        _divided(weights[2:4], 3.0)
+
+
+def _divided(weights: list[torch.nn.Parameter], by: float) -> None:
+    for weight in weights:
+        assert weight.grad is not None
+        weight.grad /= by
+
+
+@pytest.mark.parametrize(
+    ("kind", "site"),
+    [
+        ("clipped late", ""),
+        ("clipped early", "(gradients)"),
+        ("each for itself", "(gradients)"),
+        # What happens to the gradients of one module is best looked for at its name.
+        ("one lost", "2"),
+    ],
+)
+def test_gradients_of_all_modules_that_change_before_the_update_lie_at_no_module(
+    kind: str, site: str, tmp_path: Path
+) -> None:
+    for name, change in (("right", "clipped late"), ("wrong", kind)):
+        torch.manual_seed(0)
+        parts = [torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 24)]
+        model = torch.nn.Sequential(*parts, torch.nn.LayerNorm(24), torch.nn.Linear(24, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        levels = ("modules", "gradients", "params")
+        with driftline.capture(model, tmp_path / name, levels=levels, steps="*"):
+            for _ in range(3):
+                optimizer.zero_grad()
+                (64.0 * (model(torch.randn(8, 16)) - 2.0).square().mean()).backward()
+                _changed(change, [*model.parameters()])
+                optimizer.step()
+    runs = tmp_path / "right", tmp_path / "wrong"
+    table, diagnosis = driftline.compare(*runs), diagnose(*runs)
+    assert table.verdict == diagnosis.verdict == ("fail" if site else "pass")
+    assert table.first_site == diagnosis.first_site == site
+    if site == "(gradients)":
+        assert "the gradients that the optimizer sees differ" in table.finding
+        assert diagnosis.cause == "scale", diagnosis.sentences

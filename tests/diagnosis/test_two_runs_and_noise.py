@@ -119,6 +119,37 @@ def _scaled_embedding(reference: Any) -> Any:
     return twin(reference, torch.bfloat16, plant)
 
 
+class Wild(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(3e3 * x)
+
+
+class Chain(torch.nn.Sequential):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.4])
+def test_noise_as_large_as_the_result_excuses_nothing(factor: float) -> None:
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(32, 32), Wild(), torch.nn.Linear(32, 32), torch.nn.LayerNorm(32)]
+    model, x = Chain(*parts), torch.randn(4, 20, 32)
+    coarse = twin(model, torch.bfloat16)
+    trusted_runs = [
+        run_of(coarse, x.bfloat16(), name="as it is"),
+        run_of(coarse, (x * 1.004).bfloat16(), name="moved"),
+    ]
+    candidate = twin(model, torch.bfloat16)
+    with torch.no_grad():
+        candidate[2].weight.mul_(factor)
+    runs = run_of(model, x), run_of(candidate, (x * 0.996).bfloat16())
+    found = diagnose(*runs, noise=trusted_runs)
+    # The fault of the second is as small as noise there; so would be any other.
+    assert found.verdict == "incomplete", found.sentences
+    assert "too noisy to tell from trusted runs" in found.sentences[0].lower()
+    assert {site.status for site in found.sites if site.site in ("1", "2")} == {"unknown"}
+
+
 def test_noise_that_is_the_reference_itself_is_no_noise(trusted: dict[str, Any]) -> None:
     reference, ids, ours, _ = trusted["llama"]
     again = run_of(reference, ids, name="again")

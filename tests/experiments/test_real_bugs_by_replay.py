@@ -40,6 +40,28 @@ class Rotated(nn.Module):
         return self.inner(x * self.angles(x, torch.arange(x.shape[1])))
 
 
+class Spun(nn.Module):  # multiplies by complex numbers, made of nothing but a length
+    def __init__(self):
+        super().__init__()
+        self.inner, self.spin = nn.Linear(8, 8), Spin()
+
+    def forward(self, x):
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (4, 2)))
+        return self.inner(torch.view_as_real(pairs * self.spin(x.shape[1])).flatten(2).to(x.dtype))
+
+
+class Spin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("paces", 3.0 ** (-torch.arange(4).float()))
+
+    def forward(self, length):
+        angles = torch.arange(length)[:, None].float() * self.paces.float()
+        if kind == "backwards" and bad:
+            angles = -angles
+        return torch.polar(torch.ones_like(angles), angles)
+
+
 class Hot(nn.Module):
     def __init__(self):
         super().__init__()
@@ -99,12 +121,13 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def infer():
-    if kind == "buffer":
-        model = Rotated()
-        paces = model.angles.paces
+    if kind in ("buffer", "complex", "backwards"):
+        model = Rotated() if kind == "buffer" else Spun()
+        part = model.angles if kind == "buffer" else model.spin
+        paces = part.paces
         model.to(dtype)
-        if not bad:
-            model.angles.paces = paces
+        if not bad or kind == "backwards":
+            part.paces = paces
         model(torch.randn(2, 300, 8).to(dtype))
     elif kind == "overflow":
         model = Hot()
@@ -188,6 +211,25 @@ def test_a_buffer_that_keeps_its_digits_is_no_finding(
     judged: Callable[..., dict[str, Any]],
 ) -> None:
     assert judged("buffer", "good", "bfloat16")["verdict"] != "fail"
+
+
+def test_digits_of_a_buffer_behind_complex_numbers_are_a_finding(
+    judged: Callable[..., dict[str, Any]],
+) -> None:
+    finding = judged("complex", "bad", "bfloat16")
+    assert (finding["code"], finding["first_site"]) == (1, "spin")
+    assert finding["cause"] == "low-precision"
+    assert judged("complex", "good", "bfloat16")["verdict"] != "fail"
+
+
+def test_imaginary_halves_are_judged_by_replay_too(
+    judged: Callable[..., dict[str, Any]],
+) -> None:
+    # Turned the other way, the real halves stay as they are.
+    finding = judged("backwards", "bad", "bfloat16")
+    assert (finding["code"], finding["first_site"]) == (1, "spin")
+    (site,) = [site for site in finding["sites"] if site["site"] == "spin"]
+    assert site["status"] == "introduced"
 
 
 def test_what_overflows_in_the_candidates_format_is_no_noise_of_that_format(

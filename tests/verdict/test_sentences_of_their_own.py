@@ -246,6 +246,61 @@ def test_a_part_that_is_handed_another_shape_is_not_to_blame(
         assert (said.code, json.loads(said.out)["first_site"]) == (1, "1"), said.out
 
 
+class Cut(nn.Module):
+    """Keeps all tokens but the last ones; what is around it hands their mean on."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.cut, self.head = Kept(kept), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cut(x).mean(1))
+
+
+class Kept(nn.Module):
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : self.kept]
+
+
+class Pooled(nn.Module):
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=padding)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(2), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.pool(self.conv(x)).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "site"),
+    [
+        (Cut, torch.randn(3, 9, 8), "cut"),
+        (lambda number: Pooled(number - 8), torch.randn(2, 3, 12, 12), "conv"),
+    ],
+    ids=["whose result is averaged by the code around it", "whose result is handed to a part"],
+)
+def test_a_part_whose_result_has_another_shape_is_named(
+    make: Callable[[int], nn.Module],
+    x: torch.Tensor,
+    site: str,
+    command: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    for name, number in (("ref", 9), ("cand", 8)):
+        torch.manual_seed(0)
+        captured(make(number), tmp_path / name, x)
+    for verb in ("compare", "diagnose"):
+        said = command(verb, tmp_path / "ref", tmp_path / "cand", "--format", "json")
+        document = json.loads(said.out)
+        assert (said.code, document["first_site"]) == (1, site), said.out
+        assert "has shape" in str(document["finding"])
+
+
 # --- recomputed leaves and patterns
 
 

@@ -120,7 +120,7 @@ class Assembly:
             return self._by_rows(coverage, findings, gathered)
         if self._parts_in_training(first):
             gathered = self._evidence(statuses, None, {}, final, final_noise, rate)
-            return self._by_rows(coverage, findings, gathered)
+            return self._by_rows(coverage, findings, gathered, self._shared_cause(named))
         share, third_sentence = explained(final, final_noise), ""
         # A measured share from bisection replaces the estimate.
         if self.proof is not None:
@@ -156,6 +156,21 @@ class Assembly:
         broken = None if self.table.training is None else self.table.training.broken
         return broken is not None and self.table.first_site == broken.site != first.site
 
+    def _shared_cause(self, named: Mapping[Place, NamedCause]) -> NamedCause | None:
+        """What happened to the gradients of all modules alike, on their way to the optimizer."""
+        broken = None if self.table.training is None else self.table.training.broken
+        causes = {naming.cause for naming in named.values()}
+        is_shared = len(named) > 1 and len(causes) == 1 and "unknown" not in causes
+        if broken is None or broken.stage != "gradients" or not is_shared:
+            return None
+        if any(place.direction != "optimizer" for place in named):
+            return None
+        place, naming = next(iter(named.items()))
+        others = " and ".join(f"'{other.site}'" for other in [*named][1:])
+        return naming._replace(
+            sentence=f"at '{place.site}' {naming.sentence}; {others} show the same kind of change"
+        )
+
     def _where(self, place: Place, standing: SiteStatus, finding: SiteFinding) -> str:
         """The first sentence; of NaN and Inf that begin at the site it is the comparison's."""
         if self.judgement is not None and self.judgement.certain is not None:
@@ -182,13 +197,14 @@ class Assembly:
         coverage: Coverage,
         findings: tuple[SiteFinding, ...] = (),
         gathered: Mapping[str, Any] | None = None,
+        naming: NamedCause | None = None,
     ) -> Diagnosis:
         """The finding of the comparison, where it is none about what a site adds."""
         table = self.table
         needs: tuple[str, ...] = ()
         if table.verdict == "incomparable":
             needs = ("dump tensors that both runs have, with --keep full or summary",)
-        naming = self._cause_in_file()
+        naming = naming or self._cause_in_file()
         certain = None if self.judgement is None else self.judgement.certain
         if certain is not None and self.runs is not None and table.verdict == "fail":
             naming = name_certain(self.runs, certain)

@@ -195,7 +195,8 @@ def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
     if first is not None and second is not None and dtype is not None and dtype.is_floating:
         count = first.size
         # Both are centred: two tensors of positive numbers point in the same direction anyway.
-        a, b = first - first.mean(), second - second.mean()
+        with np.errstate(invalid="ignore"):  # infinities have no centre
+            a, b = first - first.mean(), second - second.mean()
         size = float(np.linalg.norm(a) * np.linalg.norm(b))
         if count >= _FEWEST and size > 0.0 and math.isfinite(size):
             cosine = float((a * b).sum()) / size

@@ -34,11 +34,13 @@ def index(run: Run) -> Mapping[TensorKey, Record]:
 
 
 def is_readable(run: Run, record: Record | None) -> bool:
-    """Whether all values of a floating-point tensor can be read."""
+    """Whether all values of a tensor of floating-point or complex numbers can be read."""
     if record is None or record.kept != "full" or run.lost(record):
         return False
     dtype = DTYPES.get(record.dtype)
-    return dtype is not None and dtype.kind == "float" and dtype.bits >= 8 and 0 not in record.shape
+    if dtype is None or 0 in record.shape:
+        return False
+    return dtype.kind == "complex" or (dtype.kind == "float" and dtype.bits >= 8)
 
 
 def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -64,7 +66,10 @@ def chosen_rows(shape: tuple[int, ...], elements: int = ELEMENTS) -> Places:
 
 
 def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
-    """Some rows of a tensor as float64, [rows, channels]; None if its bytes cannot be read."""
+    """Some rows of a tensor as float64, [rows, channels]; None if its bytes cannot be read.
+
+    A complex number is two channels.
+    """
     rows, channels = rows_and_channels(record.shape)
     try:
         raw: npt.NDArray[Any] = run.raw(record)
@@ -76,19 +81,33 @@ def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
     part = raw.reshape(rows, channels)
     if len(places) != rows:
         part = part[places]
-    return np.asarray(to_float64(part, DTYPES[record.dtype]), dtype=np.float64)
+    return _reals(to_float64(part, DTYPES[record.dtype]))
+
+
+def _reals(values: npt.NDArray[Any]) -> F64:
+    """Numbers as float64; complex ones as pairs along the last axis.
+
+    >>> _reals(np.array([[1 + 2j]]))
+    array([[1., 2.]])
+    """
+    if np.iscomplexobj(values):
+        # A cast alone would drop the imaginary halves: a rotation the other way would be equal.
+        return np.ascontiguousarray(values, dtype=np.complex128).view(np.float64)
+    return np.asarray(values, dtype=np.float64)
 
 
 def read_whole(run: Run, record: Record | None, elements: int = 16 * ELEMENTS) -> F64 | None:
-    """A tensor in its own shape as float64; None when it is too large or not there."""
+    """A tensor in its own shape as float64; None when it is too large or not there.
+
+    Complex numbers are pairs along the last axis, which is twice as long then.
+    """
     if record is None or not is_readable(run, record) or math.prod(record.shape) > elements:
         return None
     try:
         raw = run.raw(record)
     except (DriftlineError, OSError, ValueError):
         return None
-    decoded = np.asarray(to_float64(raw, DTYPES[record.dtype]), dtype=np.float64)
-    return decoded.reshape(record.shape)
+    return _reals(np.asarray(to_float64(raw, DTYPES[record.dtype])).reshape(record.shape))
 
 
 def rounded(values: F64, name: str) -> F64:

@@ -142,20 +142,15 @@ def judged_by_training(
     if report is None:
         return judged
     broken = report.broken
+    changed = None if explicit else _gradients_changed(judged, report)
+    if changed is not None and (broken is None or changed.position < broken.position):
+        broken = changed
+        judged = judged.changed(training=report._replace(broken=broken))
     if broken is None:
-        if judged.verdict == "fail" and not explicit:
-            judged = _with_later_rows_excused(judged, report, judge_again)
-        if judged.verdict == "pass" and report.lacking:
-            finding = f"{report.lacking}; what was compared agrees ({judged.coverage})"
-            return judged.changed(verdict="incomplete", finding=finding)
-        if judged.verdict == "pass" and report.compared:
-            words = (
-                f"{judged.finding}; weights, loss and gradients agree in {spans(report.compared)}"
-            )
-            return judged.changed(finding=words)
-        return judged
+        return _without_break(judged, report, judge_again, explicit=explicit)
     first = judged.first
-    if judged.verdict == "fail" and (first is None or _position(first) <= broken.position):
+    is_first = first is None or _position(first) <= broken.position
+    if judged.verdict == "fail" and is_first and changed is None:
         return judged
     if explicit and judged.verdict != "fail":
         return judged
@@ -172,6 +167,51 @@ def judged_by_training(
         first_site=broken.site,
         finding=finding,
     )
+
+
+def _without_break(
+    judged: Table, report: TrainingReport, judge_again: Callable[[Table], Table], *, explicit: bool
+) -> Table:
+    """A table of trainings that part nowhere by their stages."""
+    if judged.verdict == "fail" and not explicit:
+        judged = _with_later_rows_excused(judged, report, judge_again)
+    if judged.verdict == "pass" and report.lacking:
+        finding = f"{report.lacking}; what was compared agrees ({judged.coverage})"
+        return judged.changed(verdict="incomplete", finding=finding)
+    if judged.verdict == "pass" and report.compared:
+        words = f"{judged.finding}; weights, loss and gradients agree in {spans(report.compared)}"
+        return judged.changed(finding=words)
+    return judged
+
+
+def _gradients_changed(judged: Table, report: TrainingReport) -> Break | None:
+    """The gradients as a place, if the first row off is one that the optimizer is given.
+
+    Every module computed its gradients as the reference's did. Where those of several modules are
+    off all the same, code between the backward pass and the optimizer changed them (clipping,
+    unscaling, a mean over batches), and none of the modules; where it is one module's alone, that
+    module is the better place.
+    """
+    first = judged.first
+    if judged.verdict != "fail" or first is None or first.key.port != "optimizer_grad":
+        return None
+    # Without these the two have other layouts: what ranks hold is added up row by row.
+    if first.step not in report.weights_off or _is_explained(first, report):
+        return None
+    wrong: dict[str, set[str]] = {"param_grad": set(), "optimizer_grad": set()}
+    for row in judged.rows:
+        if row.status == "fail" and row.step == first.step and row.key.port in wrong:
+            wrong[row.key.port].add(row.key.site)
+    if wrong["param_grad"] or len(wrong["optimizer_grad"]) < 2:
+        return None
+    size = f"{first.metrics[METRIC]:.2g}" if METRIC in first.metrics else "more than is allowed"
+    finding = (
+        f"every module computes the same gradients in step {first.step}, and those that the "
+        f"optimizer sees differ in {len(wrong['optimizer_grad'])} modules (of "
+        f"'{first.key.site}' {first.key.slot} by {size}): look at what the program does with "
+        "gradients between the backward pass and the optimizer"
+    )
+    return Break(first.step, "gradients", finding)
 
 
 def _position(row: Row) -> tuple[int, float]:

@@ -31,6 +31,9 @@ _CAST, _ORDERS = 4.0, 16.0
 once or a few times, a fine one may have been computed in another order."""
 _TIES = 0.25
 """Share of codes that may be another where rounding made them, by choosing at near ties."""
+_TIED_FLAGS = 0.02
+"""The same of booleans: a token that goes another way is two flags among those of all experts, and
+of comparisons with a number few are that near to it."""
 _LOSS = 8.0
 """Times the error of the output that the gradient of a loss may have, where nothing tells more."""
 _MOST_NAMED = 4
@@ -163,7 +166,8 @@ class _Watch:
             return
         share = different / max(math.prod(row.reference_shape or ()), 1)
         # A router or a codebook chooses by what was computed, and may choose otherwise at a tie.
-        if moment in self._computed and share <= _TIES:
+        most = _TIED_FLAGS if row.reference_dtype == row.candidate_dtype == "bool" else _TIES
+        if moment in self._computed and share <= most:
             return
         container = _enclosing(row.key.site, entered)
         if container is not None:

@@ -206,6 +206,24 @@ def makers_of_other_shapes(rows: Sequence[Row]) -> Mapping[str, str]:
     return makers
 
 
+def first_of_other_shape(rows: Sequence[Row]) -> Row | None:
+    """The first result of another shape of a module that was given the shapes of the reference."""
+    other: dict[tuple[object, ...], Row] = {}
+    excluded: set[tuple[object, ...]] = set()
+    for row in rows:
+        key = row.key
+        call = key.site, key.step, key.rank, key.process, key.visit
+        if key.phase != "forward" or key.port not in ("input", "output"):
+            continue
+        if key.port == "output" and has_other_shape(row) and not _is_another_form(row):
+            other.setdefault(call, row)
+        # What it was given explains it, or something else that it made was compared.
+        elif row.compared == (key.port == "output") or row.status == "fail":
+            excluded.add(call)
+    makers = [row for call, row in other.items() if call not in excluded]
+    return min(makers, key=lambda row: row.order, default=None)
+
+
 def has_other_shape(row: Row) -> bool:
     """Whether a tensor could not be compared because its shape is another one."""
     shapes = row.reference_shape, row.candidate_shape

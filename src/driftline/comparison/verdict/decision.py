@@ -227,8 +227,9 @@ def _too_noisy(facts: Facts) -> Iterator[str]:
     if judgement is None or not judgement.is_too_noisy:
         return
     judged = judgement.hiding[1]
+    by = "trusted runs" if judgement.evidence.has_noise else "two runs"
     yield (
-        "too noisy to tell from two runs; run replay: at "
+        f"too noisy to tell from {by}; run replay: at "
         f"{judgement.drowning} of {judged} sites the error "
         f"that arrives would hide a fault of {FAULT:.0%} (driftline replay CAND --exec "
         '"python reference.py" -o REPLAY, then --replay REPLAY)'

@@ -4,7 +4,8 @@ Siblings are the sites of one role: the same place in every layer. Rounding has 
 direction, so what a site adds along its own result (`projection`) has no common sign over siblings,
 and where tokens are exchanged or a norm holds the size, it is at most the square of the error. A
 factor that somebody forgot or added has the same sign and size in all of them. Works on rows alone
-and reads no tensor.
+and reads no tensor. Another pattern is a result of another shape, which was compared with nothing:
+who is given it seems to err.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 from driftline.comparison.evidence.rules import ADDED_PROJECTION
 from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED
+from driftline.comparison.verdict.dataflow import first_of_other_shape, makers_of_other_shapes
 from driftline.comparison.verdict.sites import Call, Place, Site, contains, error_of, unit_of
 from driftline.comparison.verdict.status import SiteStatus
 
@@ -343,3 +345,61 @@ def _surrounds(pattern: Pattern, other: Pattern) -> bool:
     return any(
         contains(place.site, inner.site) for place in pattern.members for inner in other.members
     )
+
+
+# Results of another shape.
+
+
+def with_source(
+    sites: dict[Place, Site], statuses: dict[Place, SiteStatus], rows: Sequence[Row]
+) -> tuple[dict[Place, Site], dict[Place, SiteStatus]]:
+    """Sites and how they stand, where the first result of another shape is what two runs show.
+
+    The module that is given it, or the one around both, is then blamed for nothing.
+    """
+    source = first_of_other_shape(rows)
+    if source is None or Place("forward", source.key.site) in sites:
+        return sites, _with_makers(sites, statuses, rows)
+    maker = Place("forward", source.key.site)
+    shapes = source.reference_shape, source.candidate_shape
+    receivers = {
+        row.key.site
+        for row in rows
+        if row.key.port == "input" and (row.reference_shape, row.candidate_shape) == shapes
+    }
+    blamed = [
+        place
+        for place, standing in statuses.items()
+        if (place.direction, standing.status, standing.by) == ("forward", "introduced", "growth")
+        and standing.call.worst.order > source.order
+        and (contains(place.site, maker.site) or place.site in receivers)
+    ]
+    if not blamed:
+        return sites, _with_makers(sites, statuses, rows)
+    key = source.key
+    call = Call(key.step, key.rank, source.order, source.order, outs=[source], process=key.process)
+    call.error = math.inf
+    site = Site(maker, source.class_name, source.candidate_class, [call])
+    own, other = (list(shape or ()) for shape in shapes)
+    reason = f"its result has shape {own}, in the candidate {other}"
+    convicted = SiteStatus("introduced", "pattern", math.inf, math.nan, call, reason)
+    cleared = {place: statuses[place]._replace(status="inherited") for place in blamed}
+    ordered = sorted({**sites, maker: site}.items(), key=lambda item: item[1].order)
+    return dict(ordered), _with_makers(sites, {**statuses, **cleared, maker: convicted}, rows)
+
+
+def _with_makers(
+    sites: Mapping[Place, Site], statuses: dict[Place, SiteStatus], rows: Sequence[Row]
+) -> dict[Place, SiteStatus]:
+    """Containers blamed for what their own code hands to a part in another shape."""
+    changed = dict(statuses)
+    for name, maker in makers_of_other_shapes(rows).items():
+        # By two runs a part errs that was given another thing than the reference's.
+        part, container = Place("forward", name), Place("forward", maker)
+        standing = statuses.get(part)
+        if container not in sites or standing is None:
+            continue
+        if (standing.status, standing.by) == ("introduced", "growth"):
+            changed[part] = standing._replace(status="inherited")
+            changed[container] = standing._replace(reason=f"it hands another shape to '{name}'")
+    return changed

@@ -37,11 +37,16 @@ from driftline.comparison.verdict.dataflow import (
     Transfer,
     has_other_shape,
     identity_of,
-    makers_of_other_shapes,
     transfers_of,
 )
 from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
-from driftline.comparison.verdict.patterns import Pattern, like_sites, scaled_before, with_pattern
+from driftline.comparison.verdict.patterns import (
+    Pattern,
+    like_sites,
+    scaled_before,
+    with_pattern,
+    with_source,
+)
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     ROOTS,
@@ -221,8 +226,10 @@ class SiteJudgement:
 
     @property
     def is_too_noisy(self) -> bool:
-        """Whether the error that arrives would hide a fault at too many sites."""
-        return self.drowning > _MOST_HIDING * self.hiding[1]
+        """Whether the error that arrives would hide a fault at too many sites, or at the end."""
+        ends = [standing for place, standing in self.statuses.items() if place.site in ROOTS]
+        lost = any(standing.drowns for standing in ends)
+        return lost or self.drowning > _MOST_HIDING * self.hiding[1]
 
     def suspects(self) -> list[SiteStatus]:
         """Sites that are guilty by two runs or noise runs, the first of them.
@@ -524,15 +531,7 @@ def judge_sites(
     transfers = transfers_of(sites, structure)
     growth = growths(sites, transfers, structure, evidence.known_steps)
     statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
-    for name, maker in makers_of_other_shapes(rows).items():
-        # By two runs a part errs that was given another thing than the reference's.
-        part, container = Place("forward", name), Place("forward", maker)
-        standing = statuses.get(part)
-        if container not in sites or standing is None:
-            continue
-        if (standing.status, standing.by) == ("introduced", "growth"):
-            statuses[part] = standing._replace(status="inherited")
-            statuses[container] = standing._replace(reason=f"it hands another shape to '{name}'")
+    sites, statuses = with_source(sites, statuses, rows)
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:
@@ -565,7 +564,7 @@ def judge_sites(
         note,
         left_out,
         (sum(entry.hides for entry in seen_by_growth), forward),
-        sum(entry.drowns for entry in seen_by_growth),
+        sum(entry.drowns for entry in (*seen_by_growth, *statuses.values())),
         pattern,
     )
 

@@ -15,7 +15,7 @@ from driftline.comparison.table.row import JSON, Row
 from driftline.comparison.tolerance.defaults import LIMITS, coarsest
 from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED, HALF, REST
 from driftline.comparison.verdict.dataflow import Transfer
-from driftline.comparison.verdict.growth import Growth, flat_limit, rounding
+from driftline.comparison.verdict.growth import FAULT, Growth, flat_limit, rounding
 from driftline.comparison.verdict.noise import NoiseFloor
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import (
@@ -164,6 +164,11 @@ class SiteStatus(NamedTuple):
         came_in = 0.0 if math.isnan(self.call.error_in) else self.call.error_in
         grown = self.call.error - came_in
         return grown if self.ratio > 1.0 and math.isfinite(grown) else 0.0
+
+    @property
+    def drowns(self) -> bool:
+        """Whether trusted runs are so far off there that nothing can be concluded."""
+        return (self.status, self.by) == ("unknown", "noise")
 
 
 _NO_REPLAY: Mapping[str, ReplayResult] = {}
@@ -585,6 +590,10 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
             out, leaning = lean / LEAN, True
+        # Gradients of deep models may be as far off as that, and right.
+        elif status == "clean" and noise > FAULT and site.place.direction == "forward":
+            status = "unknown"
+            reason = f"trusted runs are off by {noise:.2g} themselves: a fault could hide in that"
         # The status comes first, the excess second: an introduced error outranks any inherited one.
         rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
         if best is None or rank > best[0]:

@@ -373,7 +373,14 @@ class Reader:
 
 
 def _tables(parts: Mapping[str, F64], tokens: int) -> Iterator[tuple[F64, F64]]:
-    """Cosines and sines of positions: two tensors of one shape whose squares add up to one."""
+    """Cosines and sines of positions: two tensors of one shape whose squares add up to one.
+
+    Or one tensor that holds both as pairs, as complex numbers and their views do.
+    """
+    for values in parts.values():
+        pairs = _on_the_circle(values, tokens)
+        if pairs is not None:
+            yield _doubled(pairs[..., 0], pairs[..., 1])
     tables = [x for x in parts.values() if x.ndim >= 2 and x.shape[-2] >= tokens]
     for first, second in itertools.combinations(tables, 2):
         if first.shape != second.shape or first.shape[-1] > 512:
@@ -385,6 +392,19 @@ def _tables(parts: Mapping[str, F64], tokens: int) -> Iterator[tuple[F64, F64]]:
         # Angles begin near zero or change slowly in some feature: cosines are near one there.
         cos, sin = (a, b) if np.abs(a).mean() >= np.abs(b).mean() else (b, a)
         yield _doubled(cos, sin)
+
+
+def _on_the_circle(values: F64, tokens: int) -> F64 | None:
+    """[tokens, features, 2] of a tensor whose numbers are pairs of length one; else None."""
+    shape = [size for size in values.shape if size > 1]
+    if shape and shape[-1] != 2:
+        shape[-1:] = [shape[-1] // 2, 2] if shape[-1] % 2 == 0 else []
+    if len(shape) < 3 or shape[-3] < tokens or not 1 < shape[-2] <= 256:
+        return None
+    pairs = values.reshape(-1, *shape[-3:])[0]
+    if not np.allclose(np.sum(pairs**2, axis=-1), 1.0, atol=0.02):
+        return None
+    return pairs if tokens == 1 else pairs[:tokens]
 
 
 def _doubled(cos: F64, sin: F64) -> tuple[F64, F64]:

@@ -25,6 +25,7 @@ from driftline.comparison.verdict.sites import FINE, Call, Place, Site, ancestor
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.causes.linear_solve import implied_input
+from driftline.diagnosis.causes.regions import other_mask
 from driftline.diagnosis.causes.registry import Clue, best_clue, rules_for_inputs
 from driftline.diagnosis.evidence.files import Replay
 from driftline.errors import DriftlineError
@@ -119,6 +120,8 @@ def name_certain(runs: Runs, certain: CertainFailure) -> NamedCause:
     row = certain.row
     if certain.kind == "inputs":
         return NamedCause("input", "nothing that is computed of them can be judged", 1.0)
+    if certain.kind in ("codes", "nonfinite") and (masked := _of_masks(runs, row.key)) is not None:
+        return masked
     if certain.kind == "codes":
         return _of_codes(runs, row.key)
     if certain.kind != "gradient":
@@ -132,6 +135,29 @@ def name_certain(runs: Runs, certain: CertainFailure) -> NamedCause:
         sentence = "the model's output agrees and its gradient does not"
         return naming._replace(cause="loss", sentence=sentence)
     return naming
+
+
+def _of_masks(runs: Runs, key: TensorKey) -> NamedCause | None:
+    """A mask that a model's own code laid out otherwise; None if the tensors are no masks."""
+    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == key), None)
+    if pair is None or key.port != "input" or pair.reference.shape != pair.candidate.shape:
+        return None
+    sides = (runs.reference, pair.reference), (runs.candidate, pair.candidate)
+    tensors: list[F64] = []
+    for run, record in sides:
+        values = read_whole(run, record)
+        if record.dtype == "bool" and record.kept == "full":
+            try:
+                flags = np.asarray(run.raw(record)).reshape(record.shape) != 0
+            except (DriftlineError, OSError, ValueError):
+                return None
+            # Whether a flag hides or shows what it marks, it is another one.
+            values = np.where(flags, -np.inf, 0.0)
+        if values is None:
+            return None
+        tensors.append(values)
+    words = other_mask(*tensors)
+    return NamedCause("mask", f"of '{key.slot}' {words}", 1.0) if words else None
 
 
 def _of_codes(runs: Runs, key: TensorKey) -> NamedCause:

@@ -76,6 +76,9 @@ def another_function(
         if values is None or not np.isfinite(values).all():
             return None
         tensors.append(values)
+    # A complex result of real numbers has two for each.
+    if len({values.shape for values in tensors}) != 1:
+        return None
     x, right, made, native_made = tensors
     following = on_the_grid(x, right, made, native_made, record.dtype)
     if following is None and DTYPES[record.dtype].unit_roundoff <= COARSEST:

@@ -162,7 +162,7 @@ def _made(
         # No other variant would fare better, and each would run the program once more.
         raise BadInput(
             f"no variant can be made: {ended.why_not}",
-            hint="variants are made of torch programs; compare and diagnose do without them",
+            hint="dump another trusted execution in its place, and give it: diagnose --noise RUN",
         )
     reason = _why_not(ended, folder)
     if reason:

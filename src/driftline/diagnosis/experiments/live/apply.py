@@ -513,7 +513,7 @@ class CallApplier:
                 narrow[key] = own if tensor is None else tensor
         costs: list[float] = []
         for name, right in exact.items():
-            if name not in narrow or not narrow[name].is_floating_point():
+            if name not in narrow or not _is_inexact(narrow[name]):
                 continue
             cost = _apart(right, narrow[name])
             # Without the rounding of buffers, or of what is computed in their format, it is less.
@@ -556,7 +556,7 @@ class CallApplier:
             made = native.get(slot)
             if record is None or made is None or record.kept != "full":
                 continue
-            if not right.is_floating_point() or tuple(right.shape) != record.shape:
+            if not _is_inexact(right) or tuple(right.shape) != record.shape:
                 continue
             error = _apart(right, self._recast.captured(record, right))
             ends.append((error, _apart(right, made), right.numel()))
@@ -621,10 +621,17 @@ class CallApplier:
 
 def _apart(first: torch.Tensor, second: torch.Tensor) -> float:
     """Relative distance of the second from the first."""
-    if not first.is_floating_point() or first.shape != second.shape:
+    if not _is_inexact(first) or first.shape != second.shape:
         return 0.0
-    size = float(first.double().norm())
-    return float((first.double() - second.double()).norm()) / size if size > 0.0 else 0.0
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    right = first.to(wide)
+    size = float(right.norm())
+    return float((right - second.to(wide)).norm()) / size if size > 0.0 else 0.0
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are rounded; rotations are often kept as complex ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _require(comparable: set[str]) -> None:
