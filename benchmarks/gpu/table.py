@@ -32,10 +32,16 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="driftline-gpu-"))
     try:
         return [
-            *summaries(model, folder, 8, 1024, 1.25, rounds),
-            *summaries(model, folder, 1, 1, 1.6, rounds * 3),
+            *summaries(model, folder, (8, 1024), 1.25, rounds),
+            *summaries(model, folder, (1, 512), 1.5, rounds),
+            *summaries(model, folder, (1, 1), 1.6, rounds),
+            *summaries(model, folder, (8, 1024), None, rounds, ports="output"),
+            *summaries(model, folder, (1, 1), None, rounds, ports="output"),
+            *summaries(model, folder, (8, 1024), 2.0, 3, levels="ops"),
+            *training(model, folder, rounds),
             *whole_tensors(model, folder, rounds),
             *comparison(),
+            *side_by_side(model),
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -88,34 +94,83 @@ def passes(model: Any, tokens: Any, steps: int) -> Callable[[], float]:
     return call
 
 
-def summaries(
-    model: Any, folder: Path, batch: int, length: int, goal: float, rounds: int
-) -> list[dict[str, Any]]:
-    """Summaries of all module outputs into a run on disk; steps follow each other."""
+def captured(
+    model: Any, folder: Path, plain: Callable[[], float], **options: Any
+) -> Callable[[], float]:
+    """The same as `plain`, with summaries of all steps going into a run on disk.
+
+    What a program pays once (kernels, the model's description, its weights) is over by then.
+    """
     import driftline
-    from benchmarks.gpu.model import tokens
 
-    steps = 4 if batch * length > 1000 else 16
-    plain = passes(model, tokens(batch, length), steps)
     numbers = iter(range(1_000_000))
-    seen: dict[str, int] = {}
 
-    def captured() -> float:
+    def call() -> float:
         place = folder / f"run{next(numbers)}"
-        with driftline.capture(model, place, keep="summary", ports="output") as capture:
-            plain()  # the first passes open the run and compile kernels, once for a program
+        with driftline.capture(
+            model, place, keep="summary", steps="*", weight_facts=False, **options
+        ):
+            for _ in range(2):
+                plain()
             took = plain()
-        seen["tensors"] = capture.session.tensors // (2 * steps)
         shutil.rmtree(place)
         return took
 
-    times = in_turns({"plain": plain, "summaries": captured}, rounds)
+    return call
+
+
+def summaries(
+    model: Any,
+    folder: Path,
+    shape: tuple[int, int],
+    goal: float | None,
+    rounds: int,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Summaries of all inputs and outputs of modules, with the model's facts, or as asked for."""
+    from benchmarks.gpu.model import tokens
+
+    steps = 4 if shape[0] * shape[1] > 1000 else 16
+    plain = passes(model, tokens(*shape), steps)
+    capture = captured(model, folder, plain, **options)
+    times = in_turns({"plain": plain, "summaries": capture}, rounds)
     value, spread = ratio(times["summaries"], times["plain"])
-    note = (
-        f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, "
-        f"{seen['tensors']} tensors a step, {spread}"
-    )
-    return [figure(f"summaries, {batch} x {length} tokens", value, goal, "x plain", note)]
+    note = f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, {spread}"
+    what = "outputs" if "ports" in options else options.get("levels", "inputs and outputs")
+    row = f"summaries of {what}, {shape[0]} x {shape[1]} tokens"
+    return [figure(row, value, goal, "x plain", note)]
+
+
+def training(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+    """Forward and backward passes of 4 x 1024 tokens, without and with gradients."""
+    import torch
+
+    from benchmarks.gpu.model import tokens
+
+    ids = tokens(4, 1024)
+
+    def plain() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / 2
+
+    variants = {
+        "plain": plain,
+        "modules": captured(model, folder, plain),
+        "gradients": captured(model, folder, plain, levels=("modules", "gradients")),
+    }
+    times = in_turns(variants, max(3, rounds // 3))
+    rows: list[dict[str, Any]] = []
+    for name, goal in (("modules", 1.35), ("gradients", None)):
+        value, spread = ratio(times[name], times["plain"])
+        note = f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, {spread}"
+        rows.append(figure(f"forward and backward, {name}, 4 x 1024", value, goal, "x plain", note))
+    return rows
 
 
 def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
@@ -165,16 +220,20 @@ def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]
 
 
 def comparison() -> list[dict[str, Any]]:
-    """Two tensors of 0.5 GB bf16 on the device: all figures that the standard metrics need."""
+    """Two tensors of 0.5 GB on the device: all figures that the standard metrics need."""
     import torch
 
-    try:
-        from driftline.numerics.gpu.pairs import pair_on_device
-    except ImportError:
-        return []
-    count = 1 << 28
-    reference = torch.randn(count, device="cuda", dtype=torch.bfloat16)
-    candidate = reference + 0.01 * torch.randn(count, device="cuda", dtype=torch.bfloat16)
+    return [row for dtype in (torch.bfloat16, torch.float32) for row in _pair_rate(dtype)]
+
+
+def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
+    import torch
+
+    from driftline.numerics.gpu.pairs import pair_on_device
+
+    count = (1 << 29) // dtype.itemsize
+    reference = torch.randn(count, device="cuda", dtype=dtype)
+    candidate = reference + 0.01 * torch.randn(count, device="cuda", dtype=dtype)
     took: list[float] = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -187,6 +246,37 @@ def comparison() -> list[dict[str, Any]]:
     size = 2 * reference.nbytes
     rate = size / statistics.median(took) / 1e12
     note = f"{statistics.median(took) * 1e3:.2f} ms for {size / 1e9:.1f} GB"
-    return [
-        figure("compare on the device, 2 x 0.5 GB bf16", rate, 2.0, "TB/s", note, better="higher")
-    ]
+    name = str(dtype).removeprefix("torch.")
+    row = f"compare on the device, 2 x 0.5 GB {name}"
+    return [figure(row, rate, 2.5, "TB/s", note, better="higher")]
+
+
+def side_by_side(model: Any) -> list[dict[str, Any]]:
+    """Two models in step, against running one after the other."""
+    import copy
+
+    import torch
+
+    import driftline
+    from benchmarks.gpu.model import tokens
+
+    other, ids = copy.deepcopy(model), tokens(8, 1024)
+
+    def one_after_the_other() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with torch.no_grad():
+            model(ids)
+            other(ids)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def in_step() -> float:
+        begin = time.perf_counter()
+        driftline.lockstep(model, other, (ids,))
+        return time.perf_counter() - begin
+
+    times = in_turns({"plain": one_after_the_other, "lockstep": in_step}, 3)
+    value, spread = ratio(times["lockstep"], times["plain"])
+    note = f"both {statistics.median(times['plain']) * 1e3:.0f} ms, {spread}"
+    return [figure("lockstep, 8 x 1024 tokens", value, 1.3, "x both", note)]

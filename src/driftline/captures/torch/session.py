@@ -150,6 +150,7 @@ class CaptureSession(Session):
         self._graphs_before = compiled_graphs()
         # Before the first call, so that no allocation of the program is missed.
         places.watch(self.device_backend)
+        self.device_backend.begin()
         module_calls.watch(self)
 
     def unwatch(self) -> None:
@@ -158,6 +159,7 @@ class CaptureSession(Session):
         # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
         module_calls.unwatch(self)
         places.unwatch(self.device_backend)
+        self.device_backend.end()
 
     def after_fork(self) -> None:
         self.device_backend.after_fork()

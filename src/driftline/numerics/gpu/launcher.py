@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import threading
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ LEAST_TRITON = (3, 2)
 
 
 _broken = ""
+_compiling = threading.Lock()
+"""Whoever needs a kernel that another thread is compiling waits for it."""
 
 
 class CannotLaunch(Exception):
@@ -127,6 +130,17 @@ class Kernel:
         """What was compiled for a device; None before its first launch, or if nobody can tell."""
         return self._made.get(device)
 
+    def compile(self, device: int) -> None:
+        """Compile for a device ahead of the first launch, which then takes milliseconds.
+
+        Raises:
+            Exception: Triton cannot; the first launch will say so.
+        """
+        arguments = len(self._function.arg_names) - len(self._constants)
+        with _compiling, torch.cuda.device(device):
+            # Numbers of one declared type: which ones they are makes no difference.
+            self._function.warmup(*[0] * arguments, grid=(1,), **self._constants, **self._options)
+
     def _begin(self, programs: int, device: int, numbers: tuple[int, ...]) -> None:
         """The first launch on a device: compile, launch, and remember how to do it at once."""
         if device < 0:  # the interpreter knows no devices
@@ -135,7 +149,7 @@ class Kernel:
         if interpreted():  # it would look for the device's addresses in host memory
             raise CannotLaunch("TRITON_INTERPRET is set, and Triton's interpreter reads no device")
         try:
-            with torch.cuda.device(device):
+            with _compiling, torch.cuda.device(device):
                 made = self._function[(programs,)](*numbers, **self._constants, **self._options)
         except torch.OutOfMemoryError:
             raise

@@ -9,6 +9,7 @@ described again, which is what keeps the cost per tensor in microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +30,15 @@ from driftline.captures.torch.device.memory import (
 )
 from driftline.captures.torch.device.places import abandon, is_accelerator
 from driftline.captures.torch.device.recent import RecentTensors
-from driftline.captures.torch.device.summaries import Constant, Reading, SummaryBatch, kind_of
+from driftline.captures.torch.device.summaries import (
+    Constant,
+    Reading,
+    SummaryBatch,
+    compile_ahead,
+    kind_of,
+)
 from driftline.captures.torch.distributed import placement_of_plain
+from driftline.numerics.gpu import launcher
 from driftline.runs.records import Kept, Record, TensorKey
 
 if TYPE_CHECKING:
@@ -54,6 +62,7 @@ class KnownTensor(NamedTuple):
     size: int
     kept: str
     place: int
+    since: int
 
 
 class Last:
@@ -102,7 +111,23 @@ class TorchDeviceBackend:
         self._rank = rank
         self.budgets = Budgets()
         self.pretends = False
+        self._over = threading.Event()
         self.forget()
+
+    def begin(self) -> None:
+        """The capture begins: kernels are compiled while the program loads its model."""
+        if torch.version.cuda is None or launcher.interpreted():
+            return
+        self._over = threading.Event()
+        thread = threading.Thread(
+            target=compile_ahead, args=(self._over,), name="driftline-kernels", daemon=True
+        )
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            thread.start()
+
+    def end(self) -> None:
+        """The capture is over: nothing has to be compiled any more."""
+        self._over.set()
 
     def after_fork(self) -> None:
         """This process is a copy, and cannot use its parent's devices, not even to let go."""
@@ -366,6 +391,9 @@ class TorchDeviceBackend:
             and like.kept == kept
         ):
             return  # it was not taken at once for a reason that will pass
+        # Calls of one step that differ, as operators do, would take each other's place in turn.
+        if like is not None and like.since == key.step and like.batch is batch:
+            return
         self._changes += 1
         self.known_tensors[place] = KnownTensor(
             tensor.dtype,
@@ -380,6 +408,7 @@ class TorchDeviceBackend:
             shot.elements * kind.width,
             kept,
             self._place_number(key),
+            key.step,
         )
 
     def _taken(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import threading
 from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -204,6 +205,7 @@ SLOTS = 1024
 """Tensors of one transfer."""
 MOST_PROGRAMS = 1024
 _FIRST_TABLE = 1 << 16
+_LOOK_EVERY = 0.05
 _TABLE_BLOCK = 1024
 
 
@@ -264,6 +266,29 @@ def _filling() -> Kernel:
     from driftline.numerics.gpu.kernels.summary import sketch_tables
 
     return Kernel(sketch_tables, {"BLOCK": _TABLE_BLOCK}, warps=4)
+
+
+def compile_ahead(over: threading.Event) -> None:
+    """Compile the kernels of usual tensors while the program loads its model; for a thread.
+
+    Triton needs a second for the first kernel of a process even where all are in its cache, most of
+    it to import itself and to hash its own files. No device is woken for it: the thread waits until
+    the program uses one, or the capture is over.
+    """
+    while not torch.cuda.is_initialized():
+        if over.wait(_LOOK_EVERY):
+            return
+    if launcher.why_not():
+        return
+    try:
+        device = torch.cuda.current_device()
+        kinds = [kind for name in ("bfloat16", "float32") if (kind := kind_of(name)) is not None]
+        for kernel in (_filling(), *(kind.kernel for kind in kinds), _joining()):
+            if over.is_set():
+                return
+            kernel.compile(device)
+    except Exception:  # the first launch finds the same reason, and the run says it
+        return
 
 
 def shares(count: int) -> tuple[int, int]:
