@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import locale
 import math
@@ -133,3 +134,28 @@ def test_a_tensor_of_nothing_finite_has_no_extremes() -> None:
     said = json.loads(made.lines(0))["summary"]
     assert said["min"] == said["max"] == said["mean"] == said["std"] == "nan"
     assert (said["nan"], said["l2"]) == (15, 0.0)
+
+
+# One compiled kernel serves tensors of all sizes.
+
+ADDRESSES = {"address", "reference", "candidate"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or launcher.interpreted(),
+    reason="needs Triton, and not its interpreter",
+)
+def test_no_kernel_is_compiled_for_the_numbers_of_its_first_launch() -> None:
+    """Compiled for a multiple of 16, one read behind its memory where another number came."""
+    from driftline.numerics.gpu.kernels import pair, summary, summary_16bit
+
+    for kernel in (
+        *(summary.summary_rows, summary.joined_rows, summary.sketch_tables),
+        *(summary_16bit.summary_of_halves, pair.pair_rows, pair.joined_pair),
+    ):
+        numbers = {
+            parameter.name
+            for parameter in kernel.params
+            if not parameter.is_constexpr and not parameter.do_not_specialize
+        }
+        assert {name for name in numbers if not name.endswith("_at")} <= ADDRESSES, kernel

@@ -131,9 +131,6 @@ class _KnownMoments:
         moments = self._moments.get(pair.reference.key)
         if moments is None or not _is_simple(pair) or needs_definition(moments):
             raise _NeedsValues
-        # Seen once on a device: a row of figures that nobody had written. Then both are captured.
-        if moments.sum_ee < 0 or moments.sum_rr < 0:
-            raise _NeedsValues
         measured = measure_moments([moments], metrics)
         shape = pair.reference.shape
         if len(shape) == 2 and shape[0] == shape[1]:

@@ -86,6 +86,11 @@ class Made(NamedTuple):
 class Kernel:
     """One compiled kernel for all devices of a process.
 
+    What is compiled for the first launch serves all others. Left to itself Triton would compile for
+    what it sees in the first one, such as a count that is a multiple of 16, and leave out checks
+    that others need; so every argument but addresses is marked `do_not_specialize`. Addresses are
+    always multiples of 16.
+
     Args:
         function: The jitted function; its arguments are numbers, constants come last.
         constants: Their values, in order.

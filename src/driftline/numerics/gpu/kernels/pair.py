@@ -188,7 +188,7 @@ def left_pair(
 WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "each", "rtol_bits", "atol_bits"])
 def pair_rows(
     reference: tl.int64,
     candidate: tl.int64,
@@ -533,7 +533,7 @@ def pair_rows(
 # kernel.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "each", "many", "shares"])
 def joined_pair(
     reference: tl.int64,
     candidate: tl.int64,

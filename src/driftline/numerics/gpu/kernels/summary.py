@@ -37,7 +37,7 @@ def _exchanged(z, mask, by):
     return ((z & mask) << by) | ((z >> by) & mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK: tl.constexpr):
     """Fill the sketch's tables: signs in the order of the buckets, and the XOR of each group."""
     group = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -242,7 +242,7 @@ def _decoded(word, KIND: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "each", "row", "slot", "nothing"])
 def summary_rows(
     address: tl.int64,
     count: tl.int64,
@@ -447,7 +447,7 @@ def summary_rows(
 # The rows that the programs of a tensor left, joined in their order, as a Triton kernel.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl.int64):
     """The rows of each tensor as one, in slot `slot + program` of the results."""
     mine = slot + tl.program_id(0).to(tl.int64)
