@@ -36,13 +36,13 @@ def with_fusions(
     inside = dict(plan.inside)
     reasons = dict(plan.reasons)
     holds: dict[int, list[Record]] = defaultdict(list)
-    found: dict[str, list[tuple[Record, str, Pair]]] = {"reference": [], "candidate": []}
+    matches: dict[str, list[tuple[Record, str, Pair]]] = {"reference": [], "candidate": []}
     # Both sides may have fused something, if both are graphs: then the node that contains a tensor
     # may itself be inside one of the other side's, which is known only when both were asked.
     for side, other, lone, graph in (*sides, *sides[: len(sides) - 1]):
-        found[side] = _inside(lone, graph, plan.pairs, found[other], other == "reference")
+        matches[side] = _inside(lone, graph, plan.pairs, matches[other], other == "reference")
     for side, other, _, graph in sides:
-        for record, node, pair in found[side]:
+        for record, node, pair in matches[side]:
             fused: Record = getattr(pair, other)
             inside[side, record.key] = fused.key
             kept: Record = getattr(pair, side)

@@ -130,9 +130,9 @@ def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
     for group, more in groups:
         names = _table(group).get("names")
         if isinstance(names, list):
-            known = cast("list[Any]", names)
-            held = set(map(str, known))
-            known += [name for name in _list(_table(more).get("names")) if str(name) not in held]
+            listed = cast("list[Any]", names)
+            held = set(map(str, listed))
+            listed += [name for name in _list(_table(more).get("names")) if str(name) not in held]
 
 
 def _wrappers(records: list[dict[str, Any]]) -> set[Any]:

@@ -286,15 +286,15 @@ def _copies_part(sides: Sequence[_Side]) -> Break | None:
     though all ranks gave their optimizers equal gradients. Against one process alone, whose shapes
     tell a copy from a shard.
     """
-    whole = next((index for index in (0, 1) if len(sides[index]) == 1), None)
-    if whole is None or len(sides[1 - whole]) < 2:
+    single = next((index for index in (0, 1) if len(sides[index]) == 1), None)
+    if single is None or len(sides[1 - single]) < 2:
         return None
-    (alone,) = sides[whole].values()
-    ranks = sides[1 - whole]
+    (alone,) = sides[single].values()
+    ranks = sides[1 - single]
     weights = {place: _digests(steps, "weights") for place, steps in ranks.items()}
     gradients = {place: _digests(steps, "gradients") for place, steps in ranks.items()}
     steps = sorted(set[int]().union(*weights.values()))
-    # What every rank holds whole, and begins with alike.
+    # Parameters that every rank holds as a whole, and that are equal at first.
     copies = [
         path
         for path, parameter in alone.parameters.items()
@@ -305,9 +305,9 @@ def _copies_part(sides: Sequence[_Side]) -> Break | None:
     ]
     for before, after in itertools.pairwise(steps):
         kept = [path for path in copies if len(_values(weights, before, path)) == 1]
-        given = [path for path in kept if len(_values(gradients, before, path)) == 1]
-        if apart := [path for path in given if len(_values(weights, after, path)) > 1]:
-            name = ("reference", "candidate")[1 - whole]
+        updated = [path for path in kept if len(_values(gradients, before, path)) == 1]
+        if apart := [path for path in updated if len(_values(weights, after, path)) > 1]:
+            name = ("reference", "candidate")[1 - single]
             begun, ended = (
                 {place[0]: weights[place][step][apart[0]] for place in ranks}
                 for step in (before, after)
@@ -328,13 +328,13 @@ def _copies_part(sides: Sequence[_Side]) -> Break | None:
 
 def _digests(facts: StepFacts, what: str) -> dict[int, dict[str, str]]:
     """Digests of weights with which a step begins, or of gradients that its updates are given."""
-    found: dict[int, dict[str, str]] = {}
+    by_step: dict[int, dict[str, str]] = {}
     for state in facts.states:
         if state.what == what:
             digests = {path: tensor.digest for path, tensor in state.tensors.items()}
             # Weights before a step are written only where they are not those after the last one.
-            found.setdefault(state.step + (state.when == "after"), {}).update(digests)
-    return found
+            by_step.setdefault(state.step + (state.when == "after"), {}).update(digests)
+    return by_step
 
 
 def _values(

@@ -84,17 +84,17 @@ class RecentTensors:
     def find(self, tensor: torch.Tensor, place: int) -> TakenTensor | None:
         """A tensor as it was taken before; None where its values have to be read."""
         # The id of a dead tensor may be another one's now, so the reference is compared.
-        taken = self._taken.get(id(tensor))
+        recent = self._taken.get(id(tensor))
         if (
-            taken is None
+            recent is None
             or self.reads_all
-            or taken.reference() is not tensor
-            or tensor._version != taken.version
-            or tensor.data_ptr() != taken.address
-            or not self._proven.get((taken.place, place))
+            or recent.reference() is not tensor
+            or tensor._version != recent.version
+            or tensor.data_ptr() != recent.address
+            or not self._proven.get((recent.place, place))
         ):
             return None
-        return taken
+        return recent
 
     def add(
         self,
@@ -108,15 +108,15 @@ class RecentTensors:
             return
         version, address = tensor._version, tensor.data_ptr()
         if self.reads_all:
-            taken = self._taken.get(id(tensor))
+            recent = self._taken.get(id(tensor))
             if (
-                taken is not None
-                and taken.reference() is tensor
-                and (taken.version, taken.address) == (version, address)
+                recent is not None
+                and recent.reference() is tensor
+                and (recent.version, recent.address) == (version, address)
             ):
                 # The first place stays the source of all that follow.
-                if taken.digest is not None and digest is not None:
-                    self._trials.append(_Trial(taken.place, place, taken.digest, digest))
+                if recent.digest is not None and digest is not None:
+                    self._trials.append(_Trial(recent.place, place, recent.digest, digest))
                 return
         if len(self._taken) >= _MOST:
             self._taken.clear()
