@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from driftline.cli.main import main
 from driftline.runs.files import mapped_file
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.writer import RunWriter
@@ -153,8 +154,24 @@ def test_the_count_of_faults_and_the_names(tmp_path: Path) -> None:
     assert str(path) in mapped_file.cut_files()
     del values
     assert str(path) in mapped_file.cut_files()
-    # Other tests of this process must not read of it.
-    mapped_file._cut.clear()
+    mapped_file.forget_cut_files()
+    assert not mapped_file.cut_files()
+
+
+def test_a_command_does_not_answer_for_what_was_cut_before_it_in_the_same_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A page was served from a file that was cut; its memory was given back a while later."""
+    run = write_run(tmp_path / "run", count=2)
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * (1 << 20))
+    values = mapped_file.map_range(path, 0, 1 << 20)
+    os.truncate(path, 0)
+    assert int(values.sum()) == 0
+    assert main(["show", str(run)]) == 0
+    del values
+    assert main(["show", str(run)]) == 0
+    assert "became shorter" not in capfd.readouterr().err
 
 
 def test_another_programs_map_still_ends_as_it_would() -> None:

@@ -64,6 +64,10 @@ def _guarded(words: list[str]) -> int:
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if (
+        mapped := _mapped_files()
+    ) is not None:  # of an earlier command of this process, or a server
+        mapped.forget_cut_files()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -93,7 +97,7 @@ def _guarded(words: list[str]) -> int:
 
 def _unless_cut(code: int) -> int:
     """The exit code, unless a file became shorter while it was read: then nothing above is sure."""
-    mapped: Any = sys.modules.get("driftline.runs.files.mapped_file")
+    mapped = _mapped_files()
     files: list[str] = mapped.cut_files() if mapped is not None else []
     if not files:
         return code
@@ -105,6 +109,11 @@ def _unless_cut(code: int) -> int:
         )
     )
     return EXIT_COULD_NOT
+
+
+def _mapped_files() -> Any:
+    """The module that knows which mapped files were cut; None if nothing was mapped yet."""
+    return sys.modules.get("driftline.runs.files.mapped_file")
 
 
 def print_error(error: DriftlineError) -> None:

@@ -64,6 +64,18 @@ def cut_files() -> list[str]:
     return list(_cut)
 
 
+def forget_cut_files() -> None:
+    """What was cut so far was somebody else's reading: `cut_files` names it no more.
+
+    Not even when its memory is given back, which may be any time later.
+    """
+    library = _library()
+    for number in list(_names):
+        if library.driftline_was_cut(number):
+            _names.pop(number, None)
+    _cut.clear()
+
+
 class Guard:
     """Guards a mapped region, which must stay mapped, as long as this object lives."""
 
@@ -79,8 +91,8 @@ class Guard:
         number, self._number = self._number, -1
         if number >= 0:
             library = _library()
-            name = _names.pop(number, "")
-            if library.driftline_was_cut(number):
+            name = _names.pop(number, None)
+            if name is not None and library.driftline_was_cut(number):
                 _cut[name] = None
             library.driftline_unguard(number)
 
