@@ -51,7 +51,7 @@ PROGRAMS: dict[str, Parallel] = {
         "zero",
         "zero_wrong",
         "an update that does not reach the last rank",
-        "layers.1.mlp.up_proj",
+        "(optimizer)",
     ),
     "tensor parallel": Parallel(
         4, "one", "tp", "no_reduce", "a missing all-reduce", "layers.1.self_attn.o_proj"

@@ -130,9 +130,9 @@ def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
     for group, more in groups:
         names = _table(group).get("names")
         if isinstance(names, list):
-            known = cast("list[Any]", names)
-            held = set(map(str, known))
-            known += [name for name in _list(_table(more).get("names")) if str(name) not in held]
+            listed = cast("list[Any]", names)
+            held = set(map(str, listed))
+            listed += [name for name in _list(_table(more).get("names")) if str(name) not in held]
 
 
 def _wrappers(records: list[dict[str, Any]]) -> set[Any]:
@@ -161,18 +161,18 @@ def _group_values(
     changed: dict[tuple[str, str, str], list[str]] = {}
     for path, values in first_values.items():
         others = second_values.get(path)
-        if others is None and path in elsewhere[1]:
-            continue
-        if others is None:
+        if others is None and path not in elsewhere[1]:
             changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
-            continue
         for name in values:
-            if name in others and not is_same_value(name, values[name], others[name]):
+            if (
+                others is not None
+                and name in others
+                and not is_same_value(name, values[name], others[name])
+            ):
                 key = name, shown(values[name]), shown(others[name])
                 changed.setdefault(key, []).append(path)
-    for path in second_values:
-        if path not in first_values and path not in elsewhere[0]:
-            changed.setdefault(("parameters", "not in the optimizer", "updated"), []).append(path)
+    if lone := [path for path in second_values if path not in elsewhere[0]]:
+        changed["parameters", "not in the optimizer", "updated"] = lone
     # Without names the groups are compared in their order.
     if not first_values or not second_values:
         groups = zip(_list(first.get("groups")), _list(second.get("groups")), strict=False)

@@ -49,14 +49,14 @@ class IntegerSteps:
         steps = [_step(run, recipe) for run, recipe in zip(runs, recipes, strict=True)]
         if not any(steps):
             return {}
-        known: dict[str, Number] = {INTEGER_STEP: max(steps)}
+        evidence: dict[str, Number] = {INTEGER_STEP: max(steps)}
         # Of two quantised weights neither is what the other was rounded from.
         if all(steps) or (values := self._context.values(pair)) is None:
-            return known
+            return evidence
         side = int(steps[1] > 0.0)
         recipe = recipes[side]
         worst = _worst_scale(values[1] - values[0], runs[side], recipe) if recipe else 0.0
-        return {**known, WORST_SCALE: worst} if worst else known
+        return {**evidence, WORST_SCALE: worst} if worst else evidence
 
 
 def _worst_scale(errors: F64, run: Run, recipe: Recipe) -> float:
@@ -85,8 +85,8 @@ def _worst_scale(errors: F64, run: Run, recipe: Recipe) -> float:
     if channels is None:
         return worst
     size = int(channels.max()) + 1
-    whole = _beside(_sums(channels, squares, size), _sums(channels, rounding, size))
-    return max(worst, float(np.max(whole)))
+    by_channel = _beside(_sums(channels, squares, size), _sums(channels, rounding, size))
+    return max(worst, float(np.max(by_channel)))
 
 
 def _part(run: Run, source: Recipe | Record) -> Part:
