@@ -23,6 +23,7 @@ SUITES = (
     "files",
     "compare",
     "capture",
+    "model_facts",
     "errcheck",
     "npy_tree",
     "foreign",

@@ -21,7 +21,7 @@ from benchmarks.engines.cases import Case, Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
-FAMILIES = ("onnx_quantised", "served_models", "compiled")
+FAMILIES = ("onnx_quantised", "served_models", "compiled", "ranks", "paddle_twins")
 """Modules of this folder, each with its `CASES`."""
 BEGIN, END = "<!-- engines: begin -->", "<!-- engines: end -->"
 HEAD = (

@@ -1,12 +1,12 @@
 """torch.compile with inductor: small models of eight families against themselves in eager mode.
 
 The cost is that of compiling and running under capture over compiling and running without, both
-without torch's caches, in CPU seconds of this process: the compilers that it starts count too.
+without torch's caches, in CPU seconds of this process: the compilers that it starts count too. On a
+machine with a CUDA device there are the same rows for it, whose kernels Triton makes.
 """
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import driftline
-from benchmarks.engines.cases import Case, Measured, measured
+from benchmarks.engines.cases import Case, Measured, cpu_seconds, measured
 from benchmarks.engines.networks import BasicBlock
 
 FACTOR = 1.05
@@ -167,30 +167,23 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], *, training: bool) -> None
     result = model(**inputs)
     first = result if isinstance(result, Tensor) else result[0]
     # Weights of both signs: the mean square of what a norm gives has no gradient.
-    weights = torch.linspace(-9, 9, first.numel()).sin().view(first.shape)
+    weights = torch.linspace(-9, 9, first.numel(), device=first.device).sin().view(first.shape)
     (first * weights).sum().backward()
 
 
-def _cpu(call: Callable[[], object]) -> float:
-    """CPU seconds of this process and of those it has started and awaited."""
-
-    def now() -> float:
-        whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, whose))
-
-    begin = now()
-    call()
-    return now() - begin
-
-
-def measure(model: Model, folder: Path, *, training: bool) -> Measured:
+def measure(model: Model, folder: Path, *, training: bool, device: str = "cpu") -> Measured:
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1
     levels = ("modules", "gradients") if training else ("modules",)
 
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in model.inputs.items()
+    }
+
     def made(*, faulty: bool = False) -> nn.Module:
         torch.manual_seed(0)
-        network = model.make().train(training)
+        network = model.make().train(training).to(device)
         for part in network.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0
@@ -207,15 +200,15 @@ def measure(model: Model, folder: Path, *, training: bool) -> Measured:
         with driftline.capture(
             network, folder / name, levels=levels, graph="inductor" if graph else None
         ):
-            _run(watched, model.inputs, training=training)
+            _run(watched, inputs, training=training)
 
     dumped("eager", made(), graph=False)
     torch._dynamo.reset()
     # What the compiler does once in a process is no part of either.
-    torch.compile(lambda x: x.sin() * 2)(torch.ones(3))
-    plain = _cpu(lambda: _run(torch.compile(made()), model.inputs, training=training))
+    torch.compile(lambda x: x.sin() * 2)(torch.ones(3, device=device))
+    plain = cpu_seconds(lambda: _run(torch.compile(made()), inputs, training=training))
     torch._dynamo.reset()
-    captured = _cpu(lambda: dumped("compiled", made(), graph=True))
+    captured = cpu_seconds(lambda: dumped("compiled", made(), graph=True))
     torch._dynamo.reset()
     dumped("faulty", made(faulty=True), graph=True)
     clean = driftline.compare(folder / "eager", folder / "compiled")
@@ -224,12 +217,15 @@ def measure(model: Model, folder: Path, *, training: bool) -> Measured:
     return measured(clean, wrong, fault, (model.faulty,), captured / plain)
 
 
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 CASES = tuple(
     Case(
-        f"torch.compile, inductor, {'training' if training else 'eval'}",
+        f"torch.compile, inductor, {'training' if training else 'eval'}"
+        + ("" if device == "cpu" else ", CUDA"),
         name,
-        partial(measure, model, training=training),
+        partial(measure, model, training=training, device=device),
     )
+    for device in DEVICES
     for training in (False, True)
     for name, model in MODELS.items()
 )

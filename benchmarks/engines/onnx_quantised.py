@@ -23,6 +23,7 @@ from driftline.captures.onnxruntime import model_file
 from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.quantised import float_view
 from driftline.captures.onnxruntime.scopes import Names
+from driftline.comparison.table.table import Table
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 
@@ -204,8 +205,57 @@ def measure(network: str, scheme: Scheme, folder: Path) -> Measured:
     return measured(clean, faulty, f"scale of {weight} doubled", places_of(broken, weight), cost)
 
 
+def rectifiers_of(path: Path, weight: str) -> tuple[str, ...]:
+    """Modules of the rectifiers behind a weight's node: integers without a sign do their work, and
+    the node's value in the quantised file is the rectifier's.
+    """
+    graph = Graph(model_file.load_graph(path))
+    names = Names(graph)
+    made = {name for node in graph.nodes if weight in node.inputs for name in node.outputs}
+    return tuple(
+        names.scopes[number].module
+        for number, node in enumerate(graph.nodes)
+        if node.op in ("Relu", "Clip") and not made.isdisjoint(node.inputs)
+    )
+
+
+def measure_files(network: str, folder: Path) -> Measured:
+    """Two files as the command line takes them: `driftline compare float.onnx int8.onnx`."""
+    import onnxruntime
+
+    model, given = NETWORKS[network]()
+    plain = export(model, given, folder / "float.onnx", dynamo=True)
+    path = quantise(plain, given, FILES, folder / "int8.onnx")
+
+    def plain_session() -> None:
+        for file in (plain, path):
+            session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+            session.run(None, {session.get_inputs()[0].name: given.numpy()})
+
+    def table(file: Path) -> Table:
+        reference = driftline.run_onnx(plain)
+        return driftline.compare(reference, driftline.run_onnx(file, reference))
+
+    def both() -> None:
+        driftline.run_onnx(path, driftline.run_onnx(plain))
+
+    cost = seconds(both) / seconds(plain_session)
+    broken, weight = with_scale_doubled(path, folder / "broken.onnx", 5)
+    faulty = table(broken)
+    places = (*places_of(broken, weight), *rectifiers_of(plain, weight))
+    return measured(table(path), faulty, f"scale of {weight} doubled", places, cost)
+
+
+FILES = Scheme(True, "QDQ", per_channel=True)
 CASES = tuple(
     Case(f"ONNX Runtime, {scheme.words}", network, partial(measure, network, scheme))
     for network in NETWORKS
     for scheme in SCHEMES
+) + tuple(
+    Case(
+        "ONNX Runtime, two files: float against static QDQ, per channel",
+        network,
+        partial(measure_files, network),
+    )
+    for network in NETWORKS
 )

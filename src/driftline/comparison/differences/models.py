@@ -233,6 +233,18 @@ class ModelPair:
         if None not in (module.training, other.training) and module.training != other.training:
             values = str(module.training), str(other.training)
             yield Difference("mode", site, "training", *values, class_name=kind)
+        yield from self._settings(module, other, same_class=same_class)
+        hooks = _listed(module.hooks), _listed(other.hooks)
+        if hooks[0] != hooks[1]:
+            yield Difference("hook", site, "hooks", *hooks, class_name=kind)
+        forwards = module.forward or "its class's", other.forward or "its class's"
+        if not self._is_same("forward", *forwards):
+            yield Difference("function", site, "forward", *forwards, class_name=kind)
+
+    def _settings(
+        self, module: ModuleFacts, other: ModuleFacts, *, same_class: bool
+    ) -> Iterator[Difference]:
+        """Attributes, and functions held as attributes."""
         tables: tuple[tuple[Kind, Mapping[str, Any], Mapping[str, Any]], ...] = (
             ("attribute", module.attributes, other.attributes),
             ("function", module.functions, other.functions),
@@ -251,13 +263,9 @@ class ModelPair:
                     a, b = (str(function).rpartition(".")[2] for function in (a, b))
                 if not self._is_same(name, a, b):
                     values = shown(a), shown(b)
-                    yield Difference(what, site, name, *values, class_name=kind)
-        hooks = _listed(module.hooks), _listed(other.hooks)
-        if hooks[0] != hooks[1]:
-            yield Difference("hook", site, "hooks", *hooks, class_name=kind)
-        forwards = module.forward or "its class's", other.forward or "its class's"
-        if not self._is_same("forward", *forwards):
-            yield Difference("function", site, "forward", *forwards, class_name=kind)
+                    yield Difference(
+                        what, module.site, name, *values, class_name=module.short_class
+                    )
 
     def _is_same(self, name: str, first: Any, second: Any) -> bool:
         if is_same_value(name, first, second):

@@ -161,18 +161,18 @@ def _group_values(
     changed: dict[tuple[str, str, str], list[str]] = {}
     for path, values in first_values.items():
         others = second_values.get(path)
-        if others is None and path in elsewhere[1]:
-            continue
-        if others is None:
+        if others is None and path not in elsewhere[1]:
             changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
-            continue
         for name in values:
-            if name in others and not is_same_value(name, values[name], others[name]):
+            if (
+                others is not None
+                and name in others
+                and not is_same_value(name, values[name], others[name])
+            ):
                 key = name, shown(values[name]), shown(others[name])
                 changed.setdefault(key, []).append(path)
-    for path in second_values:
-        if path not in first_values and path not in elsewhere[0]:
-            changed.setdefault(("parameters", "not in the optimizer", "updated"), []).append(path)
+    if lone := [path for path in second_values if path not in elsewhere[0]]:
+        changed["parameters", "not in the optimizer", "updated"] = lone
     # Without names the groups are compared in their order.
     if not first_values or not second_values:
         groups = zip(_list(first.get("groups")), _list(second.get("groups")), strict=False)

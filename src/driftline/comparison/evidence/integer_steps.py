@@ -49,14 +49,14 @@ class IntegerSteps:
         steps = [_step(run, recipe) for run, recipe in zip(runs, recipes, strict=True)]
         if not any(steps):
             return {}
-        numbers: dict[str, Number] = {INTEGER_STEP: max(steps)}
+        evidence: dict[str, Number] = {INTEGER_STEP: max(steps)}
         # Of two quantised weights neither is what the other was rounded from.
         if all(steps) or (values := self._context.values(pair)) is None:
-            return numbers
+            return evidence
         side = int(steps[1] > 0.0)
         recipe = recipes[side]
         worst = _worst_scale(values[1] - values[0], runs[side], recipe) if recipe else 0.0
-        return {**numbers, WORST_SCALE: worst} if worst else numbers
+        return {**evidence, WORST_SCALE: worst} if worst else evidence
 
 
 def _worst_scale(errors: F64, run: Run, recipe: Recipe) -> float:

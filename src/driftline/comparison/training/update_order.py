@@ -91,11 +91,10 @@ def training_report(
     thinned = _thinned(sides, over_budget)
     if not (_meshes(reference) == _meshes(candidate) and _same_layout(scopes, sides)):
         # The loss of a rank is that of its rows, its weights may be shards: only rows are joined.
-        parted = _copies_part(sides)
-        return TrainingReport(broken=parted, thinned=thinned) if parted or thinned else None
+        return _without_updates(_copies_part(sides), thinned)
     parted = _inputs_part(sides)
     if max(scope.updates for scope in scopes) <= 0:
-        return TrainingReport(broken=parted, thinned=thinned) if parted or thinned else None
+        return _without_updates(parted, thinned)
     compared: set[int] = set()
     weights_off: dict[int, float] = {}
     breaks = [] if parted is None else [parted]
@@ -281,6 +280,11 @@ def _ranks_agree(sides: Sequence[_Side]) -> tuple[set[int], set[int]]:
     return agreeing
 
 
+def _without_updates(parted: Break | None, thinned: tuple[str, ...]) -> TrainingReport | None:
+    """A report where no update can be followed."""
+    return TrainingReport(broken=parted, thinned=thinned) if parted or thinned else None
+
+
 def _copies_part(sides: Sequence[_Side]) -> Break | None:
     """The first update after which a rank's copies of weights are others than those of its peers,
     though all ranks gave their optimizers equal gradients. Against one process alone, whose shapes
@@ -289,41 +293,44 @@ def _copies_part(sides: Sequence[_Side]) -> Break | None:
     single = next((index for index in (0, 1) if len(sides[index]) == 1), None)
     if single is None or len(sides[1 - single]) < 2:
         return None
-    (alone,) = sides[single].values()
-    ranks = sides[1 - single]
+    (alone,), ranks = sides[single].values(), sides[1 - single]
     weights = {place: _digests(steps, "weights") for place, steps in ranks.items()}
     gradients = {place: _digests(steps, "gradients") for place, steps in ranks.items()}
-    steps = sorted(set[int]().union(*weights.values()))
-    # Parameters that every rank holds as a whole, and that are equal at first.
+    # What every rank holds in full, and begins with alike.
     copies = [
         path
         for path, parameter in alone.parameters.items()
-        if all(
-            path in facts.parameters and facts.parameters[path].shape == parameter.shape
-            for facts in ranks.values()
-        )
+        if all(parameter.shape == facts.shape_of(path) for facts in ranks.values())
     ]
+    steps = sorted(set[int]().union(*weights.values()))
     for before, after in itertools.pairwise(steps):
-        kept = [path for path in copies if len(_values(weights, before, path)) == 1]
-        updated = [path for path in kept if len(_values(gradients, before, path)) == 1]
-        if apart := [path for path in updated if len(_values(weights, after, path)) > 1]:
+        copies = [path for path in copies if len(_values(weights, before, path)) == 1]
+        apart = [
+            path
+            for path in copies
+            if len(_values(gradients, before, path)) == 1 and len(_values(weights, after, path)) > 1
+        ]
+        if apart:
             name = ("reference", "candidate")[1 - single]
-            begun, ended = (
+            digests = [
                 {place[0]: weights[place][step][apart[0]] for place in ranks}
                 for step in (before, after)
-            )
-            usual = Counter(ended.values()).most_common(1)[0][0]
-            still = [rank for rank in begun if begun[rank] == ended[rank]]
-            odd = still or [rank for rank in ended if ended[rank] != usual]
-            where = f"rank{'' if len(odd) == 1 else 's'} {', '.join(map(str, odd))}"
-            what = f"does not reach {where}" if still else f"leaves other weights on {where}"
+            ]
             words = (
                 f"gradients agree in step {before} on all ranks of the {name}, and the update "
-                f"{what}, in {_count(apart, 'parameter')}: {_named(apart)}"
+                f"{_on_odd_ranks(*digests)}, in {_count(apart, 'parameter')}: {_named(apart)}"
             )
             return Break(before, "update", words)
-        copies = kept
     return None
+
+
+def _on_odd_ranks(begun: Mapping[int, str], ended: Mapping[int, str]) -> str:
+    """Which ranks have another weight after an update than most, or the one they began with."""
+    usual = Counter(ended.values()).most_common(1)[0][0]
+    still = [rank for rank in begun if begun[rank] == ended[rank]]
+    odd = still or [rank for rank in ended if ended[rank] != usual]
+    ranks = f"rank{'' if len(odd) == 1 else 's'} {', '.join(map(str, odd))}"
+    return f"does not reach {ranks}" if still else f"leaves other weights on {ranks}"
 
 
 def _digests(facts: StepFacts, what: str) -> dict[int, dict[str, str]]:

@@ -114,6 +114,11 @@ class StepFacts:
     def __bool__(self) -> bool:
         return bool(self.states or self.calls)
 
+    def shape_of(self, path: str) -> tuple[int, ...] | None:
+        """Sizes of a parameter; None for one that this process does not have."""
+        parameter = self.parameters.get(path)
+        return None if parameter is None else parameter.shape
+
 
 # Writing.
 
