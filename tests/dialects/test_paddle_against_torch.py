@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -37,8 +38,11 @@ def test_a_step_of_both_is_compared(
     tmp_path: Path, step: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = twins(tmp_path, turned=True)
-    assert main(["compare", *runs, "--step", step]) == 0
-    assert "PASS" in capsys.readouterr().out
+    assert main(["compare", *runs, "--step", step, "--format", "json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["verdict"] == "pass"
+    # That step, and no other.
+    assert {row["step"] for row in compared["rows"]} == {int(step)}
 
 
 @pytest.mark.parametrize("swapped", [False, True])
