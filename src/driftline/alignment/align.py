@@ -28,7 +28,7 @@ from driftline.registry import Address
 from driftline.runs.run import Run
 from driftline.runs.scope import scope_of
 
-LONG = 4_000
+LONG = 1 << 15
 """With so many tensors on each side, a plan that does not hold its pairs in memory is tried."""
 UNMASKED = "none"
 """Value of `--mask` that turns masks off: padding counts, even if a mask was captured."""
