@@ -577,14 +577,8 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
         # came in.
         before = max(ins, default=0.0 if not call.ins else math.nan)
         noise = floor.errors[row.key]
-        status: Status = "clean"
+        status = _by_excess(out, before)
         reason, leaning = "", False
-        if out > 1.0 and before > 1.0:
-            status = "amplified" if out > _AMPLIFIED * before else "inherited"
-        elif out > 1.0:
-            status = "introduced" if out > _STEP_UP * before or math.isnan(before) else "inherited"
-        elif before > 1.0:
-            status = "masked"
         lean, lean_in = _leans(call, floor)
         # The bias of an error shows faults that are smaller than noise, such as a wrong epsilon.
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
@@ -600,6 +594,15 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
             best = rank, SiteStatus(status, "noise", out, noise, call, reason, "", leaning)
     assert best is not None
     return best[1]
+
+
+def _by_excess(out: float, before: float) -> Status:
+    """Status by how far outside the noise a result is, and what it was made of."""
+    if out > 1.0 and before > 1.0:
+        return "amplified" if out > _AMPLIFIED * before else "inherited"
+    if out > 1.0:
+        return "introduced" if out > _STEP_UP * before or math.isnan(before) else "inherited"
+    return "masked" if before > 1.0 else "clean"
 
 
 _WEIGHT: dict[Status, int] = {
