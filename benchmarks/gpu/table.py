@@ -187,7 +187,9 @@ def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]
 
     def captured() -> float:
         place = folder / f"run{next(numbers)}"
-        with driftline.capture(model, place, ports="output") as capture:
+        with driftline.capture(
+            model, place, ports="output", steps="*", weight_facts=False
+        ) as capture:
             plain()
             capture.session.flush()
             torch.cuda.synchronize()

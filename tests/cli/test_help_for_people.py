@@ -53,17 +53,17 @@ def test_the_overview_is_quick() -> None:
     assert best < 1
 
 
-@pytest.mark.parametrize("command", [n for n, c in COMMANDS.items() if c.everyday])
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if c.everyday])
 def test_everyday_options_stand_first_and_other_tools_spellings_last(
-    driftline: Say, command: str
+    driftline: Say, name: str
 ) -> None:
-    page = driftline(command, "--help").out
+    page = driftline(name, "--help").out
     names = [title for title in titles(page) if title != "Arguments"]
     assert names[0] == "Everyday options"
     first = page.split("╭─ Everyday options")[1].split("╰")[0]
-    order = [first.index(f"│ {option} ") for option in COMMANDS[command].everyday]
+    order = [first.index(f"│ {option} ") for option in COMMANDS[name].everyday]
     assert order == sorted(order)
-    foreign = {n for n in option_names(command) if "_" in n or re.fullmatch(r"-[a-z]{2,}", n)}
+    foreign = {n for n in option_names(name) if "_" in n or re.fullmatch(r"-[a-z]{2,}", n)}
     if foreign:
         assert names[-1] == "Spellings of other tools"
         before, _, last = page.partition("╭─ Spellings of other tools")

@@ -255,7 +255,7 @@ def test_what_cannot_be_checked_is_a_sentence(driftline, tables, layers, tokens)
         (tables / "clean", "--thresholds", other): "seems to be for another model ('acme--large')",
         (tables / "clean", "--thresholds", whole): "for the model as a whole (ce)",
         (tables / "clean", "--thresholds", other, "--model", "acme/tiny"): "not for 'acme/tiny'",
-        (tables / "none", "--thresholds", other): "holds no table.json",
+        (tables / "none", "--thresholds", other): "there is no '",
         (other, "--thresholds", other): "is a file",
         (tokens, "--thresholds", other): "scores of tokens",
         (tables / "clean", "--thresholds", tables / "t.json", "--slack", "0"): "slack",

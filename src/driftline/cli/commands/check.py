@@ -47,7 +47,7 @@ def check(
 
     judged_before = is_table(table)
     # Bare files of layers have no number format that would say what is allowed.
-    if not table.exists() and not script.is_script():
+    if not judged_before and not table.exists() and not script.is_script():
         raise BadInput(
             f"there is no '{table}'", hint="`driftline compare REF CAND -o TABLE` writes a table"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from statistics import median
@@ -327,8 +327,7 @@ def growths(
     worst: dict[Place, Growth] = {}
     for place, entries in measured.items():
         least = structure.quantised.get(place.site, 0.0)
-        steps = known.get(place.site, ()) if place.direction == "forward" else ()
-        asked = [entry for entry in entries if entry.transfer.call.step not in steps] or entries
+        asked = _asked(entries, known.get(place.site, ()) if place.direction == "forward" else ())
         results: list[Growth] = []
         for entry in asked:
             others = usual.get((entry.transfer.role, entry.loudness), _NO_SIBLINGS)
@@ -341,6 +340,11 @@ def growths(
             drowns=_hides_somewhere(asked, [growth.drowns for growth in results]),
         )
     return worst
+
+
+def _asked(entries: Sequence[_Measured], steps: Collection[int]) -> Sequence[_Measured]:
+    """The calls whose growth counts: those in steps that nothing better knows, or else all."""
+    return [entry for entry in entries if entry.transfer.call.step not in steps] or entries
 
 
 def _hides_somewhere(entries: Sequence[_Measured], hides: Sequence[bool]) -> bool:

@@ -156,11 +156,8 @@ class SiteStatus(NamedTuple):
 
     @property
     def jump(self) -> float:
-        """By how much the error grows here, where what came in does not explain it; else 0.
-
-        In the error and not in limits: where all was equal before, a limit is tiny, and whatever
-        goes wrong after a first fault would seem small beside it.
-        """
+        """By how much the error grows here, where what came in does not explain it; else 0."""
+        # Not in limits: behind a first fault where all was equal before, others would seem small.
         came_in = 0.0 if math.isnan(self.call.error_in) else self.call.error_in
         grown = self.call.error - came_in
         return grown if self.ratio > 1.0 and math.isfinite(grown) else 0.0

@@ -194,3 +194,34 @@ class Case:
 
 
 Rule: TypeAlias = Callable[[Case], "Clue | None"]
+
+
+_HIDDEN = -1e4
+"""What a mask adds at most where nothing may be seen."""
+
+
+def other_mask(r: F64, c: F64) -> str:
+    """How two masks differ, in words; empty if they are equal, or no masks.
+
+    A mask holds zeros and very negative numbers, which are added to scores.
+
+    >>> other_mask(np.array([0.0, -np.inf]), np.zeros(2))
+    '50.0% of the flags that say what may be seen are others: those of the candidate are all alike'
+    """
+    right, made = (values == 0.0 for values in (r, c))
+    are_masks = all(bool((values[~(values == 0.0)] <= _HIDDEN).all()) for values in (r, c))
+    if not r.ndim or r.shape != c.shape or not are_masks:
+        return ""
+    share = np.count_nonzero(right != made) / max(r.size, 1)
+    if share == 0.0:
+        return ""
+    words = f"{share:.1%} of the flags that say what may be seen are others"
+    if made.all() or right.all():
+        return f"{words}: those of the {'candidate' if made.all() else 'reference'} are all alike"
+    rows, made_rows = (
+        np.unique(flags.reshape(-1, flags.shape[-1]), axis=0, return_counts=True)
+        for flags in (right, made)
+    )
+    if r.ndim > 1 and all(map(np.array_equal, rows, made_rows)):
+        words += ": the same rows stand in another order"
+    return words

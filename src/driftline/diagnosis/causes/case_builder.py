@@ -23,9 +23,8 @@ from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import FINE, Call, Place, Site, ancestors, contains
 from driftline.comparison.verdict.status import SiteStatus
-from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
+from driftline.diagnosis.causes.case import F64, Case, Codes, Flags, other_mask
 from driftline.diagnosis.causes.linear_solve import implied_input
-from driftline.diagnosis.causes.regions import other_mask
 from driftline.diagnosis.causes.registry import Clue, best_clue, rules_for_inputs
 from driftline.diagnosis.evidence.files import Replay
 from driftline.errors import DriftlineError

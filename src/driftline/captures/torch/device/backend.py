@@ -457,7 +457,7 @@ class TorchDeviceBackend:
                     return False
         if findable and what is not None and not again:
             digest = what if isinstance(what, PendingSummary) else None
-            if digest is None and self._recent.reads_all:
+            if digest is None and self._recent.compares:
                 digest = device_memory.summarise(tensor, shot.dtype)
             self._recent.add(tensor, self._place_number(key), what, digest)
         self.delivery.add(

@@ -71,6 +71,8 @@ class RecentTensors:
 
     Attributes:
         reads_all: Whether everything is read in this call.
+        compares: Whether it also shows which tensors are one. Not in the first call: its tensors
+            are often kept in full, and digests would be made for this alone.
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
@@ -79,7 +81,7 @@ class RecentTensors:
         self._trials: list[_Trial] = []
         self._proven: dict[tuple[int, int], bool] = {}
         self._calls = 0
-        self.reads_all = True
+        self.reads_all, self.compares = True, False
 
     def find(self, tensor: torch.Tensor, place: int) -> TakenTensor | None:
         """A tensor as it was taken before; None where its values have to be read."""
@@ -129,7 +131,7 @@ class RecentTensors:
         """A call is over, and what was taken in it is on its way."""
         self._taken.clear()
         self._calls += 1
-        self.reads_all = self._calls & (self._calls - 1) == 0
+        self.reads_all = self.compares = self._calls & (self._calls - 1) == 0
         if self._trials:
             self._trials = [trial for trial in self._trials if not self._settled(trial)]
 
