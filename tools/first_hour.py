@@ -173,13 +173,13 @@ def main() -> None:
         for part in play(environment, asked.wheel.resolve(), steps, not asked.without_torch):
             print(part, flush=True)
             blocks.append(part)
-    minutes = (time.monotonic() - begun) / 60
+    seconds = time.monotonic() - begun
     if asked.output:
         head = f"""# The first hour
 
 What a new user sees: an empty HOME, an empty environment, the built wheel, no compiler.
-`make first-hour` plays it and writes this page; times are those of a busy machine with two cores,
-{minutes:.0f} minutes in all.
+`make first-hour` plays it and writes this page; times are those of a machine with two cores,
+{seconds:.0f} seconds in all.
 """
         asked.output.write_text("\n".join([head, *blocks]), encoding="utf-8")
 
