@@ -129,11 +129,6 @@ class TensorAddress(NamedTuple):
     alias: str = ""
     class_name: str = ""
 
-    @property
-    def place(self) -> tuple[str, ...]:
-        """What is the same in every step and visit."""
-        return self.site, self.port, self.slot, self.moment, self.phase
-
     def key(self, rank: int) -> TensorKey:
         """The key of its record; the sink tells processes of one rank apart."""
         return TensorKey(
@@ -298,20 +293,15 @@ class Recorder:
     def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
         """`take`, guarded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
-        phase, step, take, device_backend = frame.phase, frame.step, self.take, self.device_backend
+        phase, step, take = frame.phase, frame.step, self.take
         # The loop is inlined rather than guarded per tensor: it runs for every tensor of
         # every call.
         for slot, alias, tensor in tensors:
             try:
-                if device_backend is None or not device_backend.take_again(
-                    frame, port, slot, alias, tensor, moment
-                ):
-                    take(
-                        TensorAddress(
-                            site, port, slot, step, visit, phase, moment, alias, class_name
-                        ),
-                        tensor,
-                    )
+                take(
+                    TensorAddress(site, port, slot, step, visit, phase, moment, alias, class_name),
+                    tensor,
+                )
             except Exception as error:
                 self._fault(site, error)
 

@@ -171,7 +171,7 @@ class Session(ABC):
         self.execution_order: dict[str, None] = {}
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
-        self._asked_step, self._step_selected = -1, False
+        self._selected = (-1, False)  # a step, and whether it is selected
         # Operators of this capture are to be executed again from what it leaves.
         self.for_replay = False
         self._topology_places = 0
@@ -383,10 +383,13 @@ class Session(ABC):
 
     def wants_step(self, step: int) -> bool:
         """Whether tensors of a step are captured."""
-        # Asked for every call, and patterns take longer than a whole call may.
-        if step != self._asked_step:
-            self._asked_step, self._step_selected = step, self.selection.takes_step(step)
-        if not self._step_selected:
+        # Asked for every call, and patterns take longer than a whole call may. Kept as one value:
+        # no other thread may find a step with another step's answer.
+        asked, selected = self._selected
+        if asked != step:
+            selected = self.selection.takes_step(step)
+            self._selected = step, selected
+        if not selected:
             return False
         budget = self.recorder.budget
         return budget is None or step == 0 or budget.allows(step)

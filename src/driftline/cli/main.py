@@ -64,9 +64,8 @@ def _guarded(words: list[str]) -> int:
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if (
-        mapped := _mapped_files()
-    ) is not None:  # of an earlier command of this process, or a server
+    # What an earlier command of this process met, or a server beside it, is not this one's affair.
+    if (mapped := _mapped_files()) is not None:
         mapped.forget_cut_files()
     try:
         code = _dispatch(words)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack, cast
 
@@ -18,7 +17,7 @@ from driftline.comparison.metrics.catalogue import STANDARD, Metric, limited, re
 from driftline.comparison.table.row import JSON, number_from_json, number_to_json
 from driftline.comparison.tolerance.defaults import elementwise as default_elementwise
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
-from driftline.errors import BadFile
+from driftline.errors import BadFile, did_you_mean
 from driftline.execution.jobs import chosen
 
 if TYPE_CHECKING:
@@ -72,10 +71,9 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], allowed: type) ->
         TypeError: There is such a keyword.
     """
     names = allowed.__annotations__.keys()
-    for name in keywords.keys() - names:
-        near = get_close_matches(name, names, 1)
-        also = f"; did you mean '{near[0]}'?" if near else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{also}")
+    for name in sorted(keywords.keys() - names):
+        hint = did_you_mean(name, names)
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'; {hint}")
 
 
 @dataclass(frozen=True, slots=True)

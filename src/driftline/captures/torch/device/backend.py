@@ -287,7 +287,7 @@ class TorchDeviceBackend:
         return True
 
     def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
-        like = self.known_tensors.get(address.place)
+        like = self.known_tensors.get(_place_of(address))
         if (
             like is not None
             and not placement
@@ -381,7 +381,7 @@ class TorchDeviceBackend:
         if device.without_kernels:
             return
         batch = device.batch()
-        place = (key.site, key.port, key.slot, key.moment, key.phase)
+        place = _place_of(key)
         like = self.known_tensors.get(place)
         if (
             like is not None
@@ -500,8 +500,7 @@ class TorchDeviceBackend:
         return None if kept == "full" else what
 
     def _place_number(self, key: TensorKey) -> int:
-        place = (key.site, key.port, key.slot, key.moment, key.phase)
-        return self._places.setdefault(place, len(self._places))
+        return self._places.setdefault(_place_of(key), len(self._places))
 
     def _changed_unseen(self, number: int) -> None:
         """A place was given a changed tensor that seemed unchanged."""
@@ -610,3 +609,8 @@ class TorchDeviceBackend:
         """The program has no memory left on a device."""
         if self.device_memory is not None:
             self.device_memory.memory_wanted()
+
+
+def _place_of(address: TensorAddress | TensorKey) -> tuple[str, ...]:
+    """What is the same in every step and visit."""
+    return address.site, address.port, address.slot, address.moment, address.phase

@@ -10,7 +10,7 @@ tensor is believed to be one that was taken, and its values are not read:
   read.
 * In a call in which everything was read, the two places had equal digests. Collectives such as
   `all_reduce`, kernels of other libraries and writes through `.data` change values without being
-  counted; where a program does that, it shows in its first call.
+  counted; where a program does that, it shows in its first calls.
 
 Everything is read in calls 0, 1, 2, 4, 8, 16, ..., so that a program that changes its ways is
 noticed.
