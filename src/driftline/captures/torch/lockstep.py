@@ -1,9 +1,10 @@
 """Lockstep: two models run side by side and are compared tensor by tensor.
 
 The reference runs in a thread of its own, the candidate in the caller's; only one of them runs at a
-time. Each waits for the other at every tensor, and the two are compared at once where they are, so
-neither a copy of the activations nor a run is kept. Random numbers are drawn by each as if it were
-alone. What is measured is `PairMoments`; what they mean is decided elsewhere.
+time. It goes on while copies of what the other has not come to yet fit into a small buffer, and
+then waits for the other; the two tensors of a pair are compared at once where they are, so neither
+a copy of the activations nor a run is kept. Random numbers are drawn by each as if it were alone.
+What is measured is `PairMoments`; what they mean is decided elsewhere.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,6 +26,8 @@ from driftline.captures.recorder import Refusal, TensorAddress
 from driftline.captures.selection import Selection
 from driftline.captures.torch import tensors as snapshots
 from driftline.captures.torch.device import accelerator
+from driftline.captures.torch.device.memory import spare_memory
+from driftline.captures.torch.device.places import Place, place_of
 from driftline.captures.torch.session import CaptureSession
 from driftline.numerics import kernel
 from driftline.numerics.dtypes import DTYPES
@@ -40,6 +43,11 @@ Elementwise = Callable[[str, str], tuple[float, float]]
 _OTHER: dict[Name, Name] = {"reference": "candidate", "candidate": "reference"}
 MOST_WAITING = 1 << 30
 """Bytes of tensors that may wait for their partner; models that differ more are not in step."""
+AHEAD = 512 << 20
+"""Bytes of copies by which one model is ahead of the other on a device, where memory is left for
+them: changing from one model to the other takes longer than most copies."""
+AHEAD_ON_HOST = 4 << 20
+"""The same in host memory: what fits its caches is copied in less time than threads change in."""
 
 
 class Steps:
@@ -73,6 +81,8 @@ class _Meeting:
             "candidate": {},
         }
         self._bytes = 0
+        self._spare: dict[torch.device, int] = {}
+        self._places: dict[torch.device, Place] = {}
         self._chance: dict[Name, list[torch.Tensor]] = {}
         self._rows: list[tuple[TensorKey, int, torch.Tensor]] = []
 
@@ -102,11 +112,12 @@ class _Meeting:
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._now == side)
         _restore(self._chance[side])
+        self._spare.clear()  # the other may have taken memory
 
     # --- tensors
 
     def arrive(self, side: Name, record: Record, tensor: torch.Tensor) -> None:
-        """A model has come to a tensor. Returns when the other one has come as far."""
+        """A model has come to a tensor. Returns when it was compared, or a copy of it waits."""
         key = record.key
         self._sink(side).put(record, None)
         partner = self._waiting[_OTHER[side]].pop(key, None)
@@ -114,10 +125,14 @@ class _Meeting:
             self._bytes -= partner[1].nbytes
             pair = (partner, (record.dtype, tensor))
             self._measure(key, *(pair if side == "candidate" else pair[::-1]))
-        elif not self.steps.apart:
-            # Until the other comes it may be as it is; if it goes on without, a copy stays.
-            self._waiting[side][key] = record.dtype, tensor
-            self._bytes += tensor.nbytes
+            return
+        if self.steps.apart:
+            return
+        ahead = self._copied_ahead(tensor)
+        self._waiting[side][key] = record.dtype, tensor if ahead is None else ahead
+        self._bytes += tensor.nbytes
+        if ahead is not None:
+            return
         self._hand_over(side)
         held = self._waiting[side].get(key)
         # The partner did not come: the program may now change the tensor, so it is copied.
@@ -129,6 +144,29 @@ class _Meeting:
                 self._waiting[side][key] = held[0], tensor.clone()
             except torch.OutOfMemoryError:
                 self._give_up("there is no memory for tensors that wait for their partner")
+
+    def _copied_ahead(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy that waits while its model goes on; None where the model has to wait."""
+        size = self._bytes + tensor.nbytes
+        if tensor.is_cpu:
+            return tensor.clone() if size <= AHEAD_ON_HOST else None
+        if size > AHEAD or size > self._spare_on(tensor.device):
+            return None
+        try:
+            return tensor.clone()
+        except torch.OutOfMemoryError:
+            self._spare[tensor.device] = 0
+            return None
+
+    def _spare_on(self, device: torch.device) -> int:
+        spare = self._spare.get(device)
+        if spare is None:
+            place = self._places.get(device)
+            if place is None:
+                place = self._places[device] = place_of(device)
+            free = spare_memory(place)
+            spare = self._spare[device] = AHEAD if free is None else self._bytes + free
+        return spare
 
     def _sink(self, side: Name) -> MemorySink:
         return self.steps.reference if side == "reference" else self.steps.candidate

@@ -346,6 +346,15 @@ _CHECK_EVERY = 0.5
 DROPPED = "dropped: the run could not be written as fast as the program ran"
 
 
+def spare_memory(place: Place) -> int | None:
+    """Bytes of a device that copies may take, so much is left to the program; None: unknown."""
+    memory = place.room()
+    if memory is None:
+        return None
+    free, total = memory
+    return max(0, free - int(total * LEFT_FREE))
+
+
 class PendingSummary(NamedTuple):
     """A summary on its way."""
 
@@ -549,11 +558,9 @@ class DeviceMemory:
         if now < device.checked:
             return
         device.checked = now + _CHECK_EVERY
-        memory = device.place.room()
-        if memory is not None:
-            free, total = memory
-            room = free - int(total * LEFT_FREE)
-            device.transfers.budget = max(0, min(self.budgets.device, room))
+        spare = spare_memory(device.place)
+        if spare is not None:
+            device.transfers.budget = min(self.budgets.device, spare)
 
     # --- sending
 
