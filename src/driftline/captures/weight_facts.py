@@ -36,19 +36,33 @@ ToHalf = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float16]], None]
 """Rounds a block of float32 into an array of float16."""
 
 
+class Samples(NamedTuple):
+    """The sampled elements of a tensor that stays where it is.
+
+    Attributes:
+        dtype: Of the tensor.
+        shape: Of the tensor.
+        values: The sampled elements' own snapshot, in C order of their grid.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    values: Snapshot
+
+
 class Weight(NamedTuple):
     """A tensor to be read.
 
     Attributes:
         site: Of the module that holds it.
         name: Its name there.
-        read: Gives its bytes, or says why it has none.
+        read: Gives its bytes or samples of them, or says why it has none.
         nbytes: Its size.
     """
 
     site: str
     name: str
-    read: Callable[[], Snapshot | Refusal]
+    read: Callable[[], Snapshot | Samples | Refusal]
     nbytes: int
 
 
@@ -134,17 +148,18 @@ class WeightReader:
         place = {"site": weight.site, "name": weight.name}
         if isinstance(shot, Refusal):
             return line_of("weight", **place, unreadable=f"not readable: {shot.reason}")
-        dtype, data = DTYPES[shot.dtype], shot.data
+        values = shot.values if isinstance(shot, Samples) else shot
+        dtype, data = DTYPES[shot.dtype], values.data
         if data is None or dtype.bits < 8:
             return line_of("weight", **place, unreadable="not readable: packed")
         fields: dict[str, Any] = {**place, "dtype": shot.dtype, "shape": list(shot.shape)}
-        samples = sampled(data, dtype, shot.shape)
-        full = full and shot.length <= _LARGEST_TENSOR
-        if full:
-            fields["digest"] = kernel.digest_at(shot.address, shot.length)
+        only_samples = isinstance(shot, Samples)
+        samples = data if only_samples else sampled(data, dtype, shot.shape)
+        if full and not only_samples and values.length <= _LARGEST_TENSOR:
+            fields["digest"] = kernel.digest_at(values.address, values.length)
             fields |= self._rounded(data, dtype)
             summary = kernel.summarize_at(
-                shot.address, shot.length, dtype, count=math.prod(shot.shape)
+                values.address, values.length, dtype, count=math.prod(shot.shape)
             )
         else:
             fields["basis"] = "sample"

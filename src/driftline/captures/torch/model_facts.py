@@ -40,7 +40,7 @@ from driftline.captures.torch.layers import children, class_of, unwrapped
 from driftline.captures.torch.step_states import CallDigests
 from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
 from driftline.captures.torch.training_facts import TrainingFacts
-from driftline.captures.weight_facts import Weight, WeightReader
+from driftline.captures.weight_facts import Samples, Weight, WeightReader
 from driftline.runs.sidecars.model_facts import (
     MODEL,
     MOST_SAMPLES,
@@ -361,9 +361,14 @@ class TorchFacts:
             return
         later: list[Weight] = []
         at_once = 0
-        for site, name, tensor, is_buffer in tensors:
+        grids: _Grids = {}
+        readings = [_Reading(tensor) for _, _, tensor, _ in tensors]
+        # A device gathers the samples of all before the first of them is waited for.
+        for reading in readings:
+            self._session.guarded("model facts", reading.begin, grids)
+        for (site, name, tensor, is_buffer), reading in zip(tensors, readings, strict=True):
             size = tensor.numel() * tensor.element_size()
-            weight = Weight(site, name, _Reading(tensor), size)
+            weight = Weight(site, name, reading, size)
             on_host = tensor.device.type == "cpu"
             if not on_host or (is_buffer and at_once + size <= _AT_ONCE):
                 # A device's tensors: only samples leave it, while nothing else runs on them.
@@ -392,23 +397,48 @@ def _without_revision(line: str) -> str:
     return head + "}\n" if mark else line
 
 
+_Grids = dict[tuple[torch.Size, torch.device], tuple[torch.Tensor, ...]]
+"""Where the samples of tensors of one shape lie, on a device: most layers of a model are alike."""
+
+
 class _Reading:
     """Reads one tensor later, unless it has changed or is gone by then."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_samples", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Weak, because capture must not keep a model alive that the program dropped.
         self._tensor = weakref.ref(tensor)
         self._version = _version(tensor)
+        self._samples: torch.Tensor | None = None
 
-    def __call__(self) -> Snapshot | Refusal:
+    def begin(self, grids: _Grids) -> None:
+        """On a device: have the samples gathered there, without waiting for them."""
+        tensor = self._tensor()
+        if tensor is None or tensor.device.type == "cpu" or not _is_sampled(tensor):
+            return
+        if isinstance(snapshot(tensor, values=False), Refusal | Pending):
+            return
+        local = _local(tensor)
+        place = local.shape, local.device
+        if place not in grids:
+            indices = [torch.from_numpy(index) for index in grid_indices(tuple(local.shape))]
+            mesh = torch.meshgrid(*indices, indexing="ij")
+            grids[place] = tuple(index.to(local.device) for index in mesh)
+        self._samples = local[grids[place]]
+
+    def __call__(self) -> Snapshot | Samples | Refusal:
         tensor = self._tensor()
         if tensor is None:
             return Refusal("the model was freed before its weights were read")
         if _version(tensor) != self._version:
             return Refusal("it was changed before it was read")
-        return _read(tensor) if tensor.device.type == "cpu" else _sampled_on_device(tensor)
+        if tensor.device.type == "cpu":
+            return _read(tensor)
+        if self._samples is None:
+            self.begin({})
+        samples, self._samples = self._samples, None
+        return _from_device(tensor, samples)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -418,22 +448,29 @@ def _version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def _sampled_on_device(tensor: torch.Tensor) -> Snapshot | Refusal:
-    """A snapshot of which only the sampled elements were fetched; the others are zeros."""
+def _is_sampled(tensor: torch.Tensor) -> bool:
+    """Whether only samples of a device's tensor are fetched."""
+    local = _local(tensor)
+    return local.numel() > MOST_SAMPLES and local.dim() > 0 and not (tensor.is_cuda and recording())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _from_device(
+    tensor: torch.Tensor, samples: torch.Tensor | None
+) -> Snapshot | Samples | Refusal:
+    """A device's tensor, or the samples of it that were gathered there."""
     shot = snapshot(tensor, values=False)
     if isinstance(shot, Refusal | Pending):
         return shot if isinstance(shot, Refusal) else Refusal("its values are under way")
     if tensor.is_cuda and recording():
         return Refusal("a CUDA graph is being recorded")
-    local = getattr(tensor, "_local_tensor", tensor).detach()
-    if local.numel() <= MOST_SAMPLES or not local.dim():
-        return _read(local.cpu())
-    indices = [torch.from_numpy(index).to(local.device) for index in grid_indices(shot.shape)]
-    grid = local[torch.meshgrid(*indices, indexing="ij")].cpu()
-    # Untouched pages of a large array take no memory, so the holes cost nothing.
-    host = torch.zeros(shot.shape, dtype=local.dtype)
-    host[torch.meshgrid(*[index.cpu() for index in indices], indexing="ij")] = grid
-    return _read(host)
+    values = _read((_local(tensor) if samples is None else samples).cpu())
+    if samples is None or isinstance(values, Refusal):
+        return values
+    return Samples(shot.dtype, shot.shape, values)
 
 
 def _read(tensor: torch.Tensor) -> Snapshot | Refusal:
