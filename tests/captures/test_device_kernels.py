@@ -16,7 +16,7 @@ from driftline.numerics import definitions
 from driftline.numerics import definitions as digests
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, Summary
-from driftline.numerics.gpu.pairs import moments_of, pair_on_device
+from driftline.numerics.gpu.pairs import WIDENED, moments_of, pair_on_device
 
 pytestmark = needs_interpreter
 summaries._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
@@ -138,6 +138,24 @@ def test_a_pair_s_moments_are_what_the_definition_says(
     c[0] = r[0]
     r[3] = 0.0
     assert_same_moments(r.to(ours), c.to(theirs))
+
+
+@pytest.mark.parametrize("dtype", list(WIDENED), ids=str)
+def test_pairs_of_eight_bits_are_compared_in_a_type_that_has_their_numbers(
+    dtype: torch.dtype,
+) -> None:
+    codes = torch.arange(2200, dtype=torch.int32) % 256
+    other = codes.roll(3)
+    if dtype is torch.bool:
+        codes, other = codes % 3 == 0, other % 2 == 0
+    elif dtype is torch.int16:
+        codes, other = (codes - 128) * 250, (other - 128) * 250
+    else:  # every pattern, with its infinities and NaN
+        codes, other = codes.to(torch.uint8), other.to(torch.uint8)
+    same_size = codes.dtype.itemsize == dtype.itemsize
+    r, c = (t.view(dtype) if same_size else t.to(dtype) for t in (codes, other))
+    assert_same_moments(r, c)
+    assert_same_moments(r, r.clone())
 
 
 def test_what_is_not_finite_is_counted_and_located() -> None:

@@ -1,6 +1,7 @@
-"""Two tensors of one device compared with each other there: `PairMoments`, without copying either.
+"""Two tensors of one device compared with each other there: nothing of them goes to the host.
 
-For the float types of 16 and 32 bits; whatever else is compared on the host.
+Kernels read the float types of 16 and 32 bits. Types of 8 bits and integers of 16 are widened
+first, into a type that has all their numbers. Whatever else is compared on the host.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,11 +21,24 @@ from driftline.numerics.gpu import launcher
 from driftline.numerics.gpu.launcher import Kernel
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+WIDENED = {
+    torch.float8_e4m3fn: torch.float16,
+    torch.float8_e5m2: torch.float16,
+    torch.bool: torch.float32,
+    torch.uint8: torch.float32,
+    torch.int8: torch.float32,
+    torch.int16: torch.float32,
+}
+"""Types that no kernel for pairs reads, and the one they are compared in; without loss."""
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _MOST_PROGRAMS = 528
 _MOST_SHARES = 128
 """Programs that look one position up."""
 _ROW = 40
+_MAX_ABS_E, _MAX_ULP = 26, 28
+"""Places in a row."""
+_MAGNITUDE = 0x7F
+"""Of a float of 8 bits; the bit above is the sign."""
 
 
 class _Kernels(NamedTuple):
@@ -52,9 +66,10 @@ def _kernels(ours: str, theirs: str) -> _Kernels:
 
 def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
     """Whether two tensors of as many elements can be compared where they are."""
+    # Of two different types the reference would have to be rounded, for the distance in ulp.
+    readable = reference.dtype in KINDS and candidate.dtype in KINDS
     return (
-        reference.dtype in KINDS
-        and candidate.dtype in KINDS
+        (readable or (reference.dtype == candidate.dtype and candidate.dtype in WIDENED))
         and reference.device == candidate.device
         and reference.numel() > 0
         and not launcher.why_not()
@@ -65,7 +80,12 @@ def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
 def pair_on_device(
     reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float, atol: float
 ) -> torch.Tensor:
-    """Measure a pair; the figures stay on the device, in the first row of what is returned."""
+    """Measure a pair; the figures stay on the device, in the row that is returned."""
+    wide = WIDENED.get(candidate.dtype)
+    if wide is not None:
+        row = pair_on_device(reference.to(wide), candidate.to(wide), rtol=rtol, atol=atol)
+        row[_MAX_ULP] = _max_ulp(reference, candidate) if wide.itemsize == 2 else row[_MAX_ABS_E]
+        return row
     ours, theirs = _in_order(reference), _in_order(candidate)
     index = -1 if ours.is_cpu else ours.get_device()
     count = ours.numel()
@@ -79,6 +99,20 @@ def pair_on_device(
     shares = min(_MOST_SHARES, -(-min(count, each * 65536) // 4096))
     kernels.join(1 + 5 * shares, index, *where, programs, shares)
     return rows[0]
+
+
+def _max_ulp(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """The greatest distance of two tensors of one 8-bit float type, where both are finite."""
+    past_largest = DTYPES[str(candidate.dtype).removeprefix("torch.")].past_largest
+    signed: list[torch.Tensor] = []
+    finite: list[torch.Tensor] = []
+    for tensor in (reference, candidate):
+        codes = tensor.detach().contiguous().view(torch.int8)
+        magnitude = (codes & _MAGNITUDE).to(torch.int16)
+        signed.append(torch.where(codes < 0, -magnitude, magnitude))
+        finite.append(magnitude < past_largest)
+    apart = (signed[0] - signed[1]).abs()
+    return torch.where(finite[0] & finite[1], apart, 0).max().double()
 
 
 def moments_of(row: torch.Tensor, count: int) -> PairMoments:

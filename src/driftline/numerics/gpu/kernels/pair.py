@@ -11,12 +11,12 @@
 import triton
 import triton.language as tl
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
-from driftline.numerics.gpu.kernels.summary import greatest_pair, least_pair
-
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
+from driftline.numerics.gpu.kernels.summary import (
+    greatest_pair,
+    largest_pair,
+    least_pair,
+    smallest_pair,
+)
 
 
 @triton.jit
@@ -86,6 +86,43 @@ def sorted_bits(x):
     """A float32's bits, so that they sort like the numbers; below zero they are off by one."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def apart_bits(r, c, KIND: tl.constexpr):
+    """How far two float32 are apart, or 65536 times that for two bfloat16; not negative."""
+    ours_sorted = sorted_bits(r)
+    theirs_sorted = sorted_bits(c)
+    most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
+    apart = most - tl.minimum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
+    if KIND == "f32":  # off by one where only one of them is below zero
+        apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
+    return apart
+
+
+@triton.jit
+def apart_numbers(r, c, KIND: tl.constexpr):
+    """How many numbers of the candidate's format two float32 are apart."""
+    return tl.abs(ordinal(r, KIND) - known_ordinal(c, KIND))
+
+
+@triton.jit
+def sortable_pair(word):
+    """The patterns of two 16-bit floats as unsigned numbers that sort like the floats."""
+    # 0xFFFF for a half that is below zero: each byte repeats the sign of the half it is in.
+    below = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, 0xBB99;", "=r,r", [word], tl.uint32, True, 1
+    )
+    return word ^ (below | 0x80008000)
+
+
+@triton.jit
+def apart_pair(ours, theirs):
+    """How many numbers of their 16-bit format the halves of two words are apart."""
+    a, b = sortable_pair(ours), sortable_pair(theirs)
+    # The greater minus the smaller one borrows nothing from the other half. Both zeros are one
+    # number, so floats of unlike signs are one less apart than their patterns.
+    return largest_pair(a, b) - smallest_pair(a, b) - (((ours ^ theirs) >> 15) & 0x00010001)
 
 
 @triton.jit
@@ -232,8 +269,10 @@ def pair_rows(
     different = tl.zeros([256], tl.int32)
     m_ae = tl.zeros([256], tl.float32)
     m_rel = tl.zeros([256], tl.float32)
+    # Two numbers at a time, where the device has such instructions.
+    PAIRS: tl.constexpr = LEVEL > 2 and R == C and C != "f32"
     # The bits of two bfloat16, or float32, need no shift before they are subtracted.
-    BITS: tl.constexpr = (R == C and C == "bf16") or C == "f32"
+    BITS: tl.constexpr = PAIRS or (R == C and C == "bf16") or C == "f32"
     R_PACKED: tl.constexpr = LEVEL > 1 and R != "f32"
     C_PACKED: tl.constexpr = LEVEL > 1 and C != "f32"
     if BITS:
@@ -290,6 +329,8 @@ def pair_rows(
             if C_PACKED:
                 c_min = least_pair(c_min, their_word, C)
                 c_max = greatest_pair(c_max, their_word, C)
+            if PAIRS:
+                m_ulp = largest_pair(m_ulp, apart_pair(our_word, their_word))
             for half in tl.static_range(2):
                 r = half_of(our_word, half, R)
                 c = half_of(their_word, half, C)
@@ -297,18 +338,13 @@ def pair_rows(
                 x = r - shift
                 ae = tl.abs(e)
                 ar = tl.abs(r)
-                rel = tl.where(ae == 0.0, 0.0, ae * one_over(ar, TOGETHER))
-                if BITS:
-                    ours_sorted = sorted_bits(r)
-                    theirs_sorted = sorted_bits(c)
-                    most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
-                    apart = most - tl.minimum(ours_sorted, theirs_sorted).to(
-                        tl.uint32, bitcast=True
-                    )
-                    if C == "f32":  # off by one where only one of them is below zero
-                        apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
-                else:
-                    apart = tl.abs(ordinal(r, C) - known_ordinal(c, C))
+                # Two NaN are read again, so a difference that is not zero is a difference.
+                differs = ae != 0.0
+                rel = tl.where(differs, ae * one_over(ar, TOGETHER), 0.0)
+                if BITS and not PAIRS:
+                    m_ulp = tl.maximum(m_ulp, apart_bits(r, c, C))
+                elif not BITS:
+                    m_ulp = tl.maximum(m_ulp, apart_numbers(r, c, C))
                 f_x += x
                 f_e += e
                 f_xx += x * x
@@ -317,10 +353,9 @@ def pair_rows(
                 f_ae += ae
                 f_rel += rel
                 outside += (ae > atol_32 + rtol_32 * ar).to(tl.int32)
-                different += (r != c).to(tl.int32)
+                different += differs.to(tl.int32)
                 m_ae = tl.maximum(m_ae, ae)
                 m_rel = tl.maximum(m_rel, rel)
-                m_ulp = tl.maximum(m_ulp, apart)
                 if not R_PACKED:
                     r_max = tl.maximum(r_max, r)
                     r_min = tl.minimum(r_min, r)
@@ -341,7 +376,9 @@ def pair_rows(
     if C_PACKED:
         c_min = tl.minimum(half_of(c_min, 0, C), half_of(c_min, 1, C))
         c_max = tl.maximum(half_of(c_max, 0, C), half_of(c_max, 1, C))
-    if BITS and C == "bf16":
+    if PAIRS:
+        m_ulp = tl.maximum(m_ulp & 0xFFFF, m_ulp >> 16)
+    elif BITS and C == "bf16":
         m_ulp = m_ulp >> 16
     # What float32 does not carry: read it again. (A NaN makes every comparison false.)
     size = tl.maximum(

@@ -14,12 +14,6 @@ of 64 elements which signs they have and where they go.
 import triton
 import triton.language as tl
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
-
-
 WARPS = 8
 """Warps of a program that reads a tensor."""
 
@@ -90,6 +84,14 @@ def smallest_pair(least, word):
     """The smaller of two pairs of unsigned 16-bit numbers."""
     return tl.inline_asm_elementwise(
         "min.u16x2 $0, $1, $2;", "=r,r,r", [least, word], tl.uint32, True, 1
+    )
+
+
+@triton.jit
+def largest_pair(most, word):
+    """The larger of two pairs of unsigned 16-bit numbers."""
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [most, word], tl.uint32, True, 1
     )
 
 
