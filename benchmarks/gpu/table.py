@@ -6,9 +6,12 @@ which is said.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -42,6 +45,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
             *whole_tensors(model, folder, rounds),
             *comparison(),
             *side_by_side(model),
+            *first_step(folder),
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -225,7 +229,8 @@ def comparison() -> list[dict[str, Any]]:
     """Two tensors of 0.5 GB on the device: all figures that the standard metrics need."""
     import torch
 
-    return [row for dtype in (torch.bfloat16, torch.float32) for row in _pair_rate(dtype)]
+    dtypes = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
+    return [row for dtype in dtypes for row in _pair_rate(dtype)]
 
 
 def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
@@ -234,8 +239,10 @@ def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
     from driftline.numerics.gpu.pairs import pair_on_device
 
     count = (1 << 29) // dtype.itemsize
-    reference = torch.randn(count, device="cuda", dtype=dtype)
-    candidate = reference + 0.01 * torch.randn(count, device="cuda", dtype=dtype)
+    drawn = torch.randn(count, device="cuda", dtype=torch.bfloat16)
+    reference = drawn.to(dtype)
+    candidate = drawn.mul_(1.01).to(dtype)
+    del drawn
     took: list[float] = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -251,6 +258,39 @@ def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
     name = str(dtype).removeprefix("torch.")
     row = f"compare on the device, 2 x 0.5 GB {name}"
     return [figure(row, rate, 2.5, "TB/s", note, better="higher")]
+
+
+_FIRST = """
+import sys, time
+import torch
+from benchmarks.gpu.model import llama, tokens
+model, ids = llama(), tokens(8, 1024)
+torch.cuda.synchronize()
+begin = time.perf_counter()
+with torch.no_grad():
+    model(ids)
+torch.cuda.synchronize()
+open(sys.argv[1], "w").write(str(time.perf_counter() - begin))
+"""
+
+
+def first_step(folder: Path) -> list[dict[str, Any]]:
+    """What the first forward pass of a program takes longer for summaries of it."""
+    program = folder / "first.py"
+    program.write_text(_FIRST)
+    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+    took: list[float] = []
+    # Twice captured: kernels are compiled in the first program, and in the cache of the second.
+    for number, captured in enumerate((False, True, True)):
+        words = [sys.executable, str(program), str(folder / "took")]
+        if captured:
+            run = ["-o", str(folder / f"first{number}"), "--keep", "summary", "--no-weights"]
+            words = [sys.executable, "-m", "driftline", "dump", *run, "--", *words]
+        subprocess.run(words, env=surroundings, check=True, capture_output=True, timeout=300)
+        took.append(float((folder / "took").read_text()))
+    plain, cold, warm = took
+    note = f"{plain:.2f} s without capture, {cold:.2f} s with kernels still to be compiled"
+    return [figure("first step, kernels in the cache", warm - plain, 0.5, "s more", note)]
 
 
 def side_by_side(model: Any) -> list[dict[str, Any]]:

@@ -330,6 +330,37 @@ def test_a_tensor_that_cannot_be_copied_whole_is_copied_in_parts(
     assert torch.equal(snapshots._in_order(given, on_host=False), given)
 
 
+class Reshaped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().reshape(4, 6).exp().reshape(24).exp()
+
+
+def test_calls_of_one_operator_that_differ_are_described_in_the_first_step_only() -> None:
+    model, sink = Reshaped(), MemorySink()
+    watching = capture(model, sink, keep="summary", levels="ops", steps="*")
+    device_backend = watching.session.device_backend
+    device_backend.pretends = True
+    described: list[int] = []
+    long_way = device_backend._take
+
+    def counted(*arguments: Any) -> bool:
+        described.append(watching.session.clock.now)
+        return long_way(*arguments)
+
+    device_backend._take = counted  # type: ignore[method-assign]
+    x = torch.linspace(-1, 1, 24).reshape(2, 12)
+    with torch.no_grad(), watching:
+        for _ in range(4):
+            model(x)
+    assert described and set(described) == {0}
+    records = {r.key: r for r in sink.run().records}
+    exponentials = [k for k in records if k.step == 3 and "exp" in k.site and k.port == "output"]
+    assert {records[k].shape for k in exponentials} == {(2, 12), (4, 6), (24,)}
+    for key in exponentials:
+        first = records[key._replace(step=0)]
+        assert (first.digest, first.shape) == (records[key].digest, records[key].shape)
+
+
 def test_a_graph_that_could_not_be_recorded_leaves_capture_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

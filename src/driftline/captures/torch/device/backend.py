@@ -62,7 +62,6 @@ class KnownTensor(NamedTuple):
     size: int
     kept: str
     place: int
-    since: int
 
 
 class Last:
@@ -85,6 +84,9 @@ class Last:
 
 # Bounds the memory of programs that never give the same place twice.
 _MOST_KNOWN = 100_000
+_MOST_VISITS = 64
+"""Calls of one place in a step that are remembered one by one where they differ. A loop of
+thousands of calls would fill the memory with places that no later step has."""
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
@@ -287,14 +289,15 @@ class TorchDeviceBackend:
         return True
 
     def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
-        like = self.known_tensors.get(_place_of(address))
-        if (
-            like is not None
-            and not placement
-            and like.alias == address.alias
-            # Overloads of one operator share a place.
-            and like.constant.record.class_name == address.class_name
-            and self._again(like, address.step, address.visit, tensor)
+        place = _place_of(address)
+        if not placement and (
+            self._take_like(self.known_tensors.get(place), tensor, address)
+            or (
+                0 < address.visit < _MOST_VISITS
+                and self._take_like(
+                    self.known_tensors.get(_place_of_visit(place, address)), tensor, address
+                )
+            )
         ):
             return True
         device_memory = self.device_memory or self._new_device_memory()
@@ -309,6 +312,17 @@ class TorchDeviceBackend:
                 raise
             self.delivery.fail(str(error))
             return True
+
+    def _take_like(
+        self, like: KnownTensor | None, tensor: torch.Tensor, address: TensorAddress
+    ) -> bool:
+        return (
+            like is not None
+            and like.alias == address.alias
+            # Overloads of one operator share a place.
+            and like.constant.record.class_name == address.class_name
+            and self._again(like, address.step, address.visit, tensor)
+        )
 
     def _take(
         self,
@@ -382,18 +396,22 @@ class TorchDeviceBackend:
             return
         batch = device.batch()
         place = _place_of(key)
-        like = self.known_tensors.get(place)
-        if (
-            like is not None
-            and like.constant.record.class_name == class_name
-            and like.batch is batch
-            and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
-            and like.kept == kept
-        ):
-            return  # it was not taken at once for a reason that will pass
-        # Calls of one step that differ, as operators do, would take each other's place in turn.
-        if like is not None and like.since == key.step and like.batch is batch:
-            return
+        own = _place_of_visit(place, key) if key.visit else place
+        for other in (place, own):
+            like = self.known_tensors.get(other)
+            if (
+                like is not None
+                and like.constant.record.class_name == class_name
+                and like.batch is batch
+                and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
+                and like.kept == kept
+            ):
+                return  # it was not taken at once for a reason that will pass
+        # Calls of one step that differ, as those of operators do, would take each other's place.
+        if key.visit and place in self.known_tensors:
+            if key.visit >= _MOST_VISITS:
+                return
+            place = own
         self._changes += 1
         self.known_tensors[place] = KnownTensor(
             tensor.dtype,
@@ -408,7 +426,6 @@ class TorchDeviceBackend:
             shot.elements * kind.width,
             kept,
             self._place_number(key),
-            key.step,
         )
 
     def _taken(
@@ -614,3 +631,8 @@ class TorchDeviceBackend:
 def _place_of(address: TensorAddress | TensorKey) -> tuple[str, ...]:
     """What is the same in every step and visit."""
     return address.site, address.port, address.slot, address.moment, address.phase
+
+
+def _place_of_visit(place: tuple[str, ...], address: TensorAddress | TensorKey) -> tuple[str, ...]:
+    """What is the same in every step."""
+    return *place, str(address.visit)
