@@ -32,6 +32,7 @@ import driftline
 from driftline.captures.torch.session import CaptureSession
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.replay import Replayer
+from driftline.diagnosis.experiments.replay_method import ReplayMethod
 from driftline.runs.memory import MemorySink
 from driftline.runs.provenance import create_run
 from driftline.runs.sinks import Nowhere
@@ -119,7 +120,8 @@ class _Case:
             ]
         session = CaptureSession(MemorySink(), levels=(), model=self._reference)
         captured = Candidate(driftline.open_run(self._path))
-        replayer = Replayer(session, captured, _by_name, *sinks, keep_all=keep_all)
+        method = ReplayMethod(keep_all=keep_all)
+        replayer = Replayer(session, captured, _by_name, *sinks, method=method)
         session.stand_in = replayer
         session.start()
         self.plain()

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 
 
-def run_in_root(program: str) -> str:
+def run_in_root(program: str, python: str = sys.executable) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [python, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -43,7 +43,7 @@ def test_the_benchmark_of_the_kernel_has_every_figure_with_a_goal() -> None:
     assert all(figure["value"] > 0 for figure in figures)
 
 
-def test_the_clean_pairs_are_enough_and_one_of_them_is_judged() -> None:
+def test_the_clean_pairs_are_enough_and_one_of_them_is_judged(warm_llama: str) -> None:
     said = json.loads(
         run_in_root(
             "import json\n"
@@ -52,7 +52,8 @@ def test_the_clean_pairs_are_enough_and_one_of_them_is_judged() -> None:
             "pairs = clean_pairs()\n"
             "names = {pair.name for pair in pairs}\n"
             "result = clean_trial(Pair('perceptron', 'bf16', steps=1, optimizer='SGD'))\n"
-            "print(json.dumps([len(names), len({p.architecture for p in pairs}), result]))"
+            "print(json.dumps([len(names), len({p.architecture for p in pairs}), result]))",
+            warm_llama,
         )
     )
     pairs, architectures, result = said
@@ -62,14 +63,15 @@ def test_the_clean_pairs_are_enough_and_one_of_them_is_judged() -> None:
     assert result["compare"]["verdict"] == result["diagnose"]["verdict"] == "pass", result
 
 
-def test_a_fault_in_a_model_of_the_clean_pairs_is_judged_by_every_method() -> None:
+def test_a_fault_in_a_model_of_the_clean_pairs_is_judged_by_every_method(warm_llama: str) -> None:
     result = json.loads(
         run_in_root(
             "import json\n"
             "from benchmarks.clean_pairs.faults import Planted, fault_trial\n"
             "from benchmarks.clean_pairs.pairs import Pair\n"
             "planted = Planted(Pair('llama', 'bf16', 2), 'scaled weight', 'middle')\n"
-            "print(json.dumps(fault_trial(planted)))"
+            "print(json.dumps(fault_trial(planted)))",
+            warm_llama,
         )
     )
     assert "broken" not in result, result

@@ -32,7 +32,7 @@ def run_words(words: list[str], folder: Path) -> subprocess.CompletedProcess[str
 
 
 def test_the_commands_of_the_readme_work_on_a_script_that_knows_nothing(
-    tmp_path: Path,
+    tmp_path: Path, warm_python: str
 ) -> None:
     shutil.copy(DEMO / "infer.py", tmp_path)
     one, three, *_ = shell_blocks(ROOT / "README.md")
@@ -41,7 +41,7 @@ def test_the_commands_of_the_readme_work_on_a_script_that_knows_nothing(
     # "python" must be the interpreter of this environment, as it is in an activated one.
     outcomes = [
         run_words(
-            [word.replace("python ", f"{sys.executable} ") for word in shlex.split(command)],
+            [word.replace("python ", f"{warm_python} ") for word in shlex.split(command)],
             tmp_path,
         )
         for command in commands

@@ -12,7 +12,6 @@ import io
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -280,7 +279,9 @@ def test_thresholds_of_a_decoder_are_read(place: Path, command: Command) -> None
     assert code == 0 and "32 of 32 tensors compared" in text, text
 
 
-def test_an_expectation_is_checked_and_notices_a_fault(place: Path, tmp_path: Path) -> None:
+def test_an_expectation_is_checked_and_notices_a_fault(
+    place: Path, tmp_path: Path, warm_python: str
+) -> None:
     for name in ("network.py", "expecting.py"):
         shutil.copy(place / name, tmp_path)
     shutil.copytree(place / "expectations", tmp_path / "expectations")
@@ -288,7 +289,7 @@ def test_an_expectation_is_checked_and_notices_a_fault(place: Path, tmp_path: Pa
     def outcome() -> tuple[int, str]:
         done = subprocess.run(
             [
-                sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                warm_python, "-m", "pytest", "-q", "-p", "no:cacheprovider",
                 "--driftline-expectations-dir=expectations", "expecting.py",
             ],
             cwd=tmp_path, capture_output=True, text=True, check=False,
@@ -333,9 +334,9 @@ def test_a_diagnosis_is_what_it_was(place: Path) -> None:
         assert now[name] == kept[name]
 
 
-def test_a_reproducer_still_runs(place: Path) -> None:
+def test_a_reproducer_still_runs(place: Path, warm_python: str) -> None:
     done = subprocess.run(
-        [sys.executable, "repro.py"],
+        [warm_python, "repro.py"],
         cwd=place / "repro", capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,9 +47,9 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, tuple[str, bool, bool]]:
+def cases(warm_python: str) -> dict[str, tuple[str, bool, bool]]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=110
+        [warm_python, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -73,11 +72,11 @@ def test_the_wrong_program_computes_something_else(
     assert [name for name, (_, _, differs) in cases.items() if not differs] == []
 
 
-def test_a_case_is_judged_through_the_command_line(tmp_path: Path) -> None:
+def test_a_case_is_judged_through_the_command_line(tmp_path: Path, warm_python: str) -> None:
     table = tmp_path / "said.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "benchmarks.museum", "--only", "one_not_added"),
+            *(warm_python, "-m", "benchmarks.museum", "--only", "one_not_added"),
             *("--ways", "compare", "--json", str(table)),
         ],
         cwd=ROOT,

@@ -164,7 +164,7 @@ def test_explain_says_what_reached_the_backend(
     ],
 )
 def test_the_seeds_own_command_on_the_device(
-    place: Path, model: str, words: list[str], parts: int, site: str
+    place: Path, model: str, words: list[str], parts: int, site: str, warm_llama: str
 ) -> None:
     """`generate_layers_metrics.py` with its variables; the device by an option of ours.
 
@@ -184,7 +184,7 @@ def test_the_seeds_own_command_on_the_device(
         "PYTHONPATH": str(packages),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(script), "--mode", "model-forward", *words]
+    command = [warm_llama, str(script), "--mode", "model-forward", *words]
     command += ["--candidate", "device=aiu", "--compile_unit", "leaf"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from driftline.diagnosis.experiments import two_programs
 from driftline.errors import BadInput
 from driftline.reporting.html.report import page_of
+from support.commands import Said, caller
 
 PROGRAM = """
 import os, sys
@@ -36,19 +37,8 @@ with torch.no_grad():
 """
 
 
-def diff(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "driftline", "diff", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 def command(*words: str) -> str:
-    return shlex.join([sys.executable, "infer.py", *words])
+    return shlex.join(["python", "infer.py", *words])
 
 
 @pytest.fixture
@@ -57,30 +47,50 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_fault_is_named_and_a_second_call_runs_nothing_again(folder: Path) -> None:
-    done = diff(folder, command(), command("--fault"))
-    assert done.returncode == 1, done.stderr
-    assert "FAIL" in done.stdout
-    assert "the drift starts at '2' (Linear)" in done.stdout
-    assert "the trusted module's own arithmetic" in done.stdout  # the replay was made
+@pytest.fixture(autouse=True)
+def _python(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+    """What `python` is here: how the programs start is not the point, and they are many."""
+    before = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{Path(warm_python).parent}{os.pathsep}{before}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def diff(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Said]:
+    """The command, in this process and in the folder; its programs are processes."""
+    monkeypatch.chdir(folder)
+    run = caller(capfd, monkeypatch)
+    return lambda *words: run("diff", *words)
+
+
+def test_a_fault_is_named_and_a_second_call_runs_nothing_again(
+    folder: Path, diff: Callable[..., Said]
+) -> None:
+    done = diff(command(), command("--fault"))
+    assert done.code == 1, done.err
+    assert "FAIL" in done.out
+    assert "the drift starts at '2' (Linear)" in done.out
+    assert "the trusted module's own arithmetic" in done.out  # the replay was made
     page = folder / "driftline-diff" / "report.html"
-    assert "the report is in driftline-diff/report.html" in done.stderr
+    assert "the report is in driftline-diff/report.html" in done.err
     assert "<html" in page.read_text()[:400]
     # The reference twice (dump and replay), the candidate once.
     assert (folder / "runs.txt").read_text().count("run") == 3
 
-    again = diff(folder, command(), command("--fault"))
-    assert again.returncode == 1
-    assert "the reference was dumped before" in again.stderr
+    again = diff(command(), command("--fault"))
+    assert again.code == 1
+    assert "the reference was dumped before" in again.err
     assert (folder / "runs.txt").read_text().count("run") == 3
-    assert again.stdout == done.stdout
+    assert again.out == done.out
 
-    other = diff(folder, command("--fault"), command())
-    assert other.returncode == 2
-    assert "holds another diff" in other.stderr
+    other = diff(command("--fault"), command())
+    assert other.code == 2
+    assert "holds another diff" in other.err
 
 
-def test_a_repaired_program_is_run_again(folder: Path) -> None:
+def test_a_repaired_program_is_run_again(folder: Path, diff: Callable[..., Said]) -> None:
     """Somebody mends the model, in a file that the command does not even name, and asks again."""
     (folder / "infer.py").write_text(
         PROGRAM.replace(
@@ -94,13 +104,13 @@ def test_a_repaired_program_is_run_again(folder: Path) -> None:
     )
     (folder / "model.py").write_text(model)
     words = (command(), command("--port"), "--no-replay")
-    assert "the drift starts at '1'" in diff(folder, *words).stdout
+    assert "the drift starts at '1'" in diff(*words).out
     (folder / "model.py").write_text(model.replace("x * self.by", "x * 1.0"))
-    again = diff(folder, *words)
-    assert "model.py has changed since the candidate was dumped" in again.stderr
-    assert again.returncode == 0, again.stdout
+    again = diff(*words)
+    assert "model.py has changed since the candidate was dumped" in again.err
+    assert again.code == 0, again.out
     assert (folder / "runs.txt").read_text().count("run") == 4
-    assert "the reference was dumped before" in diff(folder, *words).stderr
+    assert "the reference was dumped before" in diff(*words).err
 
 
 def test_the_table_that_is_kept_says_what_the_report_says(
@@ -109,8 +119,8 @@ def test_the_table_that_is_kept_says_what_the_report_says(
     """The replay came after the first comparison; whoever opens the table later has it, too."""
     monkeypatch.chdir(folder)
     difference = two_programs.diff_programs(
-        two_programs.Program((sys.executable, "infer.py")),
-        two_programs.Program((sys.executable, "infer.py", "--fault")),
+        two_programs.Program(("python", "infer.py")),
+        two_programs.Program(("python", "infer.py", "--fault")),
         folder / "kept",
     )
     kept = page_of(folder / "kept" / "table").document["diagnosis"]
@@ -121,27 +131,29 @@ def test_the_table_that_is_kept_says_what_the_report_says(
     assert alone["confidence"] < difference.diagnosis.confidence
 
 
-def test_a_program_without_a_model_is_not_said_to_have_failed(folder: Path) -> None:
+def test_a_program_without_a_model_is_not_said_to_have_failed(
+    folder: Path, diff: Callable[..., Said]
+) -> None:
     (folder / "greeting.py").write_text("print('hello')")
-    done = diff(folder, shlex.join([sys.executable, "greeting.py"]), command())
-    assert done.returncode == 2
-    assert "nothing was captured" in done.stderr
-    assert "the reference left nothing to compare" in done.stderr
-    assert "ended with status" not in done.stderr
+    done = diff(shlex.join(["python", "greeting.py"]), command())
+    assert done.code == 2
+    assert "nothing was captured" in done.err
+    assert "the reference left nothing to compare" in done.err
+    assert "ended with status" not in done.err
 
 
-def test_one_command_under_two_sets_of_variables(folder: Path) -> None:
+def test_one_command_under_two_sets_of_variables(folder: Path, diff: Callable[..., Said]) -> None:
     words = ("--env", "DTYPE=float32", "--env", "DTYPE=bfloat16", "-o", "formats")
-    done = diff(folder, command(), *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS" in done.stdout
+    done = diff(command(), *words)
+    assert done.code == 0, done.out + done.err
+    assert "PASS" in done.out
     question = json.loads((folder / "formats" / "diff.json").read_text())
     assert question["candidate"]["variables"] == {"DTYPE": "bfloat16"}
     # Nothing failed, so nothing is replayed.
     assert (folder / "runs.txt").read_text().count("run") == 2
 
 
-def test_two_revisions_of_one_repository(folder: Path) -> None:
+def test_two_revisions_of_one_repository(folder: Path, diff: Callable[..., Said]) -> None:
     def git(*words: str) -> None:
         names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         subprocess.run(["git", *names, *words], cwd=folder, check=True, capture_output=True)
@@ -151,24 +163,26 @@ def test_two_revisions_of_one_repository(folder: Path) -> None:
     git("commit", "-qm", "right")
     (folder / "infer.py").write_text(PROGRAM.replace("nn.GELU()", "nn.ReLU()"))
     git("commit", "-qam", "wrong")
-    done = diff(folder, command(), "--rev", "HEAD~1..HEAD", "--no-replay")
-    assert done.returncode == 1, done.stderr
-    assert "'1' (GELU)" in done.stdout
+    done = diff(command(), "--rev", "HEAD~1..HEAD", "--no-replay")
+    assert done.code == 1, done.err
+    assert "'1' (GELU)" in done.out
     (folder / "infer.py").write_text(PROGRAM)
     git("commit", "-qam", "right again")
-    again = diff(folder, command(), "--rev", "HEAD~2..HEAD", "--no-replay", "-o", "other")
-    assert again.returncode == 0, again.stderr
-    moved = diff(folder, command(), "--rev", "HEAD~1..HEAD", "--no-replay")
-    assert "HEAD~1 has changed since the reference was dumped" in moved.stderr
+    again = diff(command(), "--rev", "HEAD~2..HEAD", "--no-replay", "-o", "other")
+    assert again.code == 0, again.err
+    moved = diff(command(), "--rev", "HEAD~1..HEAD", "--no-replay")
+    assert "HEAD~1 has changed since the reference was dumped" in moved.err
     trees = subprocess.run(["git", "worktree", "list"], cwd=folder, capture_output=True, text=True)
     assert len(trees.stdout.splitlines()) == 1
 
 
-def test_a_program_that_fails_ends_the_diff_with_a_sentence(folder: Path) -> None:
-    done = diff(folder, command("--crash"), command())
-    assert done.returncode == 2
-    assert "the reference ended with status 3" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_program_that_fails_ends_the_diff_with_a_sentence(
+    folder: Path, diff: Callable[..., Said]
+) -> None:
+    done = diff(command("--crash"), command())
+    assert done.code == 2
+    assert "the reference ended with status 3" in done.err
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -183,12 +197,12 @@ def test_a_program_that_fails_ends_the_diff_with_a_sentence(folder: Path) -> Non
     ],
 )
 def test_questions_that_mean_nothing_are_refused(
-    folder: Path, words: tuple[str, ...], sentence: str
+    folder: Path, words: tuple[str, ...], sentence: str, diff: Callable[..., Said]
 ) -> None:
-    done = diff(folder, *words)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    done = diff(*words)
+    assert done.code == 2
+    assert sentence in done.err
+    assert "Traceback" not in done.err
 
 
 def test_two_revisions_without_git_say_what_to_do_instead(monkeypatch, tmp_path):

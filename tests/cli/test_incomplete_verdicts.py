@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,9 @@ Dump = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Dump:
+def dump(
+    tmp_path_factory: pytest.TempPathFactory, warm_python: str, request: pytest.FixtureRequest
+) -> Dump:
     """Dump the program with these words once; options of `dump` come after `--`."""
     place = tmp_path_factory.mktemp("runs")
     (place / "infer.py").write_text(PROGRAM)
@@ -125,8 +126,8 @@ def dump(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Dump:
         key = (*words, *options)
         if key not in made:
             made[key] = path = str(place / f"run{len(made)}")
-            # Compiled modules need a Python of their own.
-            python = sys.executable if any("compiled" in word for word in words) else warm_python
+            compiles = any("compiled" in word for word in words)
+            python = request.getfixturevalue("warm_compiler") if compiles else warm_python
             main(["dump", "-o", path, *options, "--", python, str(place / "infer.py"), *words])
         return made[key]
 

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import driftline
+from driftline.captures.selection import Selection
 from driftline.captures.torch.session import CaptureSession
 from driftline.diagnosis.evidence import files as diagnosis
 from driftline.diagnosis.evidence.files import ReplayedSite
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.replay import Replayer
+from driftline.diagnosis.experiments.replay_method import ReplayMethod
 from driftline.diagnosis.result import Diagnosis
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
@@ -41,7 +43,13 @@ class Replay:
     """A reference that ran with a candidate's captured inputs beside it."""
 
     def __init__(
-        self, reference: nn.Module, candidate: nn.Module, *args: Any, calls: int = 1, **options: Any
+        self,
+        reference: nn.Module,
+        candidate: nn.Module,
+        *args: Any,
+        calls: int = 1,
+        selection: Selection | None = None,
+        **method: Any,
     ) -> None:
         sink = MemorySink()
         with torch.no_grad(), driftline.capture(candidate, sink):
@@ -56,7 +64,8 @@ class Replay:
             by_name,
             exact,
             native,
-            **{"keep_all": True, **options},
+            selection=selection,
+            method=ReplayMethod(**{"keep_all": True, **method}),
         )
         session.stand_in = replayer
         session.start()

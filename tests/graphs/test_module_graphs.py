@@ -138,23 +138,26 @@ def test_operators_of_a_tree_lie_inside_their_modules(place: Path, tmp_path: Pat
     assert len(names["operators"]) == len(modules) + 5
 
 
-def test_one_of_several_tokens_is_checked_and_drawn_alone(place: Path, tmp_path: Path) -> None:
+def test_one_of_several_tokens_is_checked_and_drawn_alone(
+    place: Path, tmp_path: Path, warm_python: str
+) -> None:
     """The list of operators is of all tokens; those of the others are not missing tensors."""
     twice = "model = Net().eval()\n    model(torch.randn(2, 3, 8))\n    model(torch.randn(2, 3, 8))"
     program = PROGRAM.replace("Net().eval()(torch.randn(2, 3, 8))", twice)
     (tmp_path / "twice.py").write_text(program)
     words = ["dump", "--type", "op", "tensor", "-er", "0,1", "-o", str(tmp_path / "two")]
-    words += ["--exec", f"{sys.executable} {tmp_path / 'twice.py'}"]
-    done = subprocess.run([str(BIN / "ait"), "llm", *words], capture_output=True, text=True)
+    words += ["--exec", f"{warm_python} {tmp_path / 'twice.py'}"]
+    ait = [warm_python, str(BIN / "ait"), "llm"]
+    done = subprocess.run([*ait, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (process,) = (tmp_path / "two" / "ait_dump" / "torch_tensors").iterdir()
     for token in ("0", "1"):
-        checked = [str(BIN / "ait"), "llm", "opcheck", "-i", str(process / token)]
+        checked = [*ait, "opcheck", "-i", str(process / token)]
         done = subprocess.run([*checked, "-o", str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "16 operators checked, all right" in done.stdout
         assert "is not in the run" not in done.stdout
-    whole = [str(BIN / "ait"), "llm", "opcheck", "-i", str(process), "-o", str(tmp_path)]
+    whole = [*ait, "opcheck", "-i", str(process), "-o", str(tmp_path)]
     assert "32 operators checked" in subprocess.run(whole, capture_output=True, text=True).stdout
     assert main(["topology", str(process / "1"), "-o", str(tmp_path / "one.onnx")]) == 0
 

@@ -223,11 +223,9 @@ def test_exit_stops_the_other_rank_too(errcheck) -> None:
     assert done.found[0].rank == 1
 
 
-def test_a_subprocess_is_watched_too(errcheck, workshop: Path) -> None:
+def test_a_subprocess_is_watched_too(errcheck, workshop: Path, warm_python: str) -> None:
     (workshop / "child.py").write_text(BAD + "net(torch.ones(2, 4))\n")
-    done = errcheck(
-        text=f"import subprocess, sys\nsubprocess.run([{sys.executable!r}, 'child.py'])"
-    )
+    done = errcheck(text=f"import subprocess, sys\nsubprocess.run([{warm_python!r}, 'child.py'])")
     assert done.code == 1 and len(done.found) == 1
 
 

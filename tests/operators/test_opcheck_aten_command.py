@@ -192,7 +192,7 @@ def as_if_on_a_gpu(run):
         file.write_text(text)
 
 
-def test_attention_of_a_gpu_is_held_to_its_formula(tmp_path):
+def test_attention_of_a_gpu_is_held_to_its_formula(tmp_path, warm_python):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 12, 8, requires_grad=True) for _ in range(3))
     attention = nn.functional.scaled_dot_product_attention
@@ -211,7 +211,7 @@ def test_attention_of_a_gpu_is_held_to_its_formula(tmp_path):
     words += ["--repro", str(tmp_path / "repro"), "-o", str(tmp_path)]
     assert main(words) == 1
     script = next((tmp_path / "repro").glob("*/repro.py"))
-    done = subprocess.run([sys.executable, "-I", str(script)], capture_output=True, text=True)
+    done = subprocess.run([warm_python, str(script)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "WRONG" in done.stdout
 

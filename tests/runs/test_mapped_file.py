@@ -332,16 +332,18 @@ print("the program went on")
 
 
 @pytest.mark.parametrize("cut", [100_000, 40])
-def test_a_replay_of_a_run_that_is_cut_meanwhile_is_refused(tmp_path: Path, cut: int) -> None:
+def test_a_replay_of_a_run_that_is_cut_meanwhile_is_refused(
+    tmp_path: Path, cut: int, warm_python: str
+) -> None:
     """It said that all modules were replayed, from zeros. The smaller cut raises no signal."""
     program = tmp_path / "program.py"
     program.write_text(REPLAYED)
     own = [sys.executable, "-m", "driftline"]
     run, replay = tmp_path / "run", tmp_path / "replay"
-    dump = [*own, "dump", "-o", str(run), "--exec", f"{sys.executable} {program}"]
+    dump = [*own, "dump", "-o", str(run), "--exec", f"{warm_python} {program}"]
     subprocess.run(dump, capture_output=True, check=True, timeout=110)
     shard = run / "rank0" / "tensors-00000.safetensors"
-    words = [*own, "replay", str(run), "-o", str(replay), "--", sys.executable, str(program)]
+    words = [*own, "replay", str(run), "-o", str(replay), "--", warm_python, str(program)]
     words += [str(shard), str(shard.stat().st_size - cut)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 2 and "the program went on" in done.stdout, done.stderr

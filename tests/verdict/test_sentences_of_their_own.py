@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -410,13 +409,15 @@ with torch.no_grad():
 """
 
 
-def test_dumped_programs_with_weights(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_dumped_programs_with_weights(
+    command: Callable[..., Any], tmp_path: Path, warm_python: str
+) -> None:
     """A wrong epsilon, found by the norm computed again: dumped and compared as a person would."""
     (tmp_path / "program.py").write_text(PROGRAM)
     for name, words in (("ref", ()), ("cand", ("wrong",))):
         said = command(
             *("dump", "-o", tmp_path / name, "--level", "modules,params", "--exec"),
-            " ".join((sys.executable, str(tmp_path / "program.py"), *words)),
+            " ".join((warm_python, str(tmp_path / "program.py"), *words)),
         )
         assert said.code == 0, said
     fails_with(command, (tmp_path / "ref", tmp_path / "cand"), "2.0")

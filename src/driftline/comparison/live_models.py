@@ -284,6 +284,7 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     from driftline.captures.torch.session import CaptureSession
     from driftline.diagnosis.experiments.live.captured_calls import Candidate
     from driftline.diagnosis.experiments.live.replay import Replayer
+    from driftline.diagnosis.experiments.replay_method import ReplayMethod
     from driftline.runs.memory import MemorySink
     from driftline.runs.sidecars.model_facts import MODEL, WEIGHTS
 
@@ -302,7 +303,8 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     described = MemorySink()
     session = CaptureSession(described, levels=(), model=reference)
     session.describe_models(FactOptions())
-    replayer = Replayer(session, Candidate(captured), match, exact, None, keep_all=True)
+    everything = ReplayMethod(keep_all=True)
+    replayer = Replayer(session, Candidate(captured), match, exact, None, method=everything)
     session.stand_in = replayer
     session.start()
     try:

@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from driftline.diagnosis.experiments.bisect import Bisection, Try
     from driftline.diagnosis.experiments.noise import Variant
     from driftline.diagnosis.experiments.replay import Replayed
+    from driftline.diagnosis.experiments.replay_method import ReplayMethod
 
 # So many reasons and notes of a replay are printed; replay.json has all of them.
 MOST_REASONS = 6
@@ -53,7 +54,7 @@ class ReplayMapping:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class ReplayMethod:
+class ReplayMethodOptions:
     """How thoroughly modules are replayed.
 
     Attributes:
@@ -68,6 +69,14 @@ class ReplayMethod:
     check_each: bool = False
     keep_all: bool = False
     max_held: Annotated[str, Parameter(metavar="SIZE")] = ""
+
+    def of(self, *, partial: bool) -> ReplayMethod:
+        """These options, for the Python API."""
+        from driftline.diagnosis.experiments.replay_method import ReplayMethod
+        from driftline.units import size_of
+
+        method = ReplayMethod(partial=partial, check_each=self.check_each, keep_all=self.keep_all)
+        return replace(method, most_held=size_of(self.max_held)) if self.max_held else method
 
 
 @Parameter(name="*", group=OUTPUT)
@@ -93,7 +102,7 @@ def replay(
     start: ProgramOptions = ProgramOptions(),
     modules: SelectionOptions = SelectionOptions(),
     mapping: ReplayMapping = ReplayMapping(),
-    method: ReplayMethod = ReplayMethod(),
+    method: ReplayMethodOptions = ReplayMethodOptions(),
     output: ReplayOutput = ReplayOutput(),
 ) -> int:
     """Run the reference program, its modules also applied to what the candidate's were given.
@@ -110,9 +119,7 @@ def replay(
         candidate: A run with inputs and outputs in full, as `driftline dump` makes it.
         program: The reference program and its arguments, after two dashes.
     """
-    from driftline.diagnosis.experiments.replay import MOST_HELD
     from driftline.diagnosis.experiments.replay import replay as run_replay
-    from driftline.units import size_of
 
     outcome = script.step(
         "outcome",
@@ -123,10 +130,7 @@ def replay(
         selection=modules.selection(all_steps=True),
         reference_run=mapping.reference_run,
         maps=tuple(mapping.map_ or ()),
-        most_held=size_of(method.max_held) if method.max_held else MOST_HELD,
-        partial=mapping.partial,
-        check_each=method.check_each,
-        keep_all=method.keep_all,
+        method=method.of(partial=mapping.partial),
         force=output.force,
     )
     script.end(outcome)

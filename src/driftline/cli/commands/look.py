@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from driftline.comparison.table.row import Verdict
     from driftline.comparison.table.table import Table
     from driftline.reporting.view import View
+    from driftline.reporting.views.graphs import Overlay
     from driftline.runs.run import Run
 
 PACKAGES = ("numpy", "ml_dtypes", "pyarrow", "msgspec")
@@ -443,6 +444,22 @@ class GraphOptions:
     table: Annotated[Path | None, URLS, Parameter(metavar="DIR")] = None
     metric: Annotated[str, Parameter(metavar="NAME")] = ""
 
+    def overlay(self) -> Overlay | None:
+        """What stands on the nodes.
+
+        Raises:
+            BadInput: A metric without a comparison.
+        """
+        if self.table is None:
+            if self.metric:
+                raise BadInput(
+                    "--metric names a number of a comparison", hint="give one with --table DIR"
+                )
+            return None
+        from driftline.reporting.views.graphs import Overlay
+
+        return Overlay(self.table, self.metric)
+
 
 def topology(
     path: Annotated[Path, URLS, place("PATH")],
@@ -482,8 +499,7 @@ def topology(
         to=to,
         level=graph.level,
         output=output,
-        table=graph.table,
-        metric=graph.metric,
+        overlay=graph.overlay(),
         step=graph.step,
         rank=graph.rank,
         force=force,

@@ -25,13 +25,11 @@ from driftline.diagnosis.experiments.experiment_folders import (
     make_room,
     write_json,
 )
+from driftline.diagnosis.experiments.replay_method import USUAL, ReplayMethod
 from driftline.diagnosis.experiments.run_program import Ended, run_with
 from driftline.errors import BadInput, DriftlineError
 from driftline.formats.registry import open_run
 from driftline.runs.run import Run
-
-# Bytes of tensors that are held inside the program at most, unless the caller says otherwise.
-MOST_HELD = 4 << 30
 
 
 class NotTheSameModel(DriftlineError):
@@ -67,10 +65,7 @@ def replay(
     selection: Selection | None = None,
     reference_run: Path | None = None,
     maps: Sequence[str] = (),
-    most_held: int = MOST_HELD,
-    partial: bool = False,
-    check_each: bool = False,
-    keep_all: bool = False,
+    method: ReplayMethod = USUAL,
     force: bool = False,
 ) -> Replayed:
     """Run the reference program with its modules also applied to the candidate's inputs.
@@ -82,11 +77,7 @@ def replay(
         selection: Which modules and steps; all by default.
         reference_run: A dump of that program, to align the names of the two models by.
         maps: `REFERENCE=CANDIDATE` for modules that are called differently.
-        most_held: Bytes that may be held in the program for this.
-        partial: Go on where the two models differ; what differs is left out.
-        check_each: Prove for every call that it reproduces its own output, not once for calls of
-            one class with the same shapes.
-        keep_all: Keep all values, also of calls that give the candidate's own results to the bit.
+        method: How thoroughly.
         force: Replace an earlier experiment at the output.
 
     Raises:
@@ -109,10 +100,7 @@ def replay(
             "command": list(argv),
             "selection": (selection or Selection()).to_json(),
             "links": links,
-            "most_held": most_held,
-            "partial": partial,
-            "check_each": check_each,
-            "keep_all": keep_all,
+            **method.to_json(),
         },
     )
     make_room(output, force=force)

@@ -29,6 +29,19 @@ NODE_DATA = (".node_data.json", ".status.node_data.json")
 """Files beside a graph for Model Explorer: numbers, and statuses."""
 
 
+class Overlay(NamedTuple):
+    """A comparison, whose status and numbers stand on the nodes.
+
+    Attributes:
+        table: The table, or its folder.
+        metric: Which number of it; that which decided, and how far beyond its limit it is, if not
+            given.
+    """
+
+    table: Table | StrPath
+    metric: str = ""
+
+
 class Drawn(NamedTuple):
     """What was written.
 
@@ -53,8 +66,7 @@ def write_graph(
     to: Literal["onnx", "model-explorer"] = "onnx",
     level: int | None = None,
     output: StrPath | None = None,
-    table: Table | StrPath | None = None,
-    metric: str = "",
+    overlay: Overlay | None = None,
     step: int | None = None,
     rank: int = 0,
     force: bool = False,
@@ -67,9 +79,7 @@ def write_graph(
         level: How deep: 1 shows the outermost nodes, 0 the whole as one; the innermost ones if not
             given.
         output: The file. Default: next to the source, with its name.
-        table: A comparison, whose status and numbers stand on the nodes.
-        metric: Which number of it; that which decided, and how far beyond its limit it is, if not
-            given.
+        overlay: What stands on the nodes besides.
         step: Of a run: which step; its first one if not given.
         rank: Of a run: which rank.
         force: Replace files that are there.
@@ -78,16 +88,14 @@ def write_graph(
         DriftlineError: The source cannot be believed, or an output exists.
     """
     require_level(level)
-    # Before anything is read or written.
-    if metric and table is None:
-        raise BadInput("--metric names a number of a comparison", hint="give one with --table DIR")
     place = output_for(Path(path), output, SUFFIX[to], force=force)
     data_files = (
         _data_files(Path(path), place, force)
-        if table is not None and to == "model-explorer"
+        if overlay is not None and to == "model-explorer"
         else ()
     )
-    compared = open_table(table) if table is not None and not isinstance(table, Table) else table
+    compared = None if overlay is None else _opened(overlay.table)
+    metric = "" if overlay is None else overlay.metric
     findings = findings_of(compared, metric, step, rank) if compared is not None else None
     graph = read_graph(path, step=step, rank=rank)
     seen = at_level(graph, level)
@@ -113,6 +121,10 @@ def write_graph(
     if not edges and len(seen.nodes) > 1:
         notes.append("no node takes what another one gives, as far as the source says")
     return Drawn(place, data_files, len(seen.nodes), edges, tuple(notes))
+
+
+def _opened(table: Table | StrPath) -> Table:
+    return table if isinstance(table, Table) else open_table(table)
 
 
 def _data_files(source: Path, place: Path, force: bool) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""Faults to plant: 37 kinds, six architectures, six number formats, and one trial of each.
+"""Faults to plant: 37 kinds, six architectures, seven number formats, and one trial of each.
 
 Public: whoever builds a tool of this kind can measure it with the same plants. `benchmarks/faults`
 does so with ours.

@@ -23,6 +23,7 @@ from driftline.diagnosis.api import diagnose
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.replay import Replayer
+from driftline.diagnosis.experiments.replay_method import ReplayMethod
 from driftline.diagnosis.result import Diagnosis
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
@@ -273,9 +274,8 @@ def _applied(
     exact, native = MemorySink(name="exact"), MemorySink(name="native")
     with torch.no_grad(), capture(model, MemorySink(name="own"), keep="describe") as live:
         session = cast(CaptureSession, live.session)
-        replayer = Replayer(
-            session, Candidate(candidate), _by_name, exact, native, keep_all=keep_all
-        )
+        method = ReplayMethod(keep_all=keep_all)
+        replayer = Replayer(session, Candidate(candidate), _by_name, exact, native, method=method)
         live.session.stand_in = replayer
         model(**inputs)
     return exact.run(), native.run(), replayer.report.to_json()

@@ -25,6 +25,7 @@ from driftline.captures.torch.session import CaptureSession
 from driftline.diagnosis.experiments.experiment_folders import EXACT, NATIVE
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.repeat import copied, dithered, rounded_once, undrawn
+from driftline.diagnosis.experiments.replay_method import ReplayMethod
 from driftline.errors import DriftlineError
 from driftline.formats.registry import open_run
 from driftline.runs.sinks import Late
@@ -192,10 +193,7 @@ class LiveReplay:
             matching(options.get("links", {})),
             *self._sinks,
             selection=Selection.from_json(options["selection"]),
-            most_held=int(options["most_held"]),
-            partial=bool(options["partial"]),
-            check_each=bool(options["check_each"]),
-            keep_all=bool(options["keep_all"]),
+            method=ReplayMethod.from_json(options),
         )
 
     def _writer(self, name: str) -> RunWriter:

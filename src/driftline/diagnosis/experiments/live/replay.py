@@ -59,12 +59,12 @@ from driftline.diagnosis.experiments.live.repeat import (
 )
 from driftline.diagnosis.experiments.live.report import Report
 from driftline.diagnosis.experiments.live.results import Results
+from driftline.diagnosis.experiments.replay_method import USUAL, ReplayMethod
 from driftline.runs.sinks import Sink
 
 if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession, Frame
 
-MOST_HELD = 4 << 30
 CallName: TypeAlias = tuple[str, int, int]
 """Site of the captured run, step and visit."""
 
@@ -85,10 +85,7 @@ class Replayer:
         native: Takes what they give in the captured run's format; nothing where that is wide. None
             if nobody wants it: it is not computed then.
         selection: Which calls.
-        most_held: Bytes of results held at a time to repeat the code of modules with parts.
-        partial: Go on where the two models are not the same.
-        check_each: Prove for every call that it reproduces its output, not once for like ones.
-        keep_all: Keep all values, also of calls that give the captured run's own results.
+        method: How thoroughly.
     """
 
     def __init__(
@@ -100,22 +97,19 @@ class Replayer:
         native: Sink | None,
         *,
         selection: Selection | None = None,
-        most_held: int = MOST_HELD,
-        partial: bool = False,
-        check_each: bool = False,
-        keep_all: bool = False,
+        method: ReplayMethod = USUAL,
     ) -> None:
         self._session = session
         self._candidate = candidate
         self._match = match
         self._selection = selection or Selection()
-        self._most_held = most_held
+        self._most_held = method.most_held
         self._held, self._names = 0, -1
         self._sites: Mapping[str, str] = {}
         self._visits: Counter[tuple[str, int]] = Counter()
         self._visits_elsewhere: Counter[tuple[str, int]] = Counter()
         self._alike: dict[Any, str] = {}
-        self._check_each = check_each
+        self._check_each = method.check_each
         self._thread = _Thread()
         self._learnt: set[int] = set()
         learnt = self._learnt
@@ -125,14 +119,14 @@ class Replayer:
 
         # Ends with the replayer, whoever forgets it: the hook is one of the whole process.
         self.close = weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
-        self.report = Report(candidate, partial=partial)
+        self.report = Report(candidate, partial=method.partial)
         self._recast = Recast(candidate, self._site_of)
         self._parts = Parts(self._recast, lambda m: self._site_of(m) in candidate.classes)
         self._apply = CallApplier(
             candidate,
             self._recast,
             self._parts,
-            Results(candidate, exact, native, keep_all=keep_all),
+            Results(candidate, exact, native, keep_all=method.keep_all),
             self.report,
             self._require_room,
             one_format=candidate.wide or native is None,
