@@ -35,9 +35,10 @@ from driftline.captures.model_facts import (
 from driftline.captures.naming import ROOT, Place, Root
 from driftline.captures.patching import PatchSet
 from driftline.captures.recorder import Pending, Refusal, Snapshot
+from driftline.captures.step_states import CallDigests
 from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.layers import children, class_of, unwrapped
-from driftline.captures.torch.step_states import CallDigests
+from driftline.captures.torch.step_states import TorchReader
 from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
 from driftline.captures.torch.training_facts import TrainingFacts
 from driftline.captures.weight_facts import Samples, Weight, WeightReader
@@ -105,7 +106,7 @@ class TorchFacts:
         self.file = FactsFile(self._write, self._has_run)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
         self._training = TrainingFacts(session, self.file, self.path_of, self._weights.wait)
-        self._calls = CallDigests(session, self.file)
+        self._calls = CallDigests(session, self.file, TorchReader())
         self._attention = _AttentionBackends(session)
         self._reset()
 
@@ -132,8 +133,8 @@ class TorchFacts:
         self._weights.forget()
         self.file = FactsFile(self._write, self._has_run)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
-        self._training.after_fork(self.file, self._weights.wait)
-        self._calls = CallDigests(self._session, self.file)
+        self._training.restart(self.file, self._weights.wait)
+        self._calls = CallDigests(self._session, self.file, TorchReader())
         self._reset()
 
     def before_root(self, place: Place, module: nn.Module) -> None:
@@ -161,7 +162,7 @@ class TorchFacts:
         ):
             self._describe(root, described)
         if not root.helper and place.is_root:
-            self._training.states.model_called(module, place.site, root.step)
+            self._training.states.model_called(module.parameters, place.site, root.step)
 
     def after_root(self, frame: Frame, result: Any) -> None:
         """A model was called: its result may be the loss."""

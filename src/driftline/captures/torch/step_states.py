@@ -1,349 +1,55 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""Weights and gradients of a torch program around its updates, as digests, figures and samples.
+"""How `captures.step_states` reads tensors of torch.
 
-Read while nothing else runs on them: gradients just before an optimizer's step, weights before and
-after it, and those of every model that is called when they are not as they were last seen. Of a
-device's tensors only samples and norms are fetched, in one transfer.
+Of a device's tensors only samples and norms are fetched, in one transfer.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from driftline.captures.calls import Frame
-from driftline.captures.ladder import EVERY_STEP
-from driftline.captures.model_facts import FactsFile
-from driftline.captures.recorder import Snapshot, every_nth
-from driftline.captures.torch.tensors import recording, snapshot, undisturbed
-from driftline.numerics import kernel
-from driftline.numerics.dtypes import DTYPES, DType, to_float64
-from driftline.runs.sidecars.model_facts import line_of
-from driftline.runs.sidecars.step_facts import (
-    SAMPLES,
-    STEPS,
-    TENSORS_PER_LINE,
-    Parameter,
-    TensorState,
-    What,
-    When,
-    parameters_line,
-    state_line,
-)
-
-if TYPE_CHECKING:
-    from driftline.captures.torch.session import CaptureSession
-
-_NO_NUMBERS = np.empty(0)
-_LARGEST_TENSOR = 1 << 30
-"""Bytes of a tensor that is read as a whole; of a larger one only samples are looked at."""
-_SHARE = 20
-"""After the first steps, reading may take one part in so many of the time since it began."""
-
-_SHORT = 0.001
-"""Seconds of a call below which it is not looked at in steps that are not captured."""
-_TIMED_AGAIN = 64
-_MOST_CALLS = 1_000_000
-_MOST_SLOTS = 32
-_LARGEST_DIGEST = 1 << 21
-"""Bytes of a tensor that is read as a whole for its digest: faster than to pick out some of it."""
-_SAMPLED_DIGEST = 1 << 16
-"""Bytes of a larger one that are read."""
-
-Named = tuple[str, torch.Tensor]
+from driftline.captures.recorder import Snapshot
+from driftline.captures.step_states import NO_NUMBERS, figures_of
+from driftline.captures.torch.tensors import recording, snapshot
+from driftline.runs.sidecars.step_facts import SAMPLES, TensorState
 
 
-class StepStates:
-    """Writes what updates do to weights.
+class TorchReader:
+    """See `captures.step_states.TensorReader`."""
 
-    Args:
-        session: Says which steps are looked at.
-        file: Takes the lines.
-        path_of: `site.name` of a parameter; empty for one of no model that was seen.
-    """
-
-    def __init__(
-        self, session: CaptureSession, file: FactsFile, path_of: Callable[[Any], str]
-    ) -> None:
-        self._session = session
-        self._path_of = path_of
-        self.after_fork(file)
-
-    def after_fork(self, file: FactsFile) -> None:
-        self._file = file
-        self._listed: dict[str, list[str]] = {}
-        # What was last written of a weight: its digest, or its samples where it has none.
-        self._seen: dict[str, Any] = {}
-        self._looked: dict[str, int] = {}
-        self._begun = time.monotonic()
-        self._spent = 0.0
-        self._left_out = 0
-
-    # --- what the training facts tell
-
-    def model_called(self, model: nn.Module, site: str, step: int) -> None:
-        """A model is about to be called: its weights may not be those of the last update."""
-        # Where nothing is trained, weights are described once, with the model.
-        if not self._session.clock.trains or self._looked.get(site) == step:
-            return
-        # A model that is first called late (an average of weights) is looked at then.
-        if site in self._looked and not self._wanted(step):
-            return
-        self._looked[site] = step
-        weights = [
-            (path, parameter)
-            for parameter in model.parameters()
-            if (path := self._path_of(parameter))
-        ]
-        self._timed(self._write_changed, weights, (step, "weights", "before", site))
-
-    def before_update(self, optimizer: Any, number: int, step: int) -> None:
-        if not self._wanted(step):
-            return
-        owner = f"optimizer {number}"
-        weights = self._parameters(optimizer, number)
-        self._name(owner, weights)
-        self._timed(self._write_changed, weights, (step, "weights", "before", owner))
-        gradients = [(path, parameter.grad) for path, parameter in weights]
-        self._timed(self._write, gradients, (step, "gradients", "before", owner))
-
-    def after_update(self, optimizer: Any, number: int, step: int) -> None:
-        if self._wanted(step):
-            weights = self._parameters(optimizer, number)
-            owner = f"optimizer {number}"
-            self._timed(self._write, weights, (step, "weights", "after", owner))
-
-    def clipped(self, step: int, norm: float | None) -> None:
-        """Gradients were clipped; this was their norm."""
-        if norm is not None and self._wanted(step):
-            self._file.add(STEPS, line_of("clipped", step=step, norm=repr(norm)))
-
-    def finish(self) -> None:
-        if self._left_out:
-            text = f"weights and gradients of {self._left_out} steps were left out to save time"
-            self._file.add(STEPS, line_of("thinned", step=self._session.clock.now, text=text))
-
-    # --- which steps
-
-    def _is_slow(self) -> bool:
-        return self._spent * _SHARE > time.monotonic() - self._begun
-
-    def _wanted(self, step: int) -> bool:
-        if not self._session.watches_state(step):
-            return False
-        # A large model that takes small steps: reading it must not be what the program does.
-        if step >= EVERY_STEP and self._is_slow():
-            self._left_out += self._looked.get("left out") != step
-            self._looked["left out"] = step
-            return False
-        return True
-
-    def _timed(self, act: Callable[..., None], *args: Any) -> None:
-        begun = time.monotonic()
-        try:
-            with undisturbed():
-                act(*args)
-        finally:
-            self._spent += time.monotonic() - begun
-
-    # --- reading and writing
-
-    def _parameters(self, optimizer: Any, number: int) -> list[tuple[str, Any]]:
-        return [
-            (self._path_of(parameter) or f"(optimizer {number}).{group}.{position}", parameter)
-            for group, entry in enumerate(optimizer.param_groups)
-            for position, parameter in enumerate(entry["params"])
-        ]
-
-    def _write_changed(self, weights: Sequence[Named], state: tuple[int, What, When, str]) -> None:
-        """Write weights, if one of them is not as it was last written."""
-        # Digests tell nearly always, in a tenth of the time that figures and samples take.
-        if all(_host_digest(weight) == self._seen.get(path, "") for path, weight in weights):
-            return
-        tensors = _states([weight for _, weight in weights])
-        changed = any(
-            tensor is not None and self._seen.get(path) != _identity(tensor)
-            for (path, _), tensor in zip(weights, tensors, strict=True)
-        )
-        if changed:
-            self._put(weights, tensors, state)
-
-    def _write(self, tensors: Sequence[Any], state: tuple[int, What, When, str]) -> None:
-        self._put(tensors, _states([tensor for _, tensor in tensors]), state)
-
-    def _put(
-        self,
-        named: Sequence[Any],
-        tensors: Sequence[TensorState | None],
-        state: tuple[int, What, When, str],
-    ) -> None:
-        _, what, _, owner = state
-        paths = [path for path, _ in named]
-        if what == "weights":
-            self._name(owner, named)
-            for path, tensor in zip(paths, tensors, strict=True):
-                if tensor is not None:
-                    self._seen[path] = _identity(tensor)
-        numbers = {path: number for number, path in enumerate(self._listed.get(owner, ()))}
-        ordered: list[TensorState | None] = [None] * len(numbers)
-        for path, tensor in zip(paths, tensors, strict=True):
-            if path in numbers:
-                ordered[numbers[path]] = tensor
-        for first in range(0, len(ordered), TENSORS_PER_LINE):
-            part = ordered[first : first + TENSORS_PER_LINE]
-            line = state_line(state, first, part)
-            self._session.charge(len(line))
-            self._file.add(STEPS, line)
-
-    def _name(self, owner: str, named: Sequence[Any]) -> None:
-        """Write names that are new; groups may be added while a program runs."""
-        listed = self._listed.setdefault(owner, [])
-        known_paths = set(listed)
-        fresh = [pair for pair in named if pair[0] not in known_paths]
-        for first in range(0, len(fresh), TENSORS_PER_LINE):
-            part = [_parameter(path, tensor) for path, tensor in fresh[first:][:TENSORS_PER_LINE]]
-            self._file.add(STEPS, parameters_line(owner, len(listed), part))
-            listed += [parameter.path for parameter in part]
-
-
-class CallDigests:
-    """Digests of what models take and give, in every step that takes longer than a millisecond.
-
-    Args:
-        session: Counts what is written.
-        file: Takes the lines.
-    """
-
-    def __init__(self, session: CaptureSession, file: FactsFile) -> None:
-        self._session = session
-        self._file = file
-        # Seconds of the last call of each model.
-        self._took: dict[str, float] = {}
-        self._left = _MOST_CALLS
-
-    def begins(self, frame: Frame) -> bool:
-        """Whether an outermost call is looked at."""
-        # The first steps are captured as a whole, and have digests in the index.
-        if frame.step < EVERY_STEP or frame.recompute or frame.place.root.helper or self._left <= 0:
-            return False
-        # A model of short calls is timed again now and then: it may be given more to do.
-        if self._took.get(frame.site, 1.0) < _SHORT and frame.step % _TIMED_AGAIN:
-            return False
-        frame.digests = {}
-        frame.begun = time.perf_counter()
-        return True
-
-    def note(self, frame: Frame, port: str, tensors: Sequence[tuple[str, str, Any]]) -> None:
-        digests = frame.digests
-        if digests is None:
-            return
-        if port == "output":
-            self._took[frame.site] = time.perf_counter() - frame.begun
-        with undisturbed():
-            for slot, _, tensor in tensors[:_MOST_SLOTS]:
-                digest = _digest(tensor)
-                if digest:
-                    digests[f"{port} {slot}"] = digest
-
-    def returned(self, frame: Frame) -> None:
-        digests = frame.digests
-        if digests and self._took.get(frame.site, 0.0) >= _SHORT:
-            site = frame.site if not frame.visit else f"{frame.site}#{frame.visit}"
-            line = line_of("call", site=site, step=frame.step, digests=digests)
-            self._left -= 1
-            self._session.charge(len(line))
-            self._file.add(STEPS, line)
-
-
-def _digest(tensor: Any) -> str:
-    """A digest of a host tensor; of a large one that of an even sample of its elements."""
-    if tensor.device.type != "cpu":
-        return ""
-    shot = snapshot(tensor.detach())
-    if not isinstance(shot, Snapshot) or shot.length <= 0 or shot.repeats > 1:
-        return ""
-    about = f"{shot.dtype}{list(shot.shape)}"
-    if shot.length <= _LARGEST_DIGEST:
-        return f"{about} {kernel.digest_at(shot.address, shot.length)}"
-    stride = -(-shot.length // _SAMPLED_DIGEST) | 1  # odd, so that no column is always taken
-    return f"{about} sampled-{kernel.digest(every_nth(shot, stride))}"
-
-
-def _parameter(path: str, tensor: torch.Tensor) -> Parameter:
-    return Parameter(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-def _identity(tensor: TensorState) -> Any:
-    return tensor.digest or tensor.samples.tobytes()
-
-
-def _host_digest(tensor: Any) -> str | None:
-    """The digest that the state of a tensor in host memory would have; None of any other."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    if not isinstance(local, torch.Tensor) or local.device.type != "cpu":
-        return None
-    shot = snapshot(local.detach())
-    if not isinstance(shot, Snapshot) or shot.repeats != 1:
-        return None
-    is_read = 0 < shot.length <= _LARGEST_TENSOR
-    return kernel.digest_at(shot.address, shot.length) if is_read else None
-
-
-def _states(tensors: Sequence[Any]) -> list[TensorState | None]:
-    """What is kept of each tensor; None for one that is absent or cannot be read."""
-    states: list[TensorState | None] = [None] * len(tensors)
-    on_devices: list[tuple[int, torch.Tensor]] = []
-    for index, tensor in enumerate(tensors):
-        if tensor is None or not isinstance(tensor, torch.Tensor):
-            continue
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type not in ("cpu", "meta"):
-            on_devices.append((index, local.detach()))
-            continue
+    def host(self, tensor: Any) -> Snapshot | None:
+        local = _local(tensor)
+        if not isinstance(local, torch.Tensor) or local.device.type != "cpu":
+            return None
         shot = snapshot(local.detach())
-        # Sparse, packed and lazy ones have no bytes to read.
-        if isinstance(shot, Snapshot) and shot.length > 0 and shot.repeats == 1:
-            states[index] = _host_state(shot)
-    # Only CUDA records graphs, and torch without CUDA cannot even be asked.
-    recorded = any(tensor.is_cuda for _, tensor in on_devices) and recording()
-    if on_devices and not recorded:
-        for (index, _), state in zip(
-            on_devices, _device_states([tensor for _, tensor in on_devices]), strict=True
-        ):
-            states[index] = state
-    return states
+        return shot if isinstance(shot, Snapshot) else None
+
+    def fetch(self, tensors: Sequence[Any]) -> list[TensorState | None]:
+        states: list[TensorState | None] = [None] * len(tensors)
+        on_devices = [
+            (index, local.detach())
+            for index, local in enumerate(map(_local, tensors))
+            if isinstance(local, torch.Tensor) and local.device.type not in ("cpu", "meta")
+        ]
+        # Only CUDA records graphs, and torch without CUDA cannot even be asked.
+        recorded = any(tensor.is_cuda for _, tensor in on_devices) and recording()
+        if on_devices and not recorded:
+            fetched = _device_states([tensor for _, tensor in on_devices])
+            for (index, _), state in zip(on_devices, fetched, strict=True):
+                states[index] = state
+        return states
+
+    def described(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def _host_state(shot: Snapshot) -> TensorState | None:
-    dtype, data = DTYPES[shot.dtype], shot.data
-    if data is None or dtype.bits < 8:
-        return None
-    samples = _sampled(data, dtype, shot.elements)
-    if shot.length > _LARGEST_TENSOR:
-        return TensorState("", _figures_of(samples), _NO_NUMBERS, samples)
-    summary = kernel.summarize_at(shot.address, shot.length, dtype, count=shot.elements)
-    not_finite = summary.nan + summary.pos_inf + summary.neg_inf
-    figures = (summary.l2, summary.mean, summary.std, summary.min, summary.max, float(not_finite))
-    return TensorState(
-        kernel.digest_at(shot.address, shot.length),
-        tuple(map(float, figures)),
-        np.asarray(summary.sketch, np.float64),
-        samples,
-    )
-
-
-def _sampled(data: Any, dtype: DType, count: int) -> Any:
-    stride = max(1, -(-count // SAMPLES))
-    elements = data.reshape(-1, dtype.bits // 8)[::stride]
-    raw = np.ascontiguousarray(elements).reshape(-1).view(np.dtype(dtype.storage))
-    values: Any = to_float64(raw, dtype, len(elements))
-    return np.abs(values) if values.dtype.kind == "c" else values
+def _local(tensor: Any) -> Any:
+    """This rank's part of a distributed tensor."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _device_states(tensors: list[torch.Tensor]) -> list[TensorState]:
@@ -362,21 +68,7 @@ def _device_states(tensors: list[torch.Tensor]) -> list[TensorState]:
     offset = 0
     for size in sizes:
         samples = numbers[offset + 1 : offset + 1 + size]
-        figures = (float(numbers[offset]), *_figures_of(samples)[1:])
-        states.append(TensorState("", figures, _NO_NUMBERS, samples))
+        figures = (float(numbers[offset]), *figures_of(samples)[1:])
+        states.append(TensorState("", figures, NO_NUMBERS, samples))
         offset += 1 + size
     return states
-
-
-def _figures_of(samples: Any) -> tuple[float, ...]:
-    finite = samples[np.isfinite(samples)]
-    if not finite.size:
-        return (0.0, 0.0, 0.0, 0.0, 0.0, float(samples.size))
-    return (
-        float(np.linalg.norm(finite)),
-        float(finite.mean()),
-        float(finite.std()),
-        float(finite.min()),
-        float(finite.max()),
-        float(samples.size - finite.size),
-    )

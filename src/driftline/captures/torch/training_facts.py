@@ -2,20 +2,14 @@
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 """How a torch program trains, as data: optimizer, scheduler, scaler, clipping, loss, calls.
 
-What its updates do to the weights is in `step_states`.
-
-Groups and their values are written at an optimizer's first step and again when they change. The
-loss is the tensor that a backward pass begins at, with the functions that made it. The order of
-calls between two updates is written when it changes: a gradient that is clipped before it is
-unscaled, or never set to zero, shows there.
+What is written, and when, is in `captures.training_facts`. The loss is the tensor that a backward
+pass begins at, with the functions that made it.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -30,16 +24,13 @@ from torch.optim.optimizer import (
 from driftline.captures.model_facts import FactsFile, attributes_of
 from driftline.captures.patching import PatchSet
 from driftline.captures.torch.operators.dispatch import break_graphs
-from driftline.captures.torch.step_states import StepStates
+from driftline.captures.torch.step_states import TorchReader
 from driftline.captures.torch.tensors import undisturbed
-from driftline.runs.sidecars.model_facts import MODEL, line_of
+from driftline.captures.training_facts import Group, TrainingRecords, caller
 
 if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession
 
-_MOST_RECORDS = 100_000
-_MOST_CALLS = 64
-_MOST_NAMES = 50_000
 _MOST_NODES = 48
 # Losses of devices are read together: each reading alone would wait for the device.
 _MOST_WAITING = 64
@@ -60,7 +51,7 @@ _sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class TrainingFacts:
+class TrainingFacts(TrainingRecords):
     """Watches how the models of a session are trained.
 
     Args:
@@ -77,32 +68,25 @@ class TrainingFacts:
         path_of: Callable[[Any], str],
         wait: Callable[[], None],
     ) -> None:
-        self._session = session
-        self._path_of = path_of
+        super().__init__(session, file, path_of, TorchReader())
         self._patches = PatchSet()
         self._handles: list[Any] = []
-        self._lock = threading.Lock()
-        self.states = StepStates(session, file, path_of)
-        self.after_fork(file, wait)
+        self._begin(wait)
 
-    def after_fork(self, file: FactsFile, wait: Callable[[], None]) -> None:
-        self._file = file
+    def _begin(self, wait: Callable[[], None]) -> None:
         self._wait = wait
-        self.states.after_fork(file)
-        self._optimizers: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
-        self._order: list[str] = []
-        self._written_order: list[str] = []
         self._returned: tuple[weakref.ref[Any], str] | None = None
         self._first_node = 0
         self._losses: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        self._clipping: dict[str, Any] = {}
-        self._clipped: set[int] = set()
-        self._records = 0
         self._searched = False
-        self._updating = 0
         self._settings: dict[int, list[Any] | None] = {}
         self._states_at_first: dict[int, list[str]] = {}
         self._factor: tuple[weakref.ref[Any], float] | None = None
+
+    def restart(self, file: FactsFile, wait: Callable[[], None]) -> None:
+        """This is a forked child; see `after_fork`."""
+        self.after_fork(file)
+        self._begin(wait)
 
     def install(self) -> None:
         pre = functools.partial(_guarded, weakref.ref(self), "_before_step")
@@ -131,16 +115,14 @@ class TrainingFacts:
 
     def finish(self) -> None:
         self._read_losses()
-        self.states.finish()
-        if self._order:
-            self._write_order(self._session.clock.concluding, final=True)
+        super().finish()
 
     # --- what the session tells
 
     def called(self, module: nn.Module, *, helper: bool) -> None:
         """A model is about to be called."""
         if not helper and module.training and torch.is_grad_enabled():
-            self._noted("forward")
+            self.noted("forward")
 
     def returned(self, result: Any, site: str, *, helper: bool) -> None:
         """A model was called: remember what a loss is made of from now on."""
@@ -160,14 +142,10 @@ class TrainingFacts:
 
     def _note(self, args: Any, kwargs: Any, result: Any, word: str) -> None:
         del args, kwargs, result
-        self._noted(word)
-
-    def _noted(self, word: str) -> None:
-        if len(self._order) < _MOST_CALLS:
-            self._order.append(word)
+        self.noted(word)
 
     def _clip(self, args: Any, kwargs: Any, result: Any, name: str) -> None:
-        self._noted("clip")
+        self.noted("clip")
         words = ("parameters", "max_norm" if "norm" in name else "clip_value", "norm_type")
         arguments = {**dict(zip(words, args, strict=False)), **kwargs}
         parameters = arguments.pop("parameters", ())
@@ -175,22 +153,8 @@ class TrainingFacts:
         norm = None
         if issubclass(type(result), torch.Tensor) and result.device.type == "cpu":
             norm = float(result.detach())
-        step = self._session.clock.concluding
-        self.states.clipped(step, norm)
-        names = self._newly_clipped(parameters)
-        if values != self._clipping or names:
-            self._clipping = values
-            shown = None if norm is None else repr(norm)
-            self._write("clipping", step=step, values=values, norm=shown, names=names)
-
-    def _newly_clipped(self, parameters: Any) -> list[str]:
-        """Names of parameters that were not clipped before."""
-        listed = [parameters] if issubclass(type(parameters), torch.Tensor) else list(parameters)
-        if len(self._clipped) >= _MOST_NAMES or self._clipped.issuperset(map(id, listed)):
-            return []
-        fresh = [parameter for parameter in listed if id(parameter) not in self._clipped]
-        self._clipped.update(map(id, fresh))
-        return [name for parameter in fresh if (name := self._path_of(parameter))]
+        is_one = issubclass(type(parameters), torch.Tensor)
+        self.clipped(values, norm, [parameters] if is_one else list(parameters))
 
     def _scaled(self, args: Any, kwargs: Any, result: Any) -> None:
         """A loss was multiplied so that small gradients keep their digits."""
@@ -206,11 +170,11 @@ class TrainingFacts:
         tensors = args[0] if args else kwargs.get("tensors")
         if _graph_task() != -1 or tensors is None:
             return
-        self._noted("backward")
+        self.noted("backward")
         loss: Any = tensors
         if not issubclass(type(tensors), torch.Tensor):
             loss = next(iter(tensors), None)
-        if not issubclass(type(loss), torch.Tensor) or self._records >= _MOST_RECORDS:
+        if not issubclass(type(loss), torch.Tensor) or self.is_full:
             return
         with undisturbed():
             self._loss(loss)
@@ -223,14 +187,14 @@ class TrainingFacts:
         }
         # Between rungs the value is enough: walking the graph takes as long as a small step.
         if self._session.watches_state(fields["step"]):
-            fields |= {"functions": self._graph_of(loss), "caller": _caller()}
+            fields |= {"functions": self._graph_of(loss), "caller": caller(_PASSED_BY)}
         scale = 1.0
         if self._factor is not None and self._factor[0]() is loss:
             scale = fields["scale"] = self._factor[1]
         if self._returned is not None and self._returned[0]() is loss:
             fields["site"] = self._returned[1]
         if loss.device.type == "cpu" and loss.numel() == 1:
-            self._write("loss", value=repr(float(loss.detach()) / scale), **fields)
+            self.write("loss", value=repr(float(loss.detach()) / scale), **fields)
             return
         # The sum stands for a loss of several numbers; a device is asked for it later.
         self._losses.append((loss.detach().double().sum() / scale, fields))
@@ -240,7 +204,7 @@ class TrainingFacts:
     def _read_losses(self) -> None:
         waiting, self._losses = self._losses, []
         for value, fields in waiting:
-            self._write("loss", value=repr(float(value)), **fields)
+            self.write("loss", value=repr(float(value)), **fields)
 
     def _graph_of(self, loss: torch.Tensor) -> list[str]:
         """Names of the functions between the model's results and the loss, nearest the loss first.
@@ -264,71 +228,37 @@ class TrainingFacts:
     def _before_step(self, optimizer: Any) -> None:
         """An optimizer is about to change weights: no thread may read them now."""
         self._wait()
-        # Asked before the update, which may end the step.
-        self._updating = self._session.clock.concluding
-        number = self._number_of(optimizer)
-        if number == len(self._optimizers):
+        self._updating = step = self._session.clock.concluding
+        number = self.number_of(optimizer)
+        if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
-        self.states.before_update(optimizer, number, self._updating)
+        weights, owner = self._weights(optimizer, number)
+        self.states.before_update(weights, owner, step)
+        gradients = [(path, parameter.grad) for path, parameter in weights]
+        self.states.gradients(gradients, owner, step)
 
-    def _number_of(self, optimizer: Any) -> int:
-        entry = self._optimizers.get(id(optimizer))
-        return len(self._optimizers) if entry is None or entry[0]() is not optimizer else entry[1]
+    def _weights(self, optimizer: Any, number: int) -> tuple[list[Any], str]:
+        groups = [group["params"] for group in optimizer.param_groups]
+        return self.weights_of(groups, number), f"optimizer {number}"
 
     def _after_step(self, optimizer: Any) -> None:
+        step, number = self._updating, self.number_of(optimizer)
         with undisturbed():
-            self._noted("step")
-            entry = self._optimizers.get(id(optimizer))
-            step = self._updating
-            number = self._number_of(optimizer)
             settings = _settings(optimizer)
-            if settings is not None and settings == self._settings.get(number):
-                groups = entry[2] if entry is not None else []
-            else:
+            groups = None
+            if settings is None or settings != self._settings.get(number):
                 self._settings[number] = settings
-                groups = [_group_values(group) for group in optimizer.param_groups]
-            if entry is None or entry[0]() is not optimizer:
-                self._optimizers[id(optimizer)] = weakref.ref(optimizer), number, groups
-                self._write_optimizer(optimizer, number, groups, step)
-                if not self._searched:
-                    self._searched = True
-                    self._search()
-            elif entry[2] != groups:
-                self._optimizers[id(optimizer)] = entry[0], entry[1], groups
-                if len(entry[2]) != len(groups):
-                    self._write_optimizer(optimizer, number, groups, step)
-                changed = [
-                    {"values": {n: v for n, v in new.items() if old.get(n, self) != v}}
-                    for old, new in zip(entry[2], groups, strict=False)
+                groups = [
+                    Group(_group_values(group), list(group["params"]))
+                    for group in optimizer.param_groups
                 ]
-                if any(group["values"] for group in changed):
-                    self._write("optimizer", number=entry[1], step=step, groups=changed)
-            self._write_order(step)
-        self.states.after_update(optimizer, number, step)
-
-    def _write_optimizer(
-        self, optimizer: Any, number: int, groups: list[dict[str, Any]], step: int
-    ) -> None:
-        kind = type(optimizer)
-        room = _MOST_NAMES
-        listed: list[dict[str, Any]] = []
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            parameters = list(group["params"])
-            names = [self._path_of(parameter) for parameter in parameters[:room]]
-            room -= len(names)
-            named = [name for name in names if name]
-            unknown = len(parameters) - len(named)
-            listed.append(
-                {"values": values, "names": named, **({"unknown": unknown} if unknown else {})}
-            )
-        self._write(
-            "optimizer",
-            number=number,
-            step=step,
-            **{"class": f"{kind.__module__}.{kind.__qualname__}"},
-            state=", ".join(self._states_at_first.get(number, ())) or "none",
-            groups=listed,
-        )
+            state = ", ".join(self._states_at_first.get(number, ()))
+            self.updated(optimizer, step, groups, state)
+            if not self._searched:
+                self._searched = True
+                self._search()
+        weights, owner = self._weights(optimizer, number)
+        self.states.after_update(weights, owner, step)
 
     def _search(self) -> None:
         """Schedulers and scalers are known by nobody: living objects are asked, once."""
@@ -341,23 +271,12 @@ class TrainingFacts:
         for thing in [thing for thing in objects if type(thing) in wanted][:16]:
             kind = type(thing)
             about = attributes_of(thing.__dict__, frozenset({"optimizer"}))
-            self._write(
+            self.write(
                 "scheduler" if issubclass(kind, scheduler) else "scaler",
                 **{"class": f"{kind.__module__}.{kind.__qualname__}"},
                 values={**about.scalars, **about.functions},
                 step=self._session.clock.concluding,
             )
-
-    def _write_order(self, step: int, *, final: bool = False) -> None:
-        order, self._order = self._order, []
-        if order != self._written_order and not (final and "backward" not in order):
-            self._written_order = order
-            self._write("order", step=step, calls=order)
-
-    def _write(self, kind: str, **fields: Any) -> None:
-        if self._records < _MOST_RECORDS:
-            self._records += 1
-            self._file.add(MODEL, line_of(kind, **fields))
 
 
 def _state_names(optimizer: Any) -> list[str]:
@@ -431,25 +350,6 @@ def _span_of(node: Any) -> str:
     first, after, _ = slice(_signed(start), _signed(end)).indices(size)
     # From the end, because batches are of several lengths.
     return f"{first}:{after - size or ''}"
-
-
-def _caller() -> str:
-    """The program's own function and line that began the backward pass."""
-    for frame in _frames():
-        module = frame.f_globals.get("__name__", "")
-        if not str(module).startswith(_PASSED_BY):
-            code = frame.f_code
-            return f"{module}.{getattr(code, 'co_qualname', code.co_name)}:{frame.f_lineno}"
-    return ""
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(2)
-    for _ in range(40):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 def _noticed(function: Any, me: weakref.ref[TrainingFacts], method: str, *words: str) -> Any:
