@@ -177,13 +177,13 @@ def twins(request, tmp_path_factory):
             optimizer.zero_grad()
     ours.load_state_dict(start)
 
-    def compared(name, plant=None):
+    def compared(name, plant=None, rate=0.05):
         paddle.seed(5)
         theirs = kind()
         copy_weights(ours, theirs)
         if plant is not None:
             plant(theirs)
-        optimizer = paddle.optimizer.SGD(0.05, parameters=theirs.parameters())
+        optimizer = paddle.optimizer.SGD(rate, parameters=theirs.parameters())
         with driftline.capture(theirs, folder / name, levels=LEVELS, steps="*"):
             for _ in range(2):
                 out = theirs(paddle.to_tensor(IDS)).reshape([-1, WORDS])
@@ -216,6 +216,16 @@ def test_copied_weights_give_no_failing_row_and_all_of_torch_is_compared(twins):
     )
     # Of two frameworks, other settings, other code and turned matrices are no differences.
     assert not [d for d in table.differences or () if d.counts]
+    assert table.training is not None and table.training.compared == (1,)
+
+
+def test_another_learning_rate_is_named_at_the_update(twins):
+    table = twins("rate", rate=0.08)
+    assert table.verdict == "fail"
+    assert table.training is not None and table.training.broken is not None
+    assert (table.training.broken.step, table.training.broken.stage) == (0, "update")
+    assert "the update is 1.6 times as large" in table.finding
+    assert "SGD lr: 0.05 → 0.08" in table.finding
 
 
 def place(twins, theirs, which):

@@ -112,8 +112,9 @@ with torch.no_grad():
         getattr(net, name).weight.copy_(torch.from_numpy(weights[name].T))
         getattr(net, name).bias.zero_()
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-net(torch.ones(2, 6)).square().sum().backward()
-optimizer.step()
+for _ in range(2):
+    net(torch.ones(2, 6)).square().sum().backward()
+    optimizer.step()
 """
 PADDLE_TRAINING = """
 import numpy, paddle
@@ -132,8 +133,9 @@ for name in ("first", "last"):
     getattr(net, name).weight.set_value(weights[name])
 {hook}
 optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
-net(paddle.ones([2, 6])).square().sum().backward()
-optimizer.step()
+for _ in range(2):
+    net(paddle.ones([2, 6])).square().sum().backward()
+    optimizer.step()
 """
 HOOK = """
 from driftline import register_saving_hook

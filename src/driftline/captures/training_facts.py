@@ -173,7 +173,7 @@ class TrainingRecords:
     def _write_optimizer(
         self, optimizer: Any, number: int, step: int, groups: Sequence[Group], state: str
     ) -> None:
-        kind: type[Any] = type(optimizer)
+        kind: Any = type(optimizer)
         room = _MOST_NAMES
         listed: list[dict[str, Any]] = []
         for group in groups:
@@ -189,9 +189,15 @@ class TrainingRecords:
             number=number,
             step=step,
             **{"class": f"{kind.__module__}.{kind.__qualname__}"},
+            **self._likeness(kind.__name__),
             state=state or "none",
             groups=listed,
         )
+
+    def _likeness(self, name: str) -> dict[str, str]:
+        """What torch calls an optimizer of this class, if it is not the same."""
+        del name
+        return {}
 
     # --- writing
 

@@ -236,8 +236,13 @@ _NAMES = ("run_backward", "run_partial_grad")
 class Listener(Protocol):
     """Informed of every pass of the process; never raises."""
 
-    def begins(self, roots: list[Any]) -> None:
-        """A pass, or one within a pass, is about to begin at these tensors."""
+    def begins(self, roots: list[Any], *, partial: bool) -> None:
+        """A pass, or one within a pass, is about to begin at these tensors.
+
+        Args:
+            roots: The tensors.
+            partial: Whether it computes gradients of some tensors only, as `paddle.grad` does.
+        """
         ...
 
     def over(self) -> None:
@@ -266,7 +271,8 @@ def watch(listener: Listener) -> None:
     with _lock:
         if not _listeners:
             for name in _NAMES:
-                _patches.replace(_eager, name, _telling)
+                telling = functools.partial(_telling, partial=name != _NAMES[0])
+                _patches.replace(_eager, name, telling)
         _listeners.append(listener)
 
 
@@ -279,13 +285,14 @@ def unwatch(listener: Listener) -> None:
             _patches.restore()
 
 
-def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(plain: Callable[..., Any], *, partial: bool) -> Callable[..., Any]:
     def run(roots: Any, *args: Any, **kwargs: Any) -> Any:
         if not _pass.depth:
             _pass.number = next(_numbers)
         for listener in tuple(_listeners):
             # Listeners learn of inner passes, which double differentiation starts.
-            listener.begins([*roots] if isinstance(roots, (list, tuple)) else [roots])
+            listed = [*roots] if isinstance(roots, (list, tuple)) else [roots]
+            listener.begins(listed, partial=partial)
         _pass.depth += 1
         try:
             return plain(roots, *args, **kwargs)

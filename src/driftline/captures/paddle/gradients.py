@@ -443,8 +443,9 @@ class GradientTap(CallGradients):
                 self._on_leaves.pop(0)[1].remove()
         self._differences.add(difference)
 
-    def begins(self, roots: list[Any]) -> None:
+    def begins(self, roots: list[Any], *, partial: bool) -> None:
         """A backward pass begins: who else sends something to inputs that are known by totals?"""
+        del partial
         differences = list(self._differences)
         if not differences or not self.active:
             return

@@ -9,6 +9,7 @@ would be waited for before an update.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ from driftline.captures.model_facts import (
 from driftline.captures.naming import ROOT, Place, Root, unwrapped
 from driftline.captures.paddle.layers import STRUCTURE
 from driftline.captures.paddle.tensors import dtype_name, snapshot, undisturbed
+from driftline.captures.paddle.training_facts import PaddleReader, PaddleTraining
 from driftline.captures.recorder import Refusal, Snapshot
+from driftline.captures.step_states import CallDigests
 from driftline.captures.weight_facts import Weight, WeightReader
 from driftline.runs.sidecars.model_facts import MODEL, WEIGHTS, line_of, tensor_path
 from driftline.runs.sinks import Sheets
@@ -47,32 +50,38 @@ class PaddleFacts:
     def __init__(self, session: PaddleSession, options: FactOptions) -> None:
         self._session = session
         self._options = options
-        self.after_fork()
+        self._reset()
+        self._training = PaddleTraining(session, self._file, self._path_of)
 
     def install(self) -> None:
-        """Nothing has to be patched."""
+        self._training.install()
 
     def remove(self) -> None:
-        """Nothing was patched."""
+        self._training.remove()
 
     def after_fork(self) -> None:
+        self._reset()
+        self._training.restart(self._file)
+
+    def _reset(self) -> None:
         self._file = FactsFile(self._write, lambda: self._session.recorder.tensors > 0)
+        self._calls = CallDigests(self._session, self._file, PaddleReader())
+        self._paths: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._weights = WeightReader(self._file.add)
         # Mode of each model when it was last described.
         self._modes: dict[int, bool] = {}
         self._classes: set[type] = set()
         self._configs: set[int] = set()
 
-    def digests_call(self, frame: Any) -> bool:
-        """Paddle's steps between those that are captured leave no digests."""
-        del frame
-        return False
+    def digests_call(self, frame: Frame) -> bool:
+        return self._calls.begins(frame)
 
-    def note_tensors(self, frame: Any, port: str, tensors: Any) -> None:
-        del frame, port, tensors
+    def note_tensors(self, frame: Frame, port: str, tensors: Any) -> None:
+        self._calls.note(frame, port, tensors)
 
     def before_root(self, place: Place, module: Any) -> None:
         root = place.root
+        self._training.called(module, helper=root.helper)
         mode = self._modes.get(id(root))
         if mode is None and len(self._modes) < _MOST_MODELS:
             self._modes[id(root)] = bool(module.training)
@@ -84,15 +93,26 @@ class PaddleFacts:
             with undisturbed():
                 for line in self._lines(root, [], {"revision": 1, "step": step}):
                     self._file.add(MODEL, line)
+        if not root.helper and place.is_root:
+            self._training.states.model_called(module.parameters, place.site, root.step)
 
     def after_root(self, frame: Frame, result: Any) -> None:
-        """Nothing is known of losses."""
+        """A model was called: its result may be the loss."""
+        if frame.digests is not None:
+            self._calls.returned(frame)
+        self._training.returned(frame, result)
 
     def flush(self) -> None:
-        self._file.flush()
+        self._file.flush(at_once=False)
 
     def finish(self) -> None:
+        self._training.finish()
         self._file.flush()
+
+    def _path_of(self, tensor: Any) -> str:
+        """`site.name` of a parameter; empty for one that belongs to no model that was seen."""
+        entry = self._paths.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else ""
 
     def _write(self, name: str, text: str) -> None:
         sink = self._session.recorder.sink
@@ -133,6 +153,9 @@ class PaddleFacts:
             yield self._layer_line(layer, site, revision)
             for name, tensor, is_buffer in _held(layer):
                 yield _tensor_line(tensor, (site, name, is_buffer), memory, weights, revision)
+                if not is_buffer and not self._path_of(tensor):
+                    path = tensor_path(site, name)
+                    self._paths[id(tensor)] = weakref.ref(tensor), path
             base = "" if site == ROOT else site + "."
             below = [(child, base + name) for name, child in STRUCTURE.children(layer)]
             waiting.extend(reversed(below))

@@ -159,10 +159,13 @@ def _enter(
     session.execution_order.setdefault(place.site)
     if is_static(layer):
         _explain_static(session, place)
-    look = place.look
+    look, facts = place.look, session.model_facts
+    digested = len(stack) == 1 and facts is not None and facts.digests_call(frame)
     # Flattening is skipped where nobody looks at the inputs.
-    if look.inputs_before or look.inputs_after or session.taps:
+    if digested or look.inputs_before or look.inputs_after or session.taps:
         frame.inputs = layers.inputs(layers.binding_of(_forward(layer)), args, kwargs)
+        if digested and facts is not None:
+            session.guarded(frame.site, facts.note_tensors, frame, "input", frame.inputs)
         if look.inputs_before and frame.inputs and session.wants_step(step):
             _take_all(session, frame, "input", frame.inputs, "before")
     if session.taps:
@@ -174,16 +177,22 @@ def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
     """A layer has run: take its outputs, and its inputs again where asked."""
     look, taps = frame.place.look, session.taps
     outermost = len(session.thread.stack) == 1
-    if look.outputs or look.inputs_after or taps:
+    facts = session.model_facts
+    digested = frame.digests is not None
+    if digested or look.outputs or look.inputs_after or taps:
         wanted = session.wants_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
         tensors = layers.outputs(result)
+        if digested and facts is not None:
+            session.guarded(frame.site, facts.note_tensors, frame, "output", tensors)
         if look.outputs and wanted and tensors:
             _take_all(session, frame, "output", tensors, "after")
         for tap in taps:
             session.guarded(frame.site, tap.on_forward, frame, frame.inputs, tensors)
     if outermost:
+        if facts is not None:
+            session.guarded("model facts", facts.after_root, frame, result)
         session.root_done()
 
 

@@ -14,25 +14,41 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import paddle
+from paddle.base import core
 
 from driftline.captures.gradients import Contributions, Owner
 from driftline.captures.paddle.layers import STRUCTURE
 from driftline.captures.recorder import TensorAddress
 
 _Optimizer: Any = paddle.optimizer.Optimizer
+_core: Any = core
 _OURS = "_driftline_original"
 
 Stepped = Callable[[], None]
 Given = Callable[[Any, list[tuple[Any, Any]]], None]
 """Takes an optimizer and its (parameter, gradient) pairs."""
 
+
+class Updates(Protocol):
+    """Informed of every update of any optimizer; never raises."""
+
+    def around_update(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Encloses an update."""
+        ...
+
+    def given(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
+        """Parameters and gradients that an update is about to use."""
+        ...
+
+
 _lock = threading.Lock()
 _stepped: list[Stepped] = []
 _given: list[Given] = []
+_updates: list[Updates] = []
 _wrapped: list[tuple[Any, str]] = []
 
 
@@ -61,10 +77,26 @@ def unwatch_gradients(listener: Given) -> None:
     _drop(_given, listener)
 
 
+def watch_updates(listener: Updates) -> None:
+    """Enclose every update, and show the gradients it uses."""
+    _add(_updates, listener)
+    _add(_given, listener.given)
+
+
+def unwatch_updates(listener: Updates) -> None:
+    _drop(_given, listener.given)
+    _drop(_updates, listener)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way."""
+    return bool(_core.eager._is_run_in_backward())
+
+
 def _add(listeners: list[Any], listener: Any) -> None:
     with _lock:
         # Optimizers are wrapped only while somebody listens.
-        if not _stepped and not _given:
+        if not (_stepped or _given or _updates):
             _wrap_all()
         listeners.append(listener)
 
@@ -73,7 +105,7 @@ def _drop(listeners: list[Any], listener: Any) -> None:
     with _lock:
         if listener in listeners:
             listeners.remove(listener)
-        if not _stepped and not _given:
+        if not (_stepped or _given or _updates):
             _unwrap_all()
 
 
@@ -124,7 +156,7 @@ def _with_subclasses(kind: Any) -> Iterable[Any]:
 def _on_making(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """An optimizer is made: its class may have come into being after the watch began."""
     with _lock:
-        if _stepped or _given:
+        if _stepped or _given or _updates:
             for kind in type(self).__mro__:
                 if issubclass(kind, _Optimizer):
                     _wrap_step(kind)
@@ -132,11 +164,12 @@ def _on_making(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    _depth.value += 1
-    try:
-        result = original(self, *args, **kwargs)
-    finally:
-        _depth.value -= 1
+    with _around_update(self):
+        _depth.value += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _depth.value -= 1
     # An optimizer may call another one's step; the outermost ends the step.
     if _depth.value == 0:
         _tell_stepped()
@@ -144,7 +177,8 @@ def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 
 def _on_applying(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, *args, **kwargs)
+    with _around_update(self):
+        result = original(self, *args, **kwargs)
     # Parameter groups are applied one by one; the first stands for the step.
     group = kwargs.get("param_group_idx", args[3] if len(args) > 3 else 0)
     if _depth.value == 0 and group == 0 and paddle.in_dynamic_mode():
@@ -159,6 +193,16 @@ def _on_regularizing(
         for listener in tuple(_given):
             listener(self, pairs)
     return original(self, pairs, *args, **kwargs)
+
+
+@contextmanager
+def _around_update(optimizer: Any) -> Generator[None]:
+    """Enclose an update that is no part of another one."""
+    with ExitStack() as around:
+        if _depth.value == 0 and paddle.in_dynamic_mode():
+            for listener in tuple(_updates):
+                around.enter_context(listener.around_update(optimizer))
+        yield
 
 
 def _tell_stepped() -> None:

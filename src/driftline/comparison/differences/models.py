@@ -433,6 +433,27 @@ class ModelPair:
             return Relation("")
         return relation_of(first, second)
 
+    def has_both(self, path: str) -> bool:
+        """Whether both models have a tensor of this name; another framework has parts of its own.
+
+        Args:
+            path: By the reference's names.
+        """
+        return path in self.reference.tensors and path in self._candidate_tensors
+
+    def lies_alike(self, path: str) -> bool:
+        """Whether both sides hold the elements of a tensor in the same order.
+
+        Args:
+            path: By the reference's names.
+        """
+        if self.same_framework:
+            return True
+        if not self.has_both(path):
+            return False
+        tensor, other = self.reference.tensors[path], self._candidate_tensors[path]
+        return tensor.shape == other.shape and not self._is_stored_transposed(tensor, other)
+
     def renamed_path(self, path: str) -> str:
         site, _, name = path.rpartition(".")
         return f"{self.names.of(site)}.{name}" if site else path

@@ -73,11 +73,15 @@ def of_training(pair: ModelPair) -> Iterator[Difference]:
     if not (first and second):
         return
     yield from _optimizers(pair, first.get("optimizer", []), second.get("optimizer", []))
-    for kind in ("scheduler", "scaler", "clipping"):
+    for kind in ("scheduler", "scaler", "clipping") if pair.same_framework else ():
         yield from _settings(cast("Kind", kind), first.get(kind, []), second.get(kind, []))
     yield from _clipped_parameters(pair, first.get("clipping", []), second.get("clipping", []))
     yield from _orders(first.get("order", []), second.get("order", []))
-    yield from _losses(first.get("loss", []), second.get("loss", []))
+    losses = first.get("loss", []), second.get("loss", [])
+    # What functions are called is a framework's own affair.
+    if pair.same_framework:
+        yield from _loss_functions(*losses)
+    yield from _loss_values(*losses)
 
 
 def _by_kind(facts: ModelFacts) -> dict[str, list[dict[str, Any]]]:
@@ -112,9 +116,7 @@ def _optimizers(
     numbers = {record.get("number") for record in (*first, *second)}
     for number in sorted(number for number in numbers if type(number) is int):
         records = [[r for r in side if r.get("number") == number] for side in (first, second)]
-        classes = [
-            str(side[0].get("class", "")).rpartition(".")[2] if side else ABSENT for side in records
-        ]
+        classes = [_class_name(pair, side[0]) if side else ABSENT for side in records]
         if classes[0] != classes[1] and not (ABSENT in classes and number in wrappers):
             yield Difference("optimizer", "", "class of the optimizer", classes[0], classes[1])
         if ABSENT not in classes:
@@ -122,6 +124,12 @@ def _optimizers(
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
+
+
+def _class_name(pair: ModelPair, record: dict[str, Any]) -> str:
+    """An optimizer's class; against another framework by the name of torch's."""
+    name = str(record.get("class", "")).rpartition(".")[2]
+    return name if pair.same_framework else str(record.get("like") or name)
 
 
 def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
@@ -159,9 +167,13 @@ def _group_values(
     # What another optimizer of the program updates is not left out.
     elsewhere = everywhere[0], {pair.renamed_path(path) for path in everywhere[1]}
     changed: dict[tuple[str, str, str], list[str]] = {}
+
+    def is_shared(path: str) -> bool:
+        return pair.same_framework or pair.has_both(path)
+
     for path, values in first_values.items():
         others = second_values.get(path)
-        if others is None and path not in elsewhere[1]:
+        if others is None and path not in elsewhere[1] and is_shared(path):
             changed.setdefault(("parameters", "updated", "not in the optimizer"), []).append(path)
         for name in values:
             if (
@@ -171,7 +183,7 @@ def _group_values(
             ):
                 key = name, shown(values[name]), shown(others[name])
                 changed.setdefault(key, []).append(path)
-    if lone := [path for path in second_values if path not in elsewhere[0]]:
+    if lone := [path for path in second_values if path not in elsewhere[0] and is_shared(path)]:
         changed["parameters", "not in the optimizer", "updated"] = lone
     # Without names the groups are compared in their order.
     if not first_values or not second_values:
@@ -369,7 +381,9 @@ def _order_by_step(records: list[dict[str, Any]]) -> dict[int, list[str]]:
     return orders
 
 
-def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
+def _loss_functions(
+    first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> Iterator[Difference]:
     for record, other in zip(first, second, strict=False):
         functions = [
             [str(name) for name in _list(side.get("functions"))] for side in (record, other)
@@ -383,6 +397,9 @@ def _losses(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
             if a != b:
                 yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
                 break
+
+
+def _loss_values(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
     for record, other in zip(first, second, strict=False):
         a, b = _number(record.get("value")), _number(other.get("value"))
         if a is not None and b is not None and a != b:

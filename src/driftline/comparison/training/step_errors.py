@@ -135,6 +135,9 @@ class Trainings:
         parts = _Parts({}, {}, {})
         for state in states:
             tensors = state.tensors if which == 0 else _renamed(state.tensors, self._names)
+            if not self._names.same_framework:
+                # Of a matrix that lies transposed, a sketch and samples are of other elements.
+                tensors = {p: t for p, t in tensors.items() if self._names.lies_alike(p)}
             if state.what == "gradients":
                 parts.gradients.update(tensors)
             else:

@@ -84,7 +84,7 @@ def training_report(
         differences: What differs between the two programs.
     """
     scopes = scope_of(reference), scope_of(candidate)
-    if not all(scope.captured and scope.engine == "torch" for scope in scopes):
+    if not all(scope.has_modules for scope in scopes):
         return None
     sides = [_processes(reference), _processes(candidate)]
     over_budget = _over_budget(reference), _over_budget(candidate)
