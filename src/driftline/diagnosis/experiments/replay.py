@@ -29,6 +29,7 @@ from driftline.diagnosis.experiments.replay_method import USUAL, ReplayMethod
 from driftline.diagnosis.experiments.run_program import Ended, run_with
 from driftline.errors import BadInput, DriftlineError
 from driftline.formats.registry import open_run
+from driftline.runs.redaction import redact_argv
 from driftline.runs.run import Run
 
 
@@ -89,15 +90,16 @@ def replay(
     require_inputs(run)
     # The candidate is checked before the program is started: loading a model may take minutes.
     links = _links(run, reference_run, maps)
+    shown = redact_argv(argv)
     plan = CapturePlan(
         output=str(output.absolute()),
         levels=(),
-        command=tuple(argv),
+        command=tuple(shown),
         experiment={
             "kind": "replay",
             "candidate": str(candidate.absolute()),
             "output": str(output.absolute()),
-            "command": list(argv),
+            "command": shown,
             "selection": (selection or Selection()).to_json(),
             "links": links,
             **method.to_json(),
@@ -121,7 +123,7 @@ def replay(
         {
             "candidate": identity(run, candidate),
             "reference": {
-                "command": list(argv),
+                "command": shown,
                 "path": None if reference_run is None else str(reference_run.absolute()),
                 "status": ended.status,
             },
