@@ -143,9 +143,10 @@ def replay(
         outcome = script.step("outcome", run_replay, candidate, argv, output.output, **same_for_all)
         script.end(outcome)
         outcomes = [outcome]
-    for outcome, path in [] if output.quiet else zip(outcomes, candidates, strict=True):
-        for line in _replay_summary(outcome, path):
-            print(line, file=sys.stderr)
+    if not output.quiet:
+        for outcome, path in zip(outcomes, candidates, strict=True):
+            for line in _replay_summary(outcome, path):
+                print(line, file=sys.stderr)
     return outcomes[0].status or EXIT_FINE
 
 
