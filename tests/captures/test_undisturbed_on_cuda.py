@@ -1,4 +1,4 @@
-"""Twelve programs on a GPU, each in five surroundings and in a CUDA graph: watched, every bit is what it is alone."""
+"""Twelve programs on a GPU, in five surroundings and in a CUDA graph: watched, no bit changes."""
 
 from __future__ import annotations
 
