@@ -262,11 +262,7 @@ class TorchDeviceBackend:
 
     def _noted(self, like: KnownTensor, step: int, visit: int, what: PendingSummary) -> bool:
         """Queue a tensor whose summary is on its way."""
-        group = self.delivery.tail
-        # A group is what one transfer brings.
-        if group is None or group.transfer is not what.transfer:
-            group = self.delivery.new_group(what.transfer)
-        group.add(like.constant, step, visit, what.slot)
+        self.delivery.note(what.transfer, like.constant, step, visit, what.slot)
         return True
 
     def _summarised_again(
