@@ -15,13 +15,14 @@ import importlib
 import re
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 from benchmarks.engines.cases import Case, Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
-FAMILIES = ("onnx_quantised", "served_models", "compiled", "ranks", "paddle_twins")
+FAMILIES = ("onnx_quantised", "served_models", "compiled", "ranks", "paddle_twins", "devices")
 """Modules of this folder, each with its `CASES`."""
 BEGIN, END = "<!-- engines: begin -->", "<!-- engines: end -->"
 HEAD = (
@@ -39,9 +40,14 @@ def main() -> int:
     parser.add_argument("--filter", default="", metavar="REGEX", help="only rows that match")
     parser.add_argument("--write", action="store_true", help="write them into docs/engines.md")
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
+    parser.add_argument("--traceback", action="store_true", help="say why a row was not measured")
     asked = parser.parse_args()
-    families = (importlib.import_module(f"benchmarks.engines.{name}") for name in FAMILIES)
-    cases: list[Case] = [case for family in families for case in family.CASES]
+    cases: list[Case] = []
+    for name in FAMILIES:
+        try:
+            cases += importlib.import_module(f"benchmarks.engines.{name}").CASES
+        except ModuleNotFoundError as error:
+            print(f"no rows of {name}: {error}", file=sys.stderr)
     cases = [case for case in cases if re.search(asked.filter, f"{case.engine} {case.model}")]
     if asked.list:
         print(*(f"{case.engine}: {case.model}" for case in cases), sep="\n")
@@ -54,6 +60,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="driftline-engines-") as folder:
                 result = case.measure(Path(folder))
         except Exception as error:
+            if asked.traceback:
+                traceback.print_exc()
             lines[_label(case)] = f"{_label(case)} not measured: {type(error).__name__} |"
             sound = False
         else:

@@ -171,6 +171,17 @@ def _run(model: nn.Module, inputs: Mapping[str, Any], *, training: bool) -> None
     (first * weights).sum().backward()
 
 
+def without_dropout(network: nn.Module) -> nn.Module:
+    """The network with every probability of dropout at 0."""
+    for part in network.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(part, name, None), float):
+                setattr(part, name, 0.0)
+    return network
+
+
 def measure(model: Model, folder: Path, *, training: bool, device: str = "cpu") -> Measured:
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.compile_threads = 1
@@ -183,13 +194,7 @@ def measure(model: Model, folder: Path, *, training: bool, device: str = "cpu") 
 
     def made(*, faulty: bool = False) -> nn.Module:
         torch.manual_seed(0)
-        network = model.make().train(training).to(device)
-        for part in network.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.0
-            for name in ("dropout", "attention_dropout"):
-                if isinstance(getattr(part, name, None), float):
-                    setattr(part, name, 0.0)
+        network = without_dropout(model.make().train(training)).to(device)
         if faulty:
             with torch.no_grad():
                 network.get_submodule(model.faulty).weight.mul_(FACTOR)

@@ -46,6 +46,8 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
             *comparison(),
             *side_by_side(model),
             *first_step(folder),
+            *replay(folder),
+            *several_processes(folder),
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -188,6 +190,7 @@ def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]
     plain = passes(model, given, 1)
     numbers = iter(range(1_000_000))
     rates: list[float] = []
+    later: list[float] = []
 
     def captured() -> float:
         place = folder / f"run{next(numbers)}"
@@ -206,14 +209,19 @@ def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]
             sink = capture.session.sink
             assert sink is not None
             rates.append(sink.bytes_written / 2 / (time.perf_counter() - begin) / 1e9)
+            for _ in range(2):
+                later.append(plain())
+                capture.session.flush()
         shutil.rmtree(place)
         return took
 
     times = in_turns({"plain": plain, "full": captured}, rounds)
     value, spread = ratio(times["full"], times["plain"])
     note = f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, {spread}"
+    usual = statistics.median(later) / statistics.median(times["plain"])
     return [
         figure("full tensors to pinned memory, 1 x 512", value, 2.3, "x plain", note),
+        figure("the same, when memory has been pinned before", usual, 2.3, "x plain", note),
         figure(
             "the same to the disk, sealed bytes",
             statistics.median(rates),
@@ -260,11 +268,11 @@ def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
     return [figure(row, rate, 2.5, "TB/s", note, better="higher")]
 
 
-_FIRST = """
+_FORWARD = """
 import sys, time
 import torch
 from benchmarks.gpu.model import llama, tokens
-model, ids = llama(), tokens(8, 1024)
+model, ids = llama(), tokens(int(sys.argv[2]), int(sys.argv[3]))
 torch.cuda.synchronize()
 begin = time.perf_counter()
 with torch.no_grad():
@@ -274,23 +282,102 @@ open(sys.argv[1], "w").write(str(time.perf_counter() - begin))
 """
 
 
+def _first_forward(folder: Path, shape: tuple[int, int], *command: str) -> float:
+    """Seconds of the first forward pass of a program, run by a command of Driftline if given."""
+    program = folder / "forward.py"
+    program.write_text(_FORWARD)
+    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+    words = [sys.executable, str(program), str(folder / "took"), *map(str, shape)]
+    if command:
+        words = [sys.executable, "-m", "driftline", *command, "--", *words]
+    subprocess.run(words, env=surroundings, check=True, capture_output=True, timeout=300)
+    return float((folder / "took").read_text())
+
+
 def first_step(folder: Path) -> list[dict[str, Any]]:
     """What the first forward pass of a program takes longer for summaries of it."""
-    program = folder / "first.py"
-    program.write_text(_FIRST)
-    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
-    took: list[float] = []
+    shape = (8, 1024)
+    plain = _first_forward(folder, shape)
     # Twice captured: kernels are compiled in the first program, and in the cache of the second.
-    for number, captured in enumerate((False, True, True)):
-        words = [sys.executable, str(program), str(folder / "took")]
-        if captured:
-            run = ["-o", str(folder / f"first{number}"), "--keep", "summary", "--no-weights"]
-            words = [sys.executable, "-m", "driftline", "dump", *run, "--", *words]
-        subprocess.run(words, env=surroundings, check=True, capture_output=True, timeout=300)
-        took.append(float((folder / "took").read_text()))
-    plain, cold, warm = took
+    cold, warm = (
+        _first_forward(
+            folder, shape, "dump", "-o", str(folder / name), "--keep", "summary", "--no-weights"
+        )
+        for name in ("cold", "warm")
+    )
     note = f"{plain:.2f} s without capture, {cold:.2f} s with kernels still to be compiled"
     return [figure("first step, kernels in the cache", warm - plain, 0.5, "s more", note)]
+
+
+def replay(folder: Path) -> list[dict[str, Any]]:
+    """The forward pass of a program while each module is applied to a candidate's inputs, too."""
+    shape, run = (1, 512), str(folder / "candidate")
+    plain = _first_forward(folder, shape)
+    _first_forward(folder, shape, "dump", "-o", run, "--no-weights")
+    took = _first_forward(folder, shape, "replay", run, "-o", str(folder / "replayed"))
+    note = f"{plain:.2f} s alone; reading the candidate and writing what is kept included"
+    return [figure("replay of a forward pass, 1 x 512 tokens", took - plain, None, "s more", note)]
+
+
+_STEPS = """
+import os, sys, time
+import torch
+from benchmarks.gpu.model import llama, tokens
+model, ids = llama(), tokens(1, 512)
+def steps(count):
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with torch.no_grad():
+        for _ in range(count):
+            model(ids)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count
+steps(5)
+folder, count = sys.argv[2], int(sys.argv[3])
+open(os.path.join(folder, str(os.getpid())), "w").close()
+while len(os.listdir(folder)) < count:  # until all of them can begin
+    time.sleep(0.01)
+took = steps(40)
+open(sys.argv[1], "w").write(str(took))
+"""
+
+
+def several_processes(folder: Path, count: int = 4) -> list[dict[str, Any]]:
+    """Programs that share one device at the same time, all captured or none."""
+    program = folder / "steps.py"
+    program.write_text(_STEPS)
+    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+
+    def together(name: str, *, captured: bool) -> float:
+        begun = folder / f"{name}-begun"
+        begun.mkdir()
+        started: list[subprocess.Popen[bytes]] = []
+        for number in range(count):
+            took = str(folder / f"{name}{number}")
+            words = [sys.executable, str(program), took, str(begun), str(count)]
+            if captured:
+                run = ["-o", str(folder / f"{name}-run{number}"), "--keep", "summary"]
+                words = [
+                    sys.executable,
+                    "-m",
+                    "driftline",
+                    "dump",
+                    *run,
+                    "--step",
+                    "*",
+                    "--",
+                    *words,
+                ]
+            started.append(subprocess.Popen(words, env=surroundings, stdout=subprocess.DEVNULL))
+        if any(process.wait(timeout=300) for process in started):
+            raise RuntimeError(f"one of the {count} programs failed")
+        times = [float((folder / f"{name}{number}").read_text()) for number in range(count)]
+        return statistics.median(times)
+
+    plain, captured = together("alone", captured=False), together("watched", captured=True)
+    note = f"plain {plain * 1e3:.1f} ms a step"
+    what = f"summaries of inputs and outputs, 1 x 512 tokens, {count} processes on one device"
+    return [figure(what, captured / plain, None, "x plain", note)]
 
 
 def side_by_side(model: Any) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
-FILES = ("positions", "attention", "norms", "training", "ranks")
+FILES = ("positions", "attention", "norms", "decoders", "ports", "training", "ranks")
 """Files of cases."""
 
 
@@ -63,6 +63,19 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+
+
+class Port:
+    """Whether the code of a port is wrong, said by no attribute of a module.
+
+    A port to another framework has code of its own, so what differs must be told from tensors.
+    Where the public bug was a setting, or a tensor of the checkpoint, the case has that difference.
+    """
+
+    wrong = False
+
+
+PORT = Port()
 
 
 def case(
@@ -193,6 +206,10 @@ class Mixer(nn.Module):
         seen = torch.ones(queries, keys).tril(keys - queries).bool()
         return torch.zeros(queries, keys).masked_fill(~seen, -torch.inf)
 
+    def shares(self, scores: Tensor) -> Tensor:
+        """How much of each value a query takes."""
+        return scores.softmax(-1)
+
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None = None, past: list | None = None
     ) -> Tensor:
@@ -213,7 +230,7 @@ class Mixer(nn.Module):
             k, v = torch.cat([k for k, _ in past], 2), torch.cat([v for _, v in past], 2)
         scores = q @ self.spread(k).transpose(-1, -2) / math.sqrt(self.size)
         scores = scores.float() + self.bias(length, k.shape[2])
-        y = scores.softmax(-1).to(x.dtype) @ self.spread(v)
+        y = self.shares(scores).to(x.dtype) @ self.spread(v)
         return self.out(y.transpose(1, 2).reshape(rows, length, -1))
 
 

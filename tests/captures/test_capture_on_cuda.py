@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import threading
@@ -337,6 +338,28 @@ def test_a_forked_process_and_a_failing_one_end_as_they_would(tmp_path: Path, ke
     run = driftline.open_run(tmp_path / "fails")
     assert run.sealed and len(run.records) >= 6
     assert "device-side assert" in ran["fails"].stderr
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
+def test_a_program_that_ends_while_kernels_are_compiled_ends_as_it_would(
+    tmp_path: Path, seconds: float
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time, torch\n"
+        "torch.nn.Linear(4, 4)(torch.zeros(2, 4))\n"
+        f"torch.zeros(1, device='cuda'); time.sleep({seconds})\n"
+    )
+    words = [sys.executable, "-m", "driftline", "dump", "-o", tmp_path / "run", "--"]
+    done = subprocess.run(
+        [*words, sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "kernels")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "signal" not in done.stderr
 
 
 def test_a_cuda_graph_is_recorded_undisturbed_and_what_is_not_seen_is_said(tmp_path: Path) -> None:

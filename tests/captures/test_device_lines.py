@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from driftline.captures.recorder import Snapshot
 from driftline.captures.torch.device import summaries
+from driftline.captures.torch.device.delivery import Delivery
 from driftline.captures.torch.device.summaries import Constant, Group, SummaryTransfer
 from driftline.numerics.gpu import launcher
 from driftline.runs.index_lines import check_line, decoder, record_of
@@ -134,6 +135,26 @@ def test_a_tensor_of_nothing_finite_has_no_extremes() -> None:
     said = json.loads(made.lines(0))["summary"]
     assert said["min"] == said["max"] == said["mean"] == said["std"] == "nan"
     assert (said["nan"], said["l2"]) == (15, 0.0)
+
+
+def test_a_tensor_noted_after_its_group_was_handed_over_is_handed_over_too() -> None:
+    # Another thread of the program had the transfer sent and handed over what it brought so far.
+    some, handed = constant(), list[list[TensorKey]]()
+    transfer = group([[4.0, 1.5, 2.0, -1.0, 3.0, *([0.0] * 75)]], some).transfer
+
+    def take(made: Group) -> None:
+        handed.append([record.key for record in made.records()])
+
+    delivery = Delivery(
+        lambda *_: None, take, lambda _, act, *given: act(*given), lambda: False, lambda: None
+    )
+    for step in (3, 4):
+        delivery.note(transfer, some, step, 0, 0)
+    delivery.sent()
+    delivery.note(transfer, some, 5, 0, 0)
+    delivery.finish()
+    assert [[key.step for key in group] for group in handed] == [[3, 4], [5]]
+    assert not len(delivery)
 
 
 # One compiled kernel serves tensors of all sizes.

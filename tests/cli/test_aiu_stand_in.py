@@ -51,11 +51,11 @@ def layers(driftline: Command) -> Command:
 
 @pytest.fixture
 def validated(driftline: Command) -> Command:
-    def call(*words: object) -> Any:
+    def call(*words: object, tokens: int = 4) -> Any:
         return driftline(
             *("validate", "--model_paths", "tiny", "--sharegpt_path", PROMPTS),
-            *("--batch_sizes", 1, "--seq_lengths", 24, "--max_new_tokens", 4),
-            *("--cumulative_test_tokens_per_sequence", 4, *words),
+            *("--batch_sizes", 1, "--seq_lengths", 24, "--max_new_tokens", tokens),
+            *("--cumulative_test_tokens_per_sequence", tokens, *words),
         )
 
     return call
@@ -148,11 +148,11 @@ def test_explain_says_what_reached_the_backend(
 
     forward = LlamaRMSNorm.forward
     with aiu.installed(place / "packages", linear=1.5):
-        said = validated("--explain", "--metrics_threshold", "0.1,0.00001")
+        said = validated("--explain", "--metrics_threshold", "0.1,0.00001", tokens=1)
         assert said.code == 1
         assert "compiled block by block" in said.out and "of 6 of 6 parts" in said.out
         monkeypatch.setattr(LlamaRMSNorm, "forward", torch.compiler.disable(forward))
-        said = validated("--explain", "--metrics_threshold", "0.1,0.00001")
+        said = validated("--explain", "--metrics_threshold", "0.1,0.00001", tokens=1)
     assert "nothing is concluded from them" in said.out
 
 

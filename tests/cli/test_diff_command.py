@@ -90,6 +90,26 @@ def test_a_fault_is_named_and_a_second_call_runs_nothing_again(
     assert "holds another diff" in other.err
 
 
+def test_no_secret_of_the_programs_is_printed_or_kept(
+    folder: Path, diff: Callable[..., Said]
+) -> None:
+    """Folders of a diff are sent to others; what was asked is told from them all the same."""
+    words = ("--hf-token", "Zq7-first", "-p", "Zq7-second", "https://me:Zq7-third@host/x")
+    asked = (command(*words), command("--fault"), "--env", "API_KEY=Zq7-fourth")
+    done = diff(*asked)
+    assert done.code == 1, done.err
+    assert "--hf-token '***' -p '***'" in done.err
+    assert (folder / "driftline-diff" / "replay" / "replay.json").is_file()
+    kept = [file for file in (folder / "driftline-diff").rglob("*") if file.is_file()]
+    assert [file.name for file in kept if b"Zq7" in file.read_bytes()] == []
+    assert "Zq7" not in done.out + done.err
+
+    assert "the reference was dumped before" in diff(*asked).err
+    other = diff(command(*words), command("--fault"), "--env", "API_KEY=Zq7-fifth")
+    assert other.code == 2 and "holds another diff" in other.err
+    assert "Zq7" not in other.err
+
+
 def test_a_repaired_program_is_run_again(folder: Path, diff: Callable[..., Said]) -> None:
     """Somebody mends the model, in a file that the command does not even name, and asks again."""
     (folder / "infer.py").write_text(
@@ -188,6 +208,8 @@ def test_a_program_that_fails_ends_the_diff_with_a_sentence(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ((command(), "--env", "API_KEY:Zq7"), "--env takes NAME=VALUE, not 'API_KEY:***'"),
+        ((command(), "HF_TOKEN=Zq7 x"), "command not found: HF_TOKEN=***"),
         ((command(),), "one command and nothing that differs"),
         ((command(), "--rev", "main"), "--rev takes A..B, not 'main'"),
         ((command(), "--env", "DTYPE"), "--env takes NAME=VALUE, not 'DTYPE'"),

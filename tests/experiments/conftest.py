@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 p = argparse.ArgumentParser()
+p.add_argument("--hf-token")
 p.add_argument("--dtype", default="float32")
 p.add_argument("--arch", default="toy")
 p.add_argument("--fault", default="")

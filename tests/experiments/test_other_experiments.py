@@ -33,8 +33,10 @@ def test_noise_makes_runs_in_the_candidates_format_and_keeps_failures_with_reaso
         "--",
         sys.executable,
         program,
+        "--hf-token=Zq7",
     )
     assert said.code == 0, said.err
+    assert "Zq7" not in (folder / "noise.json").read_text()
     found = json.loads((folder / "noise.json").read_text())
     variants = {v["name"]: v for v in found["variants"]}
     assert [variants[name]["status"] for name in variants] == ["made", "made", "failed", "made"]

@@ -46,6 +46,50 @@ def test_a_clean_candidate_is_its_native_replay_to_the_bit(
     assert {record.dtype for record in exact.records if record.dtype != "int64"} == {"float32"}
 
 
+def test_several_runs_are_replayed_in_one_start_of_the_program(
+    program: Path, dumped: Callable, driftline: Callable, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(dumped("--fault", "scale"))
+    second.symlink_to(dumped("--dtype", "bfloat16", "--fault", "eps"))
+    alone = {
+        run.name: replayed(driftline, program, run, tmp_path / f"alone-{run.name}")[0]
+        for run in (first, second)
+    }
+    starts = tmp_path / "starts"
+    counted = tmp_path / "counted.py"
+    counted.write_text(
+        f"open({str(starts)!r}, 'a').write('started ')\n" + program.read_text(), encoding="utf-8"
+    )
+    both = tmp_path / "both"
+    said = driftline("replay", first, "--also", second, "-o", both, "--", sys.executable, counted)
+    assert said.code == 0, said.err
+    assert starts.read_text() == "started "
+    for run in (first, second):
+        folder = both / run.name
+        report = json.loads((folder / "replay.json").read_text())
+        assert report["sites"] == alone[run.name]["sites"]
+        for kind in ("exact", "native"):
+            apart = open_run(tmp_path / f"alone-{run.name}" / kind)
+            assert [(r.key, r.digest) for r in open_run(folder / kind).records] == [
+                (r.key, r.digest) for r in apart.records
+            ]
+        assert f"--replay {folder}" in said.err
+
+
+def test_runs_that_are_called_alike_are_not_replayed_into_one_folder(
+    program: Path, dumped: Callable, driftline: Callable, tmp_path: Path
+) -> None:
+    run = dumped()
+    (tmp_path / "other").mkdir()
+    twin = tmp_path / "other" / run.name
+    twin.symlink_to(run)
+    said = driftline(
+        "replay", run, "--also", twin, "-o", tmp_path / "both", "--", sys.executable, program
+    )
+    assert said.code == 2 and f"are called '{run.name}'" in said.err
+
+
 def test_an_epsilon_below_the_noise_stands_alone_after_replay(
     program: Path, dumped: Callable, driftline: Callable, tmp_path: Path
 ) -> None:

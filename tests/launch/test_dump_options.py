@@ -132,10 +132,11 @@ def test_time_3_is_inputs_before_and_outputs_after(quick, workshop):
 
 def test_debug_says_more_than_info(quick):
     usual = quick("-l", "info", run=["infer.py"])
-    more = quick("-l", "debug", "--force", run=["infer.py"])
+    more = quick("-l", "debug", "--force", run=["infer.py", "1", "--hf-token", "Zq7"])
     assert usual.code == more.code == 0
     assert set(usual.err.splitlines()[-1:]) < set(more.err.splitlines())
     assert "module calls" in more.err and "debug: command" in more.err
+    assert "--hf-token '***'" in more.err and "Zq7" not in more.err
     chosen = quick(
         "-l", "debug", "-er", "0,1", "-ids", "1", "-stp", "1", "--force", run=["infer.py"]
     )

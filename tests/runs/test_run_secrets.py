@@ -93,6 +93,8 @@ COMMAND_LINES = [
     ["--proxy-user", "bob:" + SECRET],
     ["--db_user=bob:" + SECRET],
     ["--otp", SECRET],
+    ["--seed-phrase", SECRET],
+    ["--passwort=" + SECRET],
     ["--wifi-psk=" + SECRET],
     ["-c", f"import os; os.environ['HF_TOKEN']='{SECRET}'"],
     ["-c", f'import os; os.environ["HF_TOKEN"] = "{SECRET}"'],

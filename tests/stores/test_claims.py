@@ -105,6 +105,20 @@ def test_a_store_that_knows_no_condition_is_looked_at_first(memory, monkeypatch)
     assert store.read_all("claim", 10) == b"one"
 
 
+def test_digits_in_the_id_of_a_failed_request_are_no_other_writer(memory, monkeypatch):
+    store = Store(memory)
+    broken = ["request 7f412ab0: connection reset"]
+    real = store._fs.pipe_file
+
+    def breaking_once(path, value, mode="overwrite"):
+        if broken:
+            raise OSError(broken.pop())
+        real(path, value, mode=mode)
+
+    monkeypatch.setattr(store._fs, "pipe_file", breaking_once)
+    assert store.put_new("claim", b"one")
+
+
 def test_a_run_that_changes_its_address_half_way_is_refused(memory, tmp_path, monkeypatch):
     run = write_run(tmp_path / "run")
     send = Store.send

@@ -17,7 +17,7 @@ from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, Not
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.stores import block_cache
 from driftline.runs.stores.addresses import UrlPath, place_of, url_of
-from driftline.runs.stores.api import push
+from driftline.runs.stores.api import exists, push
 from driftline.runs.stores.remote_run import RemoteFiles
 from driftline.runs.stores.store import Store
 from driftline.runs.writer import RunWriter
@@ -217,6 +217,16 @@ def test_a_folder_of_a_comparison_is_pushed_like_a_run(pair_of_runs, memory, tmp
     api.compare(*pair_of_runs).write(tmp_path / "table")
     assert push(tmp_path / "table", f"{memory}/table").files == 3
     assert api.open_table(f"{memory}/table").verdict == "fail"
+
+
+def test_a_table_that_replaces_another_leaves_no_file_of_it(pair_of_runs, memory, tmp_path):
+    table = api.compare(*pair_of_runs)
+    table.write(f"{memory}/table")
+    table.write(tmp_path / "table")
+    (tmp_path / "table" / "rows.parquet").unlink(missing_ok=True)
+    push(tmp_path / "table", f"{memory}/table", force=True)
+    assert not exists(f"{memory}/table", "rows.parquet")
+    assert exists(f"{memory}/table", "rows.csv")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.museum.networks import (
+    PORT,
     Language,
     Rotation,
     Variant,
     case,
+    drawn,
     loss_of,
     run_case,
     trained,
@@ -241,6 +244,134 @@ def momentum_of_another_framework(variant: Variant) -> None:
             model(3 * torch.randn(8, 3, 12, 12, generator=generator))
         model.eval()
         model(torch.randn(8, 3, 12, 12, generator=generator))
+
+
+class Momentum(torch.optim.Optimizer):
+    """Descent that looks ahead along its momentum."""
+
+    def __init__(self, weights: list[Tensor], lr: float = 0.02, keep: float = 0.9) -> None:
+        super().__init__(weights, {"lr": lr, "keep": keep})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        del closure
+        for group in self.param_groups:
+            rate, keep = group["lr"], group["keep"]
+            for weight in group["params"]:
+                state = self.state[weight]
+                speed = keep * state.get("speed", 0.0) + weight.grad
+                state["speed"] = speed
+                ahead = -keep * speed if PORT.wrong else keep * speed
+                weight.sub_(rate * (weight.grad + ahead))
+
+
+@case(
+    "https://github.com/PaddlePaddle/Paddle/pull/12231",
+    "the look ahead along the momentum has the wrong sign",
+    "(optimizer)",
+    causes="scale",
+    dump=ALL_STEPS,
+)
+def look_ahead_backwards(variant: Variant) -> None:
+    PORT.wrong = variant.bad
+    model = language(variant)
+    optimizer = Momentum(list(model.parameters()))
+    for step in range(3):
+        words, labels = sentences(step)
+        loss_of(model(words), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(
+    "https://github.com/huggingface/transformers/issues/581",
+    "the gradient of every weight is clipped by its own norm instead of that of all",
+    "(gradients)",
+    causes="scale",
+    dump=ALL_STEPS,
+)
+def clipped_one_by_one(variant: Variant) -> None:
+    model = language(variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        words, labels = sentences(step)
+        loss_of(model(words), labels).backward()
+        weights = list(model.parameters())
+        for together in [[weight] for weight in weights] if variant.bad else [weights]:
+            torch.nn.utils.clip_grad_norm_(together, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(
+    "https://github.com/HikariTJU/LD/issues/74",
+    "the distance from a teacher is averaged over classes, which it is a sum over",
+    "(loss)",
+    causes="scale loss",
+    dump=ALL_STEPS,
+)
+def teacher_averaged_over_classes(variant: Variant) -> None:
+    model = language(variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        words, _ = sentences(step)
+        logits = model(words)
+        teacher = drawn(f"teacher {step}", *logits.shape)
+        apart = F.kl_div(
+            (logits.float() / 2).log_softmax(-1), (teacher / 2).softmax(-1), reduction="none"
+        )
+        apart = apart.mean(-1) if variant.bad else apart.sum(-1)
+        (4 * apart.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tracking(nn.Module):
+    """Normalises by a batch, and keeps what is normal for the time after training."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            mean, variance = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
+            count = x.numel() / x.shape[1]
+            seen = variance if PORT.wrong else variance * count / (count - 1)
+            self.running_mean.lerp_(mean.detach(), 0.3)
+            self.running_var.lerp_(seen.detach(), 0.3)
+        normal = (x - mean[:, None, None]) * torch.rsqrt(variance[:, None, None] + 1e-5)
+        return normal * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+class Tracked(Pictures):
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.norm = Tracking(16)
+
+
+@case(
+    "https://github.com/PaddlePaddle/Paddle/pull/68159",
+    "the variance that is kept for later is that of the batch, without the correction for its size",
+    "norm",
+    causes="scale",
+    differences="running_var",
+    dump=("--step", "*"),
+)
+def variance_without_correction(variant: Variant) -> None:
+    PORT.wrong = variant.bad
+    model = trained(Tracked(), variant.dtype)
+    generator = torch.Generator().manual_seed(13)
+    with torch.no_grad():
+        model.train()
+        for _ in range(4):
+            model(3 * torch.randn(2, 3, 4, 4, generator=generator))
+        model.eval()
+        model(torch.randn(2, 3, 4, 4, generator=generator))
 
 
 if __name__ == "__main__":

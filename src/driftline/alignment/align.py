@@ -330,7 +330,7 @@ RULES: tuple[MatchingRule, ...] = (
     MatchingRule("exported order", _order_applies, "exported:by_export_order", final=True),
     MatchingRule("structure", _guesses_apply, "structure:by_structure"),
     MatchingRule("same value", _structure_applies, "same_value:by_same_value"),
-    MatchingRule("fused parameters", _projections_apply, "fused_projections:by_projections"),
+    MatchingRule("fused parameters", _projections_apply, "in_projections:by_projections"),
     MatchingRule("map of classes", _has_map, "maps:by_class_map"),
 )
 """The matching rules, strongest first. A new rule is a function in `rules` and a line here."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+from driftline.runs.json_values import MOST_RANKS, count_of, list_of, object_of
+
 if TYPE_CHECKING:
     from driftline.runs.records import Record
     from driftline.runs.run import Run
@@ -32,8 +34,7 @@ RUN_KEYS = ("framework", "order", "step_unit", "numbered_names", "formats")
 _FRAMEWORKS = {"transformers": "torch", "pytorch": "torch"}
 _ORDERS = ("execution", "registration", "none")
 _STEP_UNITS = ("micro-batch",)
-# Facts come from files: counts beyond these are not believed, because tables are made by them.
-_MOST_RANKS = 1 << 20
+# Not believed beyond this, because tables are made by it.
 _MOST_STAGES = 1 << 16
 
 
@@ -110,7 +111,7 @@ class RunFacts(NamedTuple):
         """Rank → the pipeline stages that its processes declared, with their models' sites."""
         by_rank: dict[int, list[tuple[int, str | None]]] = {}
         for process in self.processes:
-            for stage in map(_table, process.stages):
+            for stage in map(object_of, process.stages):
                 number, site = stage.get("stage"), stage.get("site")
                 if type(number) is int and 0 <= number < _MOST_STAGES:
                     named = site if isinstance(site, str) else None
@@ -201,14 +202,14 @@ def _formats(
 ) -> tuple[str, ...]:
     chain = [str(manifest.get("format", ""))]
     for facts in (manifest, *processes):
-        if earlier := _list(facts.get("formats")):
+        if earlier := list_of(facts.get("formats")):
             chain += [str(name) for name in earlier]
             break
         # Runs that 0.1.0 converted name only the format before the last conversion.
         if before := facts.get("converted_from"):
             # `FORMAT: path` in a list of files, a table in a run.
             of_files = before.partition(":")[0] if isinstance(before, str) else ""
-            chain.append(of_files or str(_table(before).get("format", "")))
+            chain.append(of_files or str(object_of(before).get("format", "")))
             break
     # A run that was copied without conversion would otherwise name its format twice.
     return tuple(
@@ -220,12 +221,11 @@ def _formats(
 
 def read_process(facts: Mapping[str, Any]) -> ProcessFacts:
     """Place of a process in its job; invalid values are ignored."""
-    world = facts.get("world_size")
     return ProcessFacts(
-        _count(facts.get("rank")),
-        _count(facts.get("process")),
-        world if type(world) is int and 0 <= world < _MOST_RANKS else 0,
-        *(tuple(_list(facts.get(name))) for name in ("meshes", "groups", "stages")),
+        count_of(facts.get("rank")),
+        count_of(facts.get("process")),
+        count_of(facts.get("world_size"), MOST_RANKS),
+        *(tuple(list_of(facts.get(name))) for name in ("meshes", "groups", "stages")),
     )
 
 
@@ -237,15 +237,3 @@ def _is_operator(site: str) -> bool:
 def _declared(key: str, declared: Iterable[Mapping[str, Any]], choices: Sequence[str]) -> str:
     """The first valid value that is declared under a key; empty if there is none."""
     return next((facts[key] for facts in declared if facts.get(key) in choices), "")
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and value >= 0 else 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from driftline import settings
 from driftline.errors import AlreadyThere, BadInput, BadRun
+from driftline.runs.json_values import MOST_RANKS, count_of
 from driftline.runs.layout import MANIFEST, folder_name
 from driftline.runs.provenance import (
     check_room,
@@ -116,8 +117,8 @@ def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
     job = [(facts, last) for facts, last in parts if facts.get("job") or facts.get("groups")]
     if not job:
         return
-    world = max(_count(facts.get("world_size")) for facts, _ in job)
-    present = {_count(facts.get("rank")) for facts, _ in job}
+    world = max(count_of(facts.get("world_size"), MOST_RANKS) for facts, _ in job)
+    present = {count_of(facts.get("rank"), MOST_RANKS) for facts, _ in job}
     wanted = [facts for facts, _ in job if facts.get("only_ranks")]
     missing = [rank for rank in range(world) if rank not in present]
     # With --rank the other ranks left nothing on purpose.
@@ -128,7 +129,7 @@ def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
         )
     ends: dict[int, int] = {}
     for facts, last in job:
-        rank = _count(facts.get("rank"))
+        rank = count_of(facts.get("rank"), MOST_RANKS)
         if last is not None:
             ends[rank] = max(last, ends.get(rank, last))
     # A rank that stopped earlier than the others crashed, or was killed with unwritten steps.
@@ -143,10 +144,6 @@ def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 20 else 0
 
 
 _ATTEMPTS = 16

@@ -35,6 +35,9 @@ _STRONG = (
     "bearer",
     "jwt",
     "cookie",
+    "mnemonic",
+    "seedphrase",
+    "passwort",
 )
 _STRONG_WORDS = frozenset(
     ("pwd", "pw", "pass", "pat", "creds", "cred", "sas", "passw", "psw", "psk", "otp", "totp")

@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from driftline.runs.json_values import count_of, list_of, object_of
 from driftline.runs.layout import ORPHAN_EVENTS, folder_name
 
 if TYPE_CHECKING:
@@ -112,11 +113,11 @@ class RunScope(NamedTuple):
             _words(facts.get("unfinished")),
             _words(facts.get("unsealed")),
             facts.get("growing") is True,
-            _count(facts.get("steps_ran")),
+            count_of(facts.get("steps_ran"), _MOST_STEPS),
             _words(facts.get("filters")),
             _words(facts.get("notes")),
             _words(facts.get("compiled")),
-            _count(facts.get("ranks")),
+            count_of(facts.get("ranks"), _MOST_STEPS),
             str(facts.get("engine") or ""),
             _updates(facts),
             tuple(_hidden(facts.get("hidden"))),
@@ -156,7 +157,7 @@ def scope_of(run: Run) -> RunScope:
         in_memory = run.manifest
     if not own and not in_memory:
         return RunScope()
-    captures = [_table(facts.get("capture")) for facts in (own or [in_memory])]
+    captures = [object_of(facts.get("capture")) for facts in (own or [in_memory])]
     status, raised, notes, compiled = _told_by_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
@@ -171,7 +172,7 @@ def scope_of(run: Run) -> RunScope:
         () if ended_well else tuple(_unfinished(own or [in_memory], raised)),
         tuple(_name(facts) for facts in killed),
         run.growing,
-        max((_count(capture.get("steps_ran")) for capture in captures), default=0),
+        max((count_of(capture.get("steps_ran"), _MOST_STEPS) for capture in captures), default=0),
         tuple(_filters(captures[0], (own or [in_memory])[0])),
         notes,
         compiled,
@@ -204,12 +205,12 @@ def _hidden_leaves(run: Run, compiled: Container[str]) -> Iterable[tuple[str, in
 
 
 def _nodes(listed: Any) -> list[Mapping[str, Any]]:
-    entries = cast("list[Any]", listed) if isinstance(listed, list) else []
+    entries = list_of(listed)
     return [cast("Mapping[str, Any]", entry) for entry in entries if isinstance(entry, Mapping)]
 
 
 def _hidden(shown: Any) -> Iterable[tuple[str, int]]:
-    for entry in cast("list[Any]", shown) if isinstance(shown, list) else ():
+    for entry in list_of(shown):
         match entry:
             case [str() as site, int() as leaves] if 0 < leaves < _MOST_STEPS:
                 yield site, leaves
@@ -234,7 +235,7 @@ def _told_by_events(run: Run) -> _Told:
     raised: list[Mapping[str, Any]] = []
     for event in run.events():
         kind = event.get("kind")
-        details = _table(event.get("details"))
+        details = object_of(event.get("details"))
         if kind == ENDED and type(details.get("status")) is int:
             status = details["status"]
         elif kind == "exception":
@@ -253,7 +254,7 @@ def _is_captured(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
 
 
 def _is_pool_worker(facts: Mapping[str, Any], status: int | None) -> bool:
-    return status == 0 and _table(facts.get("capture")).get("daemon") is True
+    return status == 0 and object_of(facts.get("capture")).get("daemon") is True
 
 
 def _unfinished(
@@ -262,14 +263,14 @@ def _unfinished(
     """Steps whose model was left by an exception that ended the program."""
     events = list(raised)
     for facts in processes:
-        step = _table(facts.get("capture")).get("unfinished_step")
+        step = object_of(facts.get("capture")).get("unfinished_step")
         if type(step) is not int:
             continue
         place = (facts.get("rank", 0), facts.get("process", 0))
         reasons = [
             str(event.get("message"))[:_LONGEST]
             for event in events
-            if _table(event.get("details")).get("step") == step
+            if object_of(event.get("details")).get("step") == step
             and (event.get("rank", 0), event.get("process", 0)) == place
         ]
         where = f" of {_name(facts)}" if place != (0, 0) else ""
@@ -278,7 +279,7 @@ def _unfinished(
 
 def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
     """The selection in words, steps left out: those are told by their numbers."""
-    selection = dict(_table(capture.get("selection")))
+    selection = dict(object_of(capture.get("selection")))
     # A rank that is known only when a program has begun is filtered when its files are made.
     if facts.get("only_ranks"):
         selection["ranks"] = facts["only_ranks"]
@@ -302,15 +303,9 @@ _OPTIONS = {
 
 
 def _name(facts: Mapping[str, Any]) -> str:
-    return folder_name(_count(facts.get("rank")), _count(facts.get("process")))
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < _MOST_STEPS else 0
+    return folder_name(
+        count_of(facts.get("rank"), _MOST_STEPS), count_of(facts.get("process"), _MOST_STEPS)
+    )
 
 
 def _updates(facts: Mapping[str, Any]) -> int:
@@ -319,5 +314,4 @@ def _updates(facts: Mapping[str, Any]) -> int:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    listed = cast("list[Any]", value) if isinstance(value, list) else []
-    return tuple(str(word)[:_LONGEST] for word in listed[:_MOST_NOTES])
+    return tuple(str(word)[:_LONGEST] for word in list_of(value)[:_MOST_NOTES])

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
+from driftline.runs.json_values import MOST_RANKS, count_of, list_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
@@ -249,12 +250,12 @@ def _mesh(shown: Any, world: int) -> Mesh | None:
     if not isinstance(shown, Mapping):
         return None
     about = cast("Mapping[str, Any]", shown)
-    sizes = tuple(_count(size) for size in _list(about.get("shape")))
-    ranks = [_count(rank) for rank in _list(about.get("ranks"))]
+    sizes = tuple(count_of(size, MOST_RANKS) for size in list_of(about.get("shape")))
+    ranks = [count_of(rank, MOST_RANKS) for rank in list_of(about.get("ranks"))]
     # Facts are read from files: a mesh that does not hold every rank exactly once is ignored.
     if not sizes or math.prod(sizes) != len(ranks) or sorted(ranks) != list(range(world)):
         return None
-    names = tuple(str(name) for name in _list(about.get("names")))
+    names = tuple(str(name) for name in list_of(about.get("names")))
     return _named(Mesh(names, sizes, {rank: _place(n, sizes) for n, rank in enumerate(ranks)}))
 
 
@@ -275,7 +276,7 @@ def _counted(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
 def _of_groups(groups: Sequence[Sequence[Any]], world: int) -> Mesh | None:
     """A mesh of two axes, if process groups of neighbours divide the job into equal parts."""
     rank_sets = {
-        tuple(_count(rank) for rank in _list(ranks))
+        tuple(count_of(rank, MOST_RANKS) for rank in list_of(ranks))
         for process_groups in groups
         for ranks in process_groups
     }
@@ -299,11 +300,3 @@ def _place(number: int, sizes: Sequence[int]) -> Coordinate:
         number, place = divmod(number, size)
         coordinate.append(place)
     return tuple(reversed(coordinate))
-
-
-def _list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 20 else 0

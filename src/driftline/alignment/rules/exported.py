@@ -42,9 +42,9 @@ from driftline.graphs.sources.exported import (
     ExportedGraph,
     Fusion,
     exported_graph,
-    listed,
     without_number,
 )
+from driftline.runs.json_values import list_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
@@ -184,7 +184,7 @@ def _fusion(
     if not holds or not holder:
         return None
     described = about.nodes.get(holder, {})
-    values = [str(value) for value in listed(described.get("values"))]
+    values = [str(value) for value in list_of(described.get("values"))]
     readers = [tensors.read[value].key for value in values if value in tensors.read]
     places = [(key.site, key.visit, "input", key.slot) for key in readers]
     kind = str(described.get("class", ""))

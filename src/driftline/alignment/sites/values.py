@@ -15,6 +15,7 @@ import numpy as np
 from driftline.alignment.sites.site_graph import Call, Frame
 from driftline.errors import DriftlineError
 from driftline.numerics import kernel
+from driftline.runs.json_values import list_of
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
@@ -103,7 +104,7 @@ def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
     names: dict[Place, str] = {}
     params: dict[str, Mapping[str, Any]] = {}
     # An explicit stack instead of recursion: the nesting comes from a file.
-    below = [cast("object", root) for root in _list(topology.get("roots"))]
+    below = [cast("object", root) for root in list_of(topology.get("roots"))]
     while below:
         node = below.pop()
         if not isinstance(node, Mapping):
@@ -111,29 +112,25 @@ def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
         about = cast("Mapping[str, Any]", node)
         site = about.get("site")
         if isinstance(site, str):
-            for slot, name in enumerate(_list(about.get("inputs"))):
+            for slot, name in enumerate(list_of(about.get("inputs"))):
                 if isinstance(name, str):
                     names[site, str(slot)] = name
             if isinstance(about.get("param"), Mapping):
                 params[site] = cast("Mapping[str, Any]", about["param"])
-        below += _list(about.get("children"))
+        below += list_of(about.get("children"))
     return Dataflow(makers, names, params)
 
 
 def _edges(topology: Mapping[str, Any]) -> Iterable[tuple[Place, Place]]:
     """Edges in either of the two forms; other entries are skipped."""
-    for edge in _list(topology.get("edges")):
+    for edge in list_of(topology.get("edges")):
         if isinstance(edge, Mapping):
             about = cast("Mapping[str, Any]", edge)
             values = [about.get(name) for name in ("from", "output", "to", "input")]
         else:
-            values = _list(edge)
+            values = list_of(edge)
         if len(values) == 4 and isinstance(values[0], str) and isinstance(values[2], str):
             yield (values[0], str(values[1])), (values[2], str(values[3]))
-
-
-def _list(value: object) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], dict[Place, str]]:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from driftline.errors import BadInput
+from driftline.runs.redaction import redact_argv, redact_text
 
 # Sent to the launcher alone, so they have to be passed on.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
@@ -41,11 +42,12 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
                 f"{argv[0]} is not executable",
                 hint=f"name what runs it, such as python {argv[0]}",
             )
+        shown = redact_text(argv[0])  # `HF_TOKEN=abc python x.py` is no command
         if "=" in argv[0]:
-            hint = f"variables are set by env: env {argv[0]} ..."
+            hint = f"variables are set by env: env {shown} ..."
         else:
             hint = "give the program's path; what only a shell knows needs bash -c"
-        raise NoSuchCommand(f"command not found: {argv[0]}", hint=hint)
+        raise NoSuchCommand(f"command not found: {shown}", hint=hint)
 
 
 def run_child(
@@ -130,8 +132,6 @@ class UnseenPythons:
             started = (place / "stat").read_text().rpartition(")")[2].split()[19]
         except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
             return
-        from driftline.runs.redaction import redact_argv
-
         self._seen.setdefault((pid, started), shlex.join(redact_argv(words))[:_LONGEST_COMMAND])
 
 

@@ -19,6 +19,7 @@ from driftline.captures.model_facts import FactOptions
 from driftline.captures.options import Budgets, Reduction
 from driftline.captures.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
+from driftline.runs.redaction import redact_argv
 
 # Plans are read by the version that wrote them; another one refuses rather than guesses.
 SCHEMA = 1
@@ -54,7 +55,7 @@ class CapturePlan:
         max_bytes: Stop storing values at that size; 0 is no limit.
         tiling: Tiling data were asked for; torch has none, which becomes an event.
         log_level: How much the launched processes and the launcher say.
-        command: The program, word by word, for the manifest.
+        command: The program, word by word, for the manifest; its secrets are hidden at once.
         engine: atb switches the probe of the ATB library on beside the capture.
         frameworks: Those that are captured where the program imports them.
         experiment: What is done to the program besides: its `kind` and what that kind needs.
@@ -93,6 +94,8 @@ class CapturePlan:
 
     # Checked here, before the program starts, because it may run for an hour.
     def __post_init__(self) -> None:
+        # Plans are printed and lie in files; nothing is started from this.
+        object.__setattr__(self, "command", tuple(redact_argv(self.command)))
         for name, value, allowed in (
             ("level", self.levels, LEVELS),
             ("type", self.types, get_args(DumpType)),
@@ -278,7 +281,7 @@ class WatchPlan:
         exit: Stop the program at the first finding.
         max_bytes: Keep no more tensor bytes than this.
         log_level: How much is said.
-        command: The program, word by word.
+        command: The program, word by word; its secrets are hidden at once.
         engine: atb switches the probe of the ATB library on beside torch's watch.
         launcher: Process that waits for the program.
     """
@@ -296,6 +299,7 @@ class WatchPlan:
     launcher: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "command", tuple(redact_argv(self.command)))
         for name, value, allowed in (
             ("type", self.types, TYPES),
             ("level", (self.level,), get_args(WatchLevel)),

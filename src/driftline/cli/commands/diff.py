@@ -171,7 +171,12 @@ def _variables(text: str) -> dict[str, str]:
     for word in text.split(","):
         name, sign, value = word.partition("=")
         if not sign or not name.strip():
-            raise BadInput(f"--env takes NAME=VALUE, not '{word}'", hint="such as --env DTYPE=bf16")
+            from driftline.runs.redaction import redact_text
+
+            shown = redact_text(word)  # `API_KEY:abc`
+            raise BadInput(
+                f"--env takes NAME=VALUE, not '{shown}'", hint="such as --env DTYPE=bf16"
+            )
         variables[name.strip()] = value
     return variables
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -55,9 +55,10 @@ class ReplayMapping:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ReplayMethodOptions:
-    """How thoroughly modules are replayed.
+    """What is replayed, and how thoroughly.
 
     Attributes:
+        also: Another run of the same model, replayed while the program runs this once.
         check_each: Prove for every call that the module gives its own output again. Default: once
             for all calls of one class with the same shapes and parts.
         keep_all: Keep every result. Default: not the values of calls that give, in the candidate's
@@ -66,6 +67,7 @@ class ReplayMethodOptions:
         max_held: Memory that may be taken in the program, such as 2GB. Default: 4GB.
     """
 
+    also: Annotated[list[Path] | None, SEVERAL, Parameter(metavar="RUN")] = None
     check_each: bool = False
     keep_all: bool = False
     max_held: Annotated[str, Parameter(metavar="SIZE")] = ""
@@ -85,7 +87,7 @@ class ReplayOutput:
     """Where the replay goes, and what is said of it.
 
     Attributes:
-        output: Folder of the replay.
+        output: Folder of the replay; with --also, of one folder for each run, called like it.
         force: Replace a replay that is there already.
         quiet: Print nothing at the end; the exit code says it.
     """
@@ -109,6 +111,7 @@ def replay(
 
         driftline replay cand --exec "python infer.py --dtype float32" -o replayed
         driftline diagnose ref cand --replay replayed
+        driftline replay cand --also cand2 --exec "python infer.py --dtype float32" -o both
 
     Every module is applied to the candidate's captured inputs, once in float32 and once in the
     candidate's number format. So an error is seen where it is made, not in everything after it.
@@ -120,23 +123,31 @@ def replay(
         program: The reference program and its arguments, after two dashes.
     """
     from driftline.diagnosis.experiments.replay import replay as run_replay
+    from driftline.diagnosis.experiments.replay import replay_several
 
-    outcome = script.step(
-        "outcome",
-        run_replay,
-        candidate,
-        start.command(program, "replay"),
-        output.output,
-        selection=modules.selection(all_steps=True),
-        reference_run=mapping.reference_run,
-        maps=tuple(mapping.map_ or ()),
-        method=method.of(partial=mapping.partial),
-        force=output.force,
-    )
-    script.end(outcome)
-    for line in [] if output.quiet else _replay_summary(outcome, candidate):
-        print(line, file=sys.stderr)
-    return outcome.status or EXIT_FINE
+    argv = start.command(program, "replay")
+    same_for_all: dict[str, Any] = {
+        "selection": modules.selection(all_steps=True),
+        "reference_run": mapping.reference_run,
+        "maps": tuple(mapping.map_ or ()),
+        "method": method.of(partial=mapping.partial),
+        "force": output.force,
+    }
+    candidates = [candidate, *(method.also or ())]
+    if method.also:
+        outcomes: list[Replayed] = script.step(
+            "outcomes", replay_several, candidates, argv, output.output, **same_for_all
+        )
+        script.end(outcomes)
+    else:
+        outcome = script.step("outcome", run_replay, candidate, argv, output.output, **same_for_all)
+        script.end(outcome)
+        outcomes = [outcome]
+    if not output.quiet:
+        for outcome, path in zip(outcomes, candidates, strict=True):
+            for line in _replay_summary(outcome, path):
+                print(line, file=sys.stderr)
+    return outcomes[0].status or EXIT_FINE
 
 
 def _replay_summary(outcome: Replayed, candidate: Path) -> list[str]:

@@ -46,6 +46,7 @@ class Variant(NamedTuple):
     Attributes:
         name: Number format and what was done besides, such as `bfloat16-fused`.
         folder: Its run, below the experiment's folder; empty if there is none.
+        command: The program, secrets hidden.
         status: made, same (as another, bit for bit) or failed.
         reason: Why it is not `made`.
     """
@@ -168,7 +169,7 @@ def _made(
     if reason:
         shutil.rmtree(folder, ignore_errors=True)  # half a run is no yardstick
     status = "failed" if reason else "made"
-    return Variant(name, "" if reason else name, tuple(argv), status, reason)
+    return Variant(name, "" if reason else name, plan.command, status, reason)
 
 
 def _why_not(ended: Ended, folder: Path) -> str:

@@ -29,6 +29,7 @@ from driftline.diagnosis.experiments.replay_method import USUAL, ReplayMethod
 from driftline.diagnosis.experiments.run_program import Ended, run_with
 from driftline.errors import BadInput, DriftlineError
 from driftline.formats.registry import open_run
+from driftline.runs.redaction import redact_argv
 from driftline.runs.run import Run
 
 
@@ -85,53 +86,137 @@ def replay(
         DriftlineError: A run without inputs, a program that cannot be started or never calls a
             model.
     """
-    run = open_run(candidate)
-    require_inputs(run)
-    # The candidate is checked before the program is started: loading a model may take minutes.
-    links = _links(run, reference_run, maps)
+    runs = [(candidate, output)]
+    (replayed,) = _replay(runs, argv, selection, reference_run, maps, method, force=force)
+    if isinstance(replayed, DriftlineError):
+        raise replayed
+    return replayed
+
+
+def replay_several(
+    candidates: Sequence[Path],
+    argv: Sequence[str],
+    output: Path,
+    *,
+    selection: Selection | None = None,
+    reference_run: Path | None = None,
+    maps: Sequence[str] = (),
+    method: ReplayMethod = USUAL,
+    force: bool = False,
+) -> list[Replayed]:
+    """`replay` for several candidates of one program, which is started once.
+
+    Args:
+        candidates: Runs as `replay` takes one.
+        argv: The reference program.
+        output: Folder of the replays: one for each candidate, called like its run.
+        selection: As for `replay`, and the same for all.
+        reference_run: Likewise.
+        maps: Likewise.
+        method: Likewise.
+        force: Replace earlier experiments.
+
+    Raises:
+        BadInput: Two candidates are called alike.
+        DriftlineError: What `replay` raises, for the first candidate that it concerns. The replays
+            of the others are complete.
+    """
+    names = Counter(candidate.absolute().name for candidate in candidates)
+    name, count = names.most_common(1)[0]
+    if count > 1:
+        raise BadInput(
+            f"{count} of the runs are called '{name}', and each replay's folder is called like "
+            "its run",
+            hint="rename one, or replay it by itself",
+        )
+    runs = [(candidate, output / candidate.absolute().name) for candidate in candidates]
+    outcomes = _replay(runs, argv, selection, reference_run, maps, method, force=force)
+    replayed = [outcome for outcome in outcomes if isinstance(outcome, Replayed)]
+    for outcome in outcomes:
+        if isinstance(outcome, DriftlineError):
+            if not replayed:
+                raise outcome
+            folders = " and ".join(f"'{other.folder}'" for other in replayed)
+            raise BadInput(f"{outcome} (complete: {folders})", hint=outcome.hint) from outcome
+    return replayed
+
+
+def _replay(
+    candidates: Sequence[tuple[Path, Path]],
+    argv: Sequence[str],
+    selection: Selection | None,
+    reference_run: Path | None,
+    maps: Sequence[str],
+    method: ReplayMethod,
+    *,
+    force: bool,
+) -> list[Replayed | DriftlineError]:
+    """Replay each candidate into the folder beside it; of one that fails, the reason."""
+    runs = [open_run(candidate) for candidate, _ in candidates]
+    for run in runs:
+        require_inputs(run)
+    shown = redact_argv(argv)
     plan = CapturePlan(
-        output=str(output.absolute()),
+        output=str(candidates[0][1].absolute()),
         levels=(),
-        command=tuple(argv),
+        command=tuple(shown),
         experiment={
             "kind": "replay",
-            "candidate": str(candidate.absolute()),
-            "output": str(output.absolute()),
-            "command": list(argv),
+            "command": shown,
             "selection": (selection or Selection()).to_json(),
-            "links": links,
             **method.to_json(),
+            "runs": [
+                {
+                    "candidate": str(candidate.absolute()),
+                    "output": str(output.absolute()),
+                    # Checked before the program is started: loading a model may take minutes.
+                    "links": _links(run, reference_run, maps),
+                }
+                for run, (candidate, output) in zip(runs, candidates, strict=True)
+            ],
         },
     )
-    make_room(output, force=force)
+    for _, output in candidates:
+        make_room(output, force=force)
     try:
         ended = run_with(argv, plan)
-        sites, calls, notes = _gathered(ended, run)
     except DriftlineError:
-        _leave_nothing(output)
+        for _, output in candidates:
+            _leave_nothing(output)
         raise
-    native = output / NATIVE
-    # Both runs must exist for readers; in wide arithmetic the native run is the exact one, linked
-    # file by file.
-    if not native.exists():  # the candidate's format is the wide one: it costs nothing
-        shutil.copytree(output / EXACT, native, copy_function=_linked)
-    write_json(
-        output,
-        REPLAY,
-        {
-            "candidate": identity(run, candidate),
-            "reference": {
-                "command": list(argv),
-                "path": None if reference_run is None else str(reference_run.absolute()),
-                "status": ended.status,
+    reference = {
+        "command": shown,
+        "path": None if reference_run is None else str(reference_run.absolute()),
+        "status": ended.status,
+    }
+    outcomes: list[Replayed | DriftlineError] = []
+    for index, (run, (candidate, output)) in enumerate(zip(runs, candidates, strict=True)):
+        reports = [report["runs"][index] for report in ended.reports if "runs" in report]
+        try:
+            sites, calls, notes = _gathered(reports, ended, run)
+        except DriftlineError as failure:
+            _leave_nothing(output)
+            outcomes.append(failure)
+            continue
+        native = output / NATIVE
+        # Both runs must exist for readers; in wide arithmetic the native run is the exact one,
+        # linked file by file.
+        if not native.exists():  # the candidate's format is the wide one: it costs nothing
+            shutil.copytree(output / EXACT, native, copy_function=_linked)
+        write_json(
+            output,
+            REPLAY,
+            {
+                "candidate": identity(run, candidate),
+                "reference": reference,
+                "runs": {"exact": EXACT, "native": NATIVE},
+                "calls": calls,
+                "notes": list(notes),
+                "sites": sites,
             },
-            "runs": {"exact": EXACT, "native": NATIVE},
-            "calls": calls,
-            "notes": list(notes),
-            "sites": sites,
-        },
-    )
-    return Replayed(output, ended.status, sites, calls, notes)
+        )
+        outcomes.append(Replayed(output, ended.status, sites, calls, notes))
+    return outcomes
 
 
 def require_inputs(run: Run) -> None:
@@ -185,10 +270,12 @@ def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[st
     return links
 
 
-def _gathered(ended: Ended, run: Run) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
-    """The reports of all processes together, site by site."""
-    problems = [str(r["problem"]) for r in ended.reports if r.get("problem")]
-    reports = [r for r in ended.reports if "sites" in r]
+def _gathered(
+    all_reports: Sequence[Mapping[str, Any]], ended: Ended, run: Run
+) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
+    """The reports of all processes on one candidate together, site by site."""
+    problems = [str(r["problem"]) for r in all_reports if r.get("problem")]
+    reports = [r for r in all_reports if "sites" in r]
     failed = f" (the program ended with status {ended.status})" if ended.status else ""
     for report in reports:
         if report["clash"]:

@@ -8,8 +8,10 @@ judged and how, other packages know.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -22,7 +24,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from driftline import settings
 from driftline.captures.launch.child import require_command, run_child
@@ -30,13 +32,14 @@ from driftline.comparison.pipeline import compare
 from driftline.diagnosis.api import diagnose
 from driftline.errors import EXIT_COULD_NOT, AlreadyThere, BadInput, DriftlineError
 from driftline.runs.layout import MANIFEST
+from driftline.runs.redaction import redact_argv, redact_value
 from driftline.units import size_text
 
 if TYPE_CHECKING:
     from driftline.comparison.table.table import Table
     from driftline.diagnosis.result import Diagnosis
 
-SCHEMA = "driftline.diff/1"
+SCHEMA = "driftline.diff/2"
 QUESTION = "diff.json"
 REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", "report.html"
 # A second dump of about the same size must fit, with some room for tables and the report.
@@ -61,6 +64,11 @@ class Program:
     argv: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
     revision: str = ""
+
+    def shown(self) -> Program:
+        """The same to be printed and kept: secrets are hidden."""
+        variables = {name: redact_value(name, value) for name, value in self.variables.items()}
+        return Program(tuple(redact_argv(self.argv)), variables, self.revision)
 
 
 @dataclass(frozen=True)
@@ -156,15 +164,9 @@ def _silence(sentence: str) -> None:
 
 def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOptions) -> None:
     """Take the folder: an empty one, or one that the same question was asked in before."""
-    question = {
-        "schema": SCHEMA,
-        "reference": asdict(reference),
-        "candidate": asdict(candidate),
-        "dump": list(asked.dump),
-    }
-    file = output / QUESTION
+    file, question = output / QUESTION, _question(reference, candidate, asked)
     if output.exists() and any(output.iterdir()):
-        same = file.is_file() and _read(file) == json.loads(json.dumps(question))
+        same = file.is_file() and _is_asked(_read(file), question)
         if asked.force and file.is_file():
             for name in (REFERENCE, CANDIDATE, REPLAY, TABLE):
                 shutil.rmtree(output / name, ignore_errors=True)
@@ -174,11 +176,40 @@ def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOpti
             raise AlreadyThere(f"{output} holds {what}", hint=hint)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(question, indent=1), encoding="utf-8")
+        salt = secrets.token_hex(16)
+        kept = {
+            **_question(reference.shown(), candidate.shown(), asked),
+            "salt": salt,
+            "digest": _slow_digest(question, salt),
+        }
+        file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     except OSError as error:
         raise BadInput(
             f"cannot write {output}: {error.strerror}", hint="give -o a folder that can be written"
         ) from None
+
+
+def _question(reference: Program, candidate: Program, asked: DiffOptions) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "reference": asdict(reference),
+        "candidate": asdict(candidate),
+        "dump": list(asked.dump),
+    }
+
+
+def _is_asked(kept: object, question: Mapping[str, Any]) -> bool:
+    """Whether a kept question is this one, what is hidden in it included."""
+    if not isinstance(kept, dict):
+        return False
+    found = cast("dict[str, object]", kept)
+    return found.get("digest") == _slow_digest(question, str(found.get("salt")))
+
+
+def _slow_digest(question: Mapping[str, Any], salt: str) -> str:
+    """Equal for equal questions; slow, so that nobody finds a hidden password by trying many."""
+    text = json.dumps(question, sort_keys=True).encode()
+    return hashlib.pbkdf2_hmac("sha256", text, salt.encode(), 200_000).hex()
 
 
 def _read(file: Path) -> Any:
@@ -215,7 +246,7 @@ def _dump(
         say(f"{changed} has changed since the {side} was dumped")
     for mark in (finished, run.with_name(REPLAY).with_suffix(".finished")):
         mark.unlink(missing_ok=True)  # a replay is about both runs
-    say(f"dumping the {side}: {shlex.join(program.argv)}")
+    say(f"dumping the {side}: {shlex.join(program.shown().argv)}")
     # What it would suggest next is what follows here anyway: only warnings are wanted.
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
     with _size_lines(run, side, say, expected):

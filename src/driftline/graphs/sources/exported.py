@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from driftline.runs.facts import first_records
+from driftline.runs.json_values import list_of, object_of
 from driftline.runs.run import Run
 
 ROOT = "(root)"
@@ -83,18 +84,18 @@ class ExportedGraph(NamedTuple):
         node = self.owner(site)
         if node is None:
             return {}
-        calls = listed(node.get("calls"))
+        calls = list_of(node.get("calls"))
         # A node with several outputs lists one call for each of them, in the order of its
         # sites.
-        index = [*map(str, listed(node.get("outputs")) or [site])].index(site)
-        return _object(calls[index]) if index < len(calls) else {}
+        index = [*map(str, list_of(node.get("outputs")) or [site])].index(site)
+        return object_of(calls[index]) if index < len(calls) else {}
 
     def values(self) -> dict[str, str]:
         """Value → the site that makes it."""
         site_of: dict[str, str] = {}
         for site, node in self.nodes.items():
-            sites = listed(node.get("outputs")) or [site]
-            for value, place in zip(listed(node.get("values")), sites, strict=False):
+            sites = list_of(node.get("outputs")) or [site]
+            for value, place in zip(list_of(node.get("values")), sites, strict=False):
                 site_of[str(value)] = str(place)
         return site_of
 
@@ -121,35 +122,35 @@ def exported_graph(run: Run) -> ExportedGraph | None:
     data = cast("Mapping[str, Any]", about)
     nodes = {
         str(node["site"]): node
-        for node in map(_object, listed(data.get("nodes")))
+        for node in map(object_of, list_of(data.get("nodes")))
         if "site" in node
     }
-    inside = _object(data.get("inside"))
+    inside = object_of(data.get("inside"))
     return ExportedGraph(
         nodes,
         {site: str(node) for site, node in inside.items()},
-        [_object(work) for work in listed(data.get("works"))],
-        _object(data.get("reworked")),
-        dict(map(_integers, listed(data.get("integers")))),
+        [object_of(work) for work in list_of(data.get("works"))],
+        object_of(data.get("reworked")),
+        dict(map(_integers, list_of(data.get("integers")))),
         {
             str(entry[0]): float(entry[1])
-            for entry in map(listed, listed(data.get("rounded")))
+            for entry in map(list_of, list_of(data.get("rounded")))
             if len(entry) == 2 and isinstance(entry[1], int | float)
         },
         [
             (str(entry[0]), str(entry[1]), str(entry[2]))
-            for entry in map(listed, listed(data.get("misread")))
+            for entry in map(list_of, list_of(data.get("misread")))
             if len(entry) == 3
         ],
-        dict(_read(entry) for entry in listed(data.get("reads"))),
-        [_fusion(_object(fusion)) for fusion in listed(data.get("fusions"))],
-        {str(output): node for node in nodes.values() for output in listed(node.get("outputs"))},
+        dict(_read(entry) for entry in list_of(data.get("reads"))),
+        [_fusion(object_of(fusion)) for fusion in list_of(data.get("fusions"))],
+        {str(output): node for node in nodes.values() for output in list_of(node.get("outputs"))},
     )
 
 
 def _fusion(data: Mapping[str, Any]) -> Fusion:
-    holds = [entry for entry in map(listed, listed(data.get("holds"))) if len(entry) == 3]
-    tensors = [entry for entry in map(listed, listed(data.get("at"))) if len(entry) == 4]
+    holds = [entry for entry in map(list_of, list_of(data.get("holds"))) if len(entry) == 3]
+    tensors = [entry for entry in map(list_of, list_of(data.get("at"))) if len(entry) == 4]
     return Fusion(
         str(data.get("node", "")),
         str(data.get("op", "")),
@@ -163,7 +164,7 @@ def _fusion(data: Mapping[str, Any]) -> Fusion:
 
 
 def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:
-    fields: list[Any] = [*listed(entry), *_NO_INTEGERS[len(listed(entry)) :]]
+    fields: list[Any] = [*list_of(entry), *_NO_INTEGERS[len(list_of(entry)) :]]
     site, visit, port, slot, scale, zero = fields[:6]
     numbers = [float(n) if isinstance(n, int | float) else 0.0 for n in (scale, zero)]
     place: Tensor = (str(site), int(visit) if _whole(visit) else 0, str(port), str(slot))
@@ -171,21 +172,13 @@ def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:
 
 
 def _read(entry: object) -> tuple[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    fields: list[Any] = [*listed(entry), "", "", ""]
-    inputs, outputs = (tuple(map(str, listed(values))) for values in fields[1:3])
+    fields: list[Any] = [*list_of(entry), "", "", ""]
+    inputs, outputs = (tuple(map(str, list_of(values))) for values in fields[1:3])
     return str(fields[0]), (inputs, outputs)
 
 
 def _whole(value: object) -> bool:
     return isinstance(value, int)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
-def listed(value: object) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def without_number(site: str) -> Iterable[tuple[str, int]]:

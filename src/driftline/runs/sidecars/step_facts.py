@@ -12,11 +12,12 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from driftline.runs.json_values import list_of, object_of
 from driftline.runs.layout import STEPS as STEPS
 from driftline.runs.sidecars.model_facts import line_of, sheet_lines
 
@@ -187,7 +188,7 @@ def read_step_facts(run: Run, rank: int = 0, process: int = 0) -> StepFacts:
         elif kind == "clipped":
             facts.norms.setdefault(step, []).append(_number(fields.get("norm")))
         elif kind == "call":
-            digests = {str(k): str(v) for k, v in _table(fields.get("digests")).items()}
+            digests = {str(k): str(v) for k, v in object_of(fields.get("digests")).items()}
             facts.calls.setdefault((str(fields.get("site", "")), step), digests)
         elif kind == "thinned":
             facts.thinned.append(str(fields.get("text", ""))[:300])
@@ -202,15 +203,15 @@ def _add_parameters(
         return
     named = owners.setdefault(str(fields.get("owner", "")), {})
     listed = zip(
-        _list(fields.get("paths")),
-        _list(fields.get("dtypes")),
-        _list(fields.get("shapes")),
+        list_of(fields.get("paths")),
+        list_of(fields.get("dtypes")),
+        list_of(fields.get("shapes")),
         strict=False,
     )
     for number, (path, dtype, shape) in enumerate(listed, first):
         if len(named) >= _MOST_PARAMETERS:
             return
-        sizes = tuple(size for size in _list(shape) if type(size) is int)
+        sizes = tuple(size for size in list_of(shape) if type(size) is int)
         parameter = Parameter(str(path), str(dtype), sizes)
         named[number] = parameter
         facts.parameters.setdefault(parameter.path, parameter)
@@ -241,11 +242,11 @@ def _add_state(
 
 def _tensors(fields: Mapping[str, Any], first: int) -> Iterator[tuple[int, TensorState]]:
     """Number and state of each tensor of a line; a damaged line gives what fits."""
-    digests = _list(fields.get("digests"))
+    digests = list_of(fields.get("digests"))
     figures = _unpacked(fields.get("figures"), "<f8")
     sketches = _unpacked(fields.get("sketches"), "<f8")
     samples = _unpacked(fields.get("samples"), "<f4")
-    sizes = [_list(fields.get(name)) for name in ("sketched", "counts")]
+    sizes = [list_of(fields.get(name)) for name in ("sketched", "counts")]
     sketched = sampled = present = 0
     for number, digest in enumerate(digests, first):
         if digest is None:
@@ -282,11 +283,3 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return float("nan")
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []

@@ -87,6 +87,9 @@ def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path
         for file in files:
             if (folder / file).is_file():
                 store.send(folder / file, file)
+            elif force:
+                # A file of the table that is replaced would show rows of another comparison.
+                store.remove(file)
 
 
 def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float = PATIENCE) -> Sent:

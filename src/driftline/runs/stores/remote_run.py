@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
@@ -263,7 +262,6 @@ class FetchAhead:
         self._records: Sequence[Record] = ()
         self._coming: dict[_Span, Future[bytes]] = {}
         self._where: list[_Span | None] = []
-        self._lock = threading.Lock()
 
     def begin(self, records: Sequence[Record]) -> None:
         self._records = records

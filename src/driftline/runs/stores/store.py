@@ -32,6 +32,8 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _DENIED = re.compile(r"\bForbidden\b|\bAccessDenied\b")
+# The number as a word: ids of requests, which errors repeat, hold any digits.
+_PRECONDITION = re.compile(r"PreconditionFailed|\b412\b")
 _NO_REPOSITORY = re.compile(r"RepositoryNotFound|repository not found", re.IGNORECASE)
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|bucket does not exist|bucket.{0,40}not found|RepositoryNotFound", re.IGNORECASE
@@ -192,9 +194,8 @@ class Store:
             except FileExistsError:
                 return False
             except Exception as trouble:
-                # Stores answer a failed condition with 412, in texts of their own
-                # libraries.
-                if "PreconditionFailed" in str(trouble) or "412" in str(trouble):
+                # Stores answer a failed condition with 412, in texts of their own libraries.
+                if _status_of(trouble) == 412 or _PRECONDITION.search(str(trouble)):
                     return False
                 if not isinstance(trouble, (TypeError, NotImplementedError)) and (
                     "NotImplemented" not in str(trouble)

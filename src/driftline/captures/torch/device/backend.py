@@ -9,6 +9,7 @@ described again, which is what keeps the cost per tensor in microseconds.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable
@@ -114,6 +115,7 @@ class TorchDeviceBackend:
         self.budgets = Budgets()
         self.pretends = False
         self._over = threading.Event()
+        self._compiling: threading.Thread | None = None
         self.forget()
 
     def begin(self) -> None:
@@ -121,15 +123,26 @@ class TorchDeviceBackend:
         if torch.version.cuda is None or launcher.interpreted():
             return
         self._over = threading.Event()
-        thread = threading.Thread(
+        self._compiling = threading.Thread(
             target=compile_ahead, args=(self._over,), name="driftline-kernels", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # the interpreter is ending
-            thread.start()
+            self._compiling.start()
+            atexit.register(self._stop_compiling)
 
     def end(self) -> None:
         """The capture is over: nothing has to be compiled any more."""
         self._over.set()
+        # The program goes on at once; whatever kernel is under way is waited for at its exit.
+        if self._compiling is not None and not self._compiling.is_alive():
+            atexit.unregister(self._stop_compiling)
+
+    def _stop_compiling(self) -> None:
+        """The interpreter ends. A thread that is inside the compiler then takes the process with
+        it: Python ends threads by an exception that C++ may not let through."""
+        self._over.set()
+        if self._compiling is not None:
+            self._compiling.join()
 
     def after_fork(self) -> None:
         """This process is a copy, and cannot use its parent's devices, not even to let go."""
@@ -249,11 +262,7 @@ class TorchDeviceBackend:
 
     def _noted(self, like: KnownTensor, step: int, visit: int, what: PendingSummary) -> bool:
         """Queue a tensor whose summary is on its way."""
-        group = self.delivery.tail
-        # A group is what one transfer brings.
-        if group is None or group.transfer is not what.transfer:
-            group = self.delivery.new_group(what.transfer)
-        group.add(like.constant, step, visit, what.slot)
+        self.delivery.note(what.transfer, like.constant, step, visit, what.slot)
         return True
 
     def _summarised_again(

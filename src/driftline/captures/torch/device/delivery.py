@@ -124,7 +124,6 @@ class Delivery:
         failed: Told once when a device can be used no more.
 
     Attributes:
-        tail: The group at the end of the queue, if there is one: more may be added to it.
         failure: Why what was on its way did not come; empty as long as it does.
         lost: How many tensors that were.
     """
@@ -143,7 +142,8 @@ class Delivery:
         self._pressed = pressed
         self._failed = failed
         self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
-        self.tail: Group | None = None
+        self._tail: Group | None = None  # the group at the end of the queue: more may be added
+        self._tail_lock = threading.Lock()
         self._changed = threading.Condition(threading.Lock())
         self._emptying = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -157,20 +157,27 @@ class Delivery:
 
     def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
         """Queue a tensor, or something to be done when all before it is handed over."""
-        self._queue.append(waiting)
-        # Whatever comes behind a group ends it.
-        self.tail = None
+        with self._tail_lock:
+            self._queue.append(waiting)
+            # Whatever comes behind a group ends it.
+            self._tail = waiting if isinstance(waiting, Group) else None
         if self._thread is not None:
             self._last = time.monotonic()
         elif len(self._queue) >= _MANY:
             self.deliver(wait=False)
 
-    def new_group(self, transfer: SummaryTransfer) -> Group:
-        """A group at the end of the queue, for what a transfer brings."""
+    def note(
+        self, transfer: SummaryTransfer, constant: Constant, step: int, visit: int, slot: int
+    ) -> None:
+        """Queue a tensor whose summary a transfer brings; `Group.add` says what of it."""
+        with self._tail_lock:
+            group = self._tail
+            if group is not None and group.transfer is transfer:
+                group.add(constant, step, visit, slot)
+                return
         group = Group(transfer)
+        group.add(constant, step, visit, slot)
         self.add(group)
-        self.tail = group
-        return group
 
     def in_background(self, prepare: Callable[[], object]) -> None:
         """From now on a thread hands over; what it needs is prepared by the program's own."""
@@ -270,7 +277,12 @@ class Delivery:
         # Order is kept: nothing behind it is handed over before it.
         if not arrived and not self.failure:
             return False
-        self._queue.popleft()
+        # What a transfer brings can be asked for again when it has arrived, by another thread of
+        # the program: nothing may be added to a group that has left the queue.
+        with self._tail_lock:
+            self._queue.popleft()
+            if self._tail is first:
+                self._tail = None
         if not arrived:
             self._guarded("delivery", self._lose, first)
         elif isinstance(first, Group):

@@ -145,13 +145,45 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class LiveReplay:
-    """Opens the candidate run at the first call, when the rank is known, and replays from then on.
+    """Replays one or several runs while the program runs once.
 
     Args:
         options: What `experiments.replay` wrote into the plan.
         session: Names the calls.
         rank: Says rank and world size.
     """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        session: CaptureSession,
+        rank: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._session = session
+        self._replays = [_RunReplay({**options, **run}, session, rank) for run in options["runs"]]
+        session.stand_in = self._call
+
+    def _call(
+        self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        first, *others = self._replays
+        # Each replay surrounds the call that the next one makes; the innermost calls the module.
+        for replay in others:
+            call = replay.around(frame, call)
+        return first(frame, call, args, kwargs)
+
+    def finish(self) -> Mapping[str, Any]:
+        """What came of each run."""
+        runs = [replay.finish() for replay in self._replays]
+        return {
+            "called": bool(self._session.execution_order),
+            "shortened": next((r["shortened"] for r in runs if r.get("shortened")), ""),
+            "runs": runs,
+        }
+
+
+class _RunReplay:
+    """The replay of one run: opened at the first call, when the rank is known."""
 
     def __init__(
         self,
@@ -166,9 +198,16 @@ class LiveReplay:
         self._candidate: Candidate | None = None
         self._sinks: tuple[Late, ...] = ()
         self._problem = ""
-        session.stand_in = self._call
 
-    def _call(
+    def around(self, frame: Frame, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, replayed as well; called like it."""
+
+        def replayed(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return self(frame, call, args, kwargs)
+
+        return replayed
+
+    def __call__(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self._replayer is None and not self._problem:
@@ -208,7 +247,7 @@ class LiveReplay:
         writer.describe(replay=name, candidate=str(self._options["candidate"]))
         return writer
 
-    def finish(self) -> Mapping[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Seal both runs; the outcome of each site."""
         for sink in self._sinks:
             if sink.tensors_written:
@@ -218,11 +257,10 @@ class LiveReplay:
                 sink.topology(tree.to_json())
             sink.close()
         if self._replayer is None or self._candidate is None:
-            return {"problem": self._problem, "called": bool(self._session.execution_order)}
+            return {"problem": self._problem}
         self._replayer.close()
         return {
             "rank": self._rank()[0],
-            "called": True,
             "shortened": self._candidate.shortened(),
             **self._replayer.report.to_json(),
         }
