@@ -171,9 +171,9 @@ class TrainingRecords:
                 self.write("optimizer", number=number, step=step, groups=changed)
 
     def _write_optimizer(
-        self, optimizer: Any, number: int, step: int, groups: Sequence[Group], state: str
+        self, optimizer: object, number: int, step: int, groups: Sequence[Group], state: str
     ) -> None:
-        kind: Any = type(optimizer)
+        kind = type(optimizer)
         room = _MOST_NAMES
         listed: list[dict[str, Any]] = []
         for group in groups:
