@@ -49,6 +49,7 @@ def test_the_same_infinities_on_both_sides_pass():
     assert table_of({"a": x}, {"a": y}).verdict == "fail"
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # squares of float64's lowest value
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
 def test_a_mask_of_lowest_values_passes_in_every_float_format(dtype):
     def mask(kind):

@@ -26,6 +26,8 @@ Places = npt.NDArray[np.intp]
 # of tensors.
 ELEMENTS = 1 << 18
 """Elements of one tensor that are decoded at most."""
+_LARGEST = 1e140
+"""The squares of 10^28 numbers up to this size have a sum in float64."""
 
 
 def index(run: Run) -> Mapping[TensorKey, Record]:
@@ -223,13 +225,14 @@ class Sums(NamedTuple):
 
 def sums(reference: F64, candidate: F64) -> Sums:
     """Sums of every row, in one pass over a pair."""
-    finite_r, finite_c = np.isfinite(reference), np.isfinite(candidate)
-    one_sided = int(np.count_nonzero(finite_r != finite_c))
-    # NaN and Inf are counted, not measured: one of them would make every sum useless.
-    finite = finite_r & finite_c
-    if not finite.all():
-        reference = np.where(finite, reference, 0.0)
-        candidate = np.where(finite, candidate, 0.0)
+    one_sided = 0
+    # NaN, Inf and masks of float64's lowest value are not measured: one of them would make every
+    # sum useless.
+    measured = (np.abs(reference) < _LARGEST) & (np.abs(candidate) < _LARGEST)
+    if not measured.all():
+        one_sided = int(np.count_nonzero(np.isfinite(reference) != np.isfinite(candidate)))
+        reference = np.where(measured, reference, 0.0)
+        candidate = np.where(measured, candidate, 0.0)
     e = candidate - reference
     return Sums(
         np.einsum("ij,ij->i", reference, reference),
