@@ -118,6 +118,12 @@ COMMAND_LINES = [
 ]
 
 
+def test_an_attached_password_is_hidden_also_where_it_reads_like_an_option() -> None:
+    assert redact_argv(["x.py", "-psecret"]) == ["x.py", "-p***"]
+    assert redact_argv(["x.py", "-pPassword1"]) == ["x.py", "-p***"]
+    assert redact_argv(["x.py", "-private-key", "abc"]) == ["x.py", "-private-key", "***"]
+
+
 @pytest.mark.parametrize("arguments", COMMAND_LINES, ids=lambda a: " ".join(a)[:50])
 def test_no_spelling_of_a_secret_is_written(arguments: list[str]) -> None:
     shown = redact_argv(["python", "x.py", *arguments, "--steps", "3"])

@@ -213,8 +213,10 @@ def _listed(match: re.Match[str]) -> str:
 
 def _attached(match: re.Match[str]) -> str:
     """`-psecret`, as mysql takes it."""
-    argument = match[0]
-    if _NO_PASSWORD.match(argument) or _COUNT.fullmatch(argument[2:]) or names_a_secret(argument):
+    argument, value = match[0], match[0][2:]
+    # `-password x` and `-private-key x` are names; `-psecret` is the password "secret".
+    named = names_a_secret(argument) and not value.lower().startswith(_STRONG)
+    if _NO_PASSWORD.match(argument) or _COUNT.fullmatch(value) or named:
         return argument
     return f"-p{HIDDEN}"
 
