@@ -86,8 +86,10 @@ VENDORS_IN_THE_CORE: dict[tuple[str, str], str] = {
     ("cli/commands/dump.py", "ONNX Runtime"): "`dump --engine onnxruntime` hands over to it",
     ("cli/commands/compare.py", "ONNX Runtime"): "`compare a.onnx b.onnx` runs the two files",
     ("reporting/html/report.py", "decoders"): "a decoder's folder has a page of its own",
-    ("cli/commands/look.py", "torch"): "`doctor` lists the devices that torch sees",
-    ("cli/commands/setup.py", "torch"): "`doctor --aiu` tries one compiled layer",
+    (
+        "cli/commands/setup.py",
+        "torch",
+    ): "`doctor` lists torch's devices; --aiu compiles a layer",
     ("cli/commands/setup.py", "Ascend"): "`doctor --ascend` looks for the probe of ATB",
     ("cli/commands/setup.py", "decoders"): "`doctor` asks for devices as decoders name them",
 }
@@ -156,7 +158,6 @@ THIRD_PARTY: dict[str, Allowance] = {
     "reporting/html": allow(top="numpy", inside="pyarrow"),
     "reporting/viewer": allow(top="numpy"),
     "cli": allow(top="cyclopts rich", inside="torch"),
-    "cli/commands/look.py": allow(top="cyclopts", inside="torch"),
     "testing": allow(top="numpy torch", inside="pytest transformers"),
     "testing/expectations/pytest_plugin.py": allow(top="pytest"),
     "testing/expectations/pytest_session.py": allow(top="pytest", inside="torch"),

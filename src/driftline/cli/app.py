@@ -178,7 +178,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("setup:demo", LOOK, "a tour: two small programs, a planted fault, a report"),
     "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
     "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
-    "doctor": Command("look:doctor", LOOK, "versions, kernel path and devices of this machine"),
+    "doctor": Command("setup:doctor", LOOK, "versions, kernel path and devices of this machine"),
     "completion": Command(
         "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
     ),

@@ -1,12 +1,7 @@
-"""`driftline show`, `report`, `view`, `topology` and `doctor`: commands to look at things."""
+"""`driftline show`, `report`, `view` and `topology`: commands to look at things."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import json
-import os
-import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +24,7 @@ from driftline.cli.options import (
     place,
 )
 from driftline.cli.progress import progress_bar
-from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
-from driftline.settings import cores
+from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, AlreadyThere, BadInput
 
 if TYPE_CHECKING:
     from driftline.comparison.table.row import Verdict
@@ -38,14 +32,6 @@ if TYPE_CHECKING:
     from driftline.reporting.view import View
     from driftline.reporting.views.graphs import Overlay
     from driftline.runs.run import Run
-
-PACKAGES = ("numpy", "ml_dtypes", "pyarrow", "msgspec")
-# What can be captured, by the name of its extra, and the packages it may come in.
-ENGINES = {
-    "torch": ("torch",),
-    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
-    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
-}
 
 
 @Parameter(name="*")
@@ -512,89 +498,3 @@ def topology(
     for note in drawn.notes:
         print(printable(f"  note: {note}"), file=sys.stderr)
     return EXIT_FINE
-
-
-def doctor(
-    *,
-    format: Literal["table", "json"] = "table",
-    ascend: bool = False,
-    aiu: bool = False,
-    output: Annotated[Path | None, Parameter(name=("--output", "-o"), metavar="FILE")] = None,
-) -> int:
-    """Print versions, the kernel path and the devices of this machine.
-
-        driftline doctor --ascend
-        driftline doctor --aiu
-
-    torch is asked about its devices only if it is installed. With --ascend or --aiu the hardware
-    is looked at step by step, up to the first thing that is missing, and a small report is written
-    to send to us: our tests have stand-ins only. Exit code 2 if something is missing.
-
-    Args:
-        format: How to print it.
-        ascend: Toolkit, ATB library, its probe, torch on the NPU, torchair.
-        aiu: The AIU's package and backend, a first graph, ibm-fms.
-        output: The report. Default: driftline_ascend_report.json or driftline_aiu_report.json.
-    """
-    if ascend or aiu:
-        from driftline.cli.commands.setup import check_hardware
-
-        fine = script.step("fine", check_hardware, ascend=ascend, aiu=aiu, output=output)
-        script.end(fine)
-        return EXIT_FINE if fine else EXIT_COULD_NOT
-    facts = script.step("facts", environment_facts)
-    script.end(facts)
-    if format == "json":
-        print(json.dumps(facts, indent=2))
-        return EXIT_FINE
-    for name, value in facts.items():
-        print(f"{name:<14}{value}")
-    return EXIT_FINE
-
-
-def environment_facts() -> dict[str, str]:
-    """Name and value of everything that can change a result, each as one short text."""
-    from driftline import __version__
-
-    facts = {
-        "driftline": __version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": f"{cores()} usable of {os.cpu_count()}",
-    }
-    facts |= {package: _version(package) or "not installed" for package in PACKAGES}
-    for engine, packages in ENGINES.items():
-        versions = [version for package in packages if (version := _version(package))]
-        facts[engine] = versions[0] if versions else f"not installed: pip install {packages[0]}"
-    facts |= _kernel_facts()
-    # Importing torch takes seconds, so it is asked for only if it can answer.
-    if importlib.util.find_spec("torch") is not None:
-        facts |= _torch_facts()
-    return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _kernel_facts() -> dict[str, str]:
-    from driftline.numerics import kernel
-
-    return {"kernel": f"{kernel.active()} (available: {', '.join(kernel.available())})"}
-
-
-def _torch_facts() -> dict[str, str]:
-    import torch
-
-    from driftline.captures.torch.device.accelerator import device_names
-
-    if torch.accelerator.is_available():
-        torch.zeros(1, device=torch.accelerator.current_accelerator())  # it says nothing asleep
-    return {
-        "torch threads": str(torch.get_num_threads()),
-        "devices": ", ".join(["cpu", *device_names()]),
-        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
-    }

@@ -1,4 +1,4 @@
-"""Setting up: the tour, `compat install`, the hardware checks of `doctor`.
+"""Setting up: the tour, `compat install`, and `doctor`, which describes this installation.
 
 `compat install` lays the scripts and test modules of IBM's and Paddle's documents into a folder, so
 that their command lines run as they are written. The checks look at a machine step by step, up to
@@ -8,6 +8,7 @@ the first thing that is missing, and leave a report that can be sent.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import sys
@@ -23,7 +24,8 @@ from cyclopts import Parameter
 from driftline import settings
 from driftline.cli import python_script as script
 from driftline.cli.options import OUTPUT, place
-from driftline.errors import EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
+from driftline.settings import cores
 
 # --- scripts and test modules under the names that documents give them
 
@@ -134,7 +136,92 @@ def run_script(name: str, words: Sequence[str]) -> int:
     return main([COMMAND_OF[name], *arguments])
 
 
-# --- hardware, step by step
+# --- what is installed, and the hardware, step by step
+
+_SHOWN = ("numpy", "ml_dtypes", "pyarrow", "msgspec")
+# What can be captured, by the name of its extra, and the packages it may come in.
+_ENGINES = {
+    "torch": ("torch",),
+    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+}
+
+
+def doctor(
+    *,
+    format: Literal["table", "json"] = "table",
+    ascend: bool = False,
+    aiu: bool = False,
+    output: Annotated[Path | None, Parameter(name=("--output", "-o"), metavar="FILE")] = None,
+) -> int:
+    """Print versions, the kernel path and the devices of this machine.
+
+        driftline doctor --ascend
+        driftline doctor --aiu
+
+    torch is asked about its devices only if it is installed. With --ascend or --aiu the hardware
+    is looked at step by step, up to the first thing that is missing, and a small report is written
+    to send to us: our tests have stand-ins only. Exit code 2 if something is missing.
+
+    Args:
+        format: How to print it.
+        ascend: Toolkit, ATB library, its probe, torch on the NPU, torchair.
+        aiu: The AIU's package and backend, a first graph, ibm-fms.
+        output: The report. Default: driftline_ascend_report.json or driftline_aiu_report.json.
+    """
+    if ascend or aiu:
+        fine = script.step("fine", check_hardware, ascend=ascend, aiu=aiu, output=output)
+        script.end(fine)
+        return EXIT_FINE if fine else EXIT_COULD_NOT
+    facts = script.step("facts", environment_facts)
+    script.end(facts)
+    if format == "json":
+        print(json.dumps(facts, indent=2))
+        return EXIT_FINE
+    for name, value in facts.items():
+        print(f"{name:<14}{value}")
+    return EXIT_FINE
+
+
+def environment_facts() -> dict[str, str]:
+    """Name and value of everything that can change a result, each as one short text."""
+    from driftline import __version__
+
+    facts = {
+        "driftline": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": f"{cores()} usable of {os.cpu_count()}",
+    }
+    facts |= {package: _version(package) or "not installed" for package in _SHOWN}
+    for engine, packages in _ENGINES.items():
+        versions = [version for package in packages if (version := _version(package))]
+        facts[engine] = versions[0] if versions else f"not installed: pip install {packages[0]}"
+    facts |= _kernel_facts()
+    # Importing torch takes seconds, so it is asked for only if it can answer.
+    if find_spec("torch") is not None:
+        facts |= _torch_facts()
+    return facts
+
+
+def _kernel_facts() -> dict[str, str]:
+    from driftline.numerics import kernel
+
+    return {"kernel": f"{kernel.active()} (available: {', '.join(kernel.available())})"}
+
+
+def _torch_facts() -> dict[str, str]:
+    import torch
+
+    from driftline.captures.torch.device.accelerator import device_names
+
+    if torch.accelerator.is_available():
+        torch.zeros(1, device=torch.accelerator.current_accelerator())  # it says nothing asleep
+    return {
+        "torch threads": str(torch.get_num_threads()),
+        "devices": ", ".join(["cpu", *device_names()]),
+        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
+    }
 
 
 class Step(NamedTuple):
@@ -193,7 +280,7 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
             )._asdict()
             for step in steps
         ],
-        "versions": {name: _version(name) for name in _PACKAGES if _version(name)},
+        "versions": {name: _version(name) for name in _REPORTED if _version(name)},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
@@ -226,7 +313,7 @@ def print_steps(steps: Sequence[Step], output: Path) -> bool:
     return all(step.fine for step in steps)
 
 
-_PACKAGES = (
+_REPORTED = (
     *("driftline", "torch", "torch_npu", "torchair", "torch_sendnn", "ibm-fms", "transformers"),
     *("numpy", "onnxruntime"),
 )
