@@ -11,6 +11,9 @@ from driftline.captures.torch.framework import capture
 from driftline.runs.memory import MemorySink
 
 DTYPES = [torch.bfloat16, torch.float16]
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2)]
+LAYERS = [1, 4, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (2, 3, 5, 6))]
+"""Some of both attentions; the others with the long set."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,32 +27,34 @@ def _one_thread():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("hidden", [64, 256])
-def test_a_fault_free_llama_in_another_number_format_has_no_failing_row(dtype, attention, hidden):
-    for seed in range(2):
-        model = llama(seed, hidden=hidden, attention=attention)
-        for keep in ("full", "summary"):
-            table = driftline.compare_models(
-                model, copy.deepcopy(model).to(dtype), inputs(seed), keep=keep
-            )
-            assert table.failing == ()
-            assert table.verdict == "pass"
-            assert table.coverage.share == 1.0
-            # Masks and position ids were among what was compared.
-            assert {"attention_mask", "position_ids"} <= {row.slot for row in table}
+@pytest.mark.parametrize("seed", [0, MORE_SEEDS[0]])
+def test_a_fault_free_llama_in_another_number_format_has_no_failing_row(
+    dtype, attention, hidden, seed
+):
+    model = llama(seed, hidden=hidden, attention=attention)
+    for keep in ("full", "summary"):
+        table = driftline.compare_models(
+            model, copy.deepcopy(model).to(dtype), inputs(seed), keep=keep
+        )
+        assert table.failing == ()
+        assert table.verdict == "pass"
+        assert table.coverage.share == 1.0
+        # Masks and position ids were among what was compared.
+        assert {"attention_mask", "position_ids"} <= {row.slot for row in table}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
-def test_a_planted_fault_is_named_at_its_own_module(fault, dtype):
-    for seed in range(3):
-        model = llama(seed)
-        table = driftline.compare_models(model, broken(model, fault, dtype), inputs(seed))
-        assert table.verdict == "fail"
-        assert table.first_site == culprit(fault)
-        assert table.first.port == "output"
-        assert culprit(fault) in table.finding
-        # Nothing before the culprit is accused.
-        assert all(row.order >= table.first.order for row in table.failing)
+@pytest.mark.parametrize("seed", [0, *MORE_SEEDS])
+def test_a_planted_fault_is_named_at_its_own_module(fault, dtype, seed):
+    model = llama(seed)
+    table = driftline.compare_models(model, broken(model, fault, dtype), inputs(seed))
+    assert table.verdict == "fail"
+    assert table.first_site == culprit(fault)
+    assert table.first.port == "output"
+    assert culprit(fault) in table.finding
+    # Nothing before the culprit is accused.
+    assert all(row.order >= table.first.order for row in table.failing)
 
 
 @pytest.mark.parametrize("fault", list(FAULTS)[::2], ids=lambda fault: fault.__name__)
@@ -71,7 +76,7 @@ def test_a_fault_in_a_module_s_own_code_is_blamed_on_the_enclosing_module():
     assert "in its own code" in table.finding
 
 
-@pytest.mark.parametrize("layer", range(1, 7))
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 def test_a_doubled_attention_scale_is_named_at_its_own_attention(layer, dtype):
     model = sharpened(llama(layer, attention=("eager", "sdpa")[layer % 2]))
