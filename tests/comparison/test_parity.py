@@ -484,8 +484,8 @@ def test_live_models_give_the_table_of_their_captures(
 
 
 def test_labels_are_compared_as_runs_are(tmp_path: Path) -> None:
+    from driftline.dialects.aclcmp.label_store import LabelWriter, Value
     from driftline.dialects.aclcmp.report import report_tasks
-    from driftline.dialects.aclcmp.store import LabelWriter, Value
 
     draw = np.random.default_rng(0)
     writer = LabelWriter(tmp_path / "store")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from tiny_decoders import LLAMA, PROMPTS
 
-from driftline.decoding.distributed import choose_backend
+from driftline.decoding.torchrun import choose_backend
 from driftline.errors import BadInput
 from driftline.settings import JobPlace
 

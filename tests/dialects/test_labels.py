@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import driftline
 from driftline.dialects.aclcmp import labels as door
+from driftline.dialects.aclcmp.label_store import Label, LabelWriter, Value, file_stem, read_labels
 from driftline.dialects.aclcmp.report import COLUMNS, paired, report_tasks
-from driftline.dialects.aclcmp.store import Label, LabelWriter, Value, file_stem, read_labels
 from support.atb_files import write_bin
 
 SOURCE = Path(driftline.__file__).parents[1]

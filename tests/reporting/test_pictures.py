@@ -21,7 +21,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.reporting.html.tensors import pictures as made
 from driftline.reporting.html.tensors.outliers import outlier_slices
 from driftline.reporting.html.tensors.pair import OpenedPair, Region, open_pair
-from driftline.reporting.html.tensors.statistics import error_histogram, histogram, statistics
+from driftline.reporting.html.tensors.pair_statistics import error_histogram, histogram, statistics
 from driftline.runs.memory import MemorySink
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run

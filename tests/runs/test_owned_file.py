@@ -491,7 +491,7 @@ LABELS = """
 
 @pytest.mark.parametrize("last", ["256", LAST])
 def test_labels_of_a_program_that_closes_descriptors_are_whole(tmp_path, last):
-    from driftline.dialects.aclcmp.store import STORE, read_labels
+    from driftline.dialects.aclcmp.label_store import STORE, read_labels
 
     start(tmp_path, LABELS.format(last=last))
     check_user_files(tmp_path, 60)

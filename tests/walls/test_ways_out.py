@@ -32,7 +32,7 @@ CAUGHT = {
     "comparison/measure/summaries.py": "a row's reason",
     "comparison/metrics/catalogue.py": "a mistake of a caller inside this package",
     "dialects/aclcmp/labels.py": "a ValueError in the program that labels",
-    "dialects/aclcmp/store.py": "a row's reason",
+    "dialects/aclcmp/label_store.py": "a row's reason",
     "dialects/ait/hooks.py": "a ValueError in the program that asks for a hook",
     "dialects/paddle_hook/tree_checker.py": "a line of the figures",
     "execution/ray_worker.py": "why a machine of a cluster is left out",

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, cast
 
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Side, Table
-from driftline.decoding.distributed import Job
 from driftline.decoding.files.layer_files import LayerFiles, LayerSum
 from driftline.decoding.files.names import (
     LAYER_CSV_METRICS,
@@ -42,6 +41,7 @@ from driftline.decoding.models.loading import find_model, library_for, weights_d
 from driftline.decoding.models.targets import ready, where_line
 from driftline.decoding.options import LayerOptions, Report
 from driftline.decoding.pipeline import Difference, Session, described, file_digest, run_unless_done
+from driftline.decoding.torchrun import Job
 from driftline.errors import AlreadyThere, BadFile, DriftlineError
 
 Judge = Callable[[Table], Table]

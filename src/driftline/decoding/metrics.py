@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from driftline.decoding.distributed import join_job
 from driftline.decoding.files import outputs, token_table
 from driftline.decoding.files.names import (
     CANDIDATE,
@@ -64,6 +63,7 @@ from driftline.decoding.pipeline import (
 )
 from driftline.decoding.prompts import Padded
 from driftline.decoding.scoring import RoundScores, score_round
+from driftline.decoding.torchrun import join_job
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
 from driftline.runs.provenance import plain_json
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
-from driftline.decoding.distributed import Job
 from driftline.decoding.files.outputs import Outputs
 from driftline.decoding.generation import Validation, generate
 from driftline.decoding.models.compilation import compile_parts, suitable_threads
@@ -33,6 +32,7 @@ from driftline.decoding.models.loading import (
 from driftline.decoding.models.targets import Target
 from driftline.decoding.options import DecoderOptions, Report
 from driftline.decoding.prompts import Padded, Prompt, PromptPool, pad_left
+from driftline.decoding.torchrun import Job
 from driftline.errors import BadInput, DriftlineError
 from driftline.execution.codec import decode, encode
 from driftline.execution.jobs import Executor, Task, chosen, folder_for

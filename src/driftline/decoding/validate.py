@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from driftline.comparison.table.table import Table
-from driftline.decoding.distributed import join_job
 from driftline.decoding.failures import (
     CHECKS,
     Candidate,
@@ -52,6 +51,7 @@ from driftline.decoding.pipeline import (
 )
 from driftline.decoding.prompts import Padded
 from driftline.decoding.scoring import TOPK, nonfinite_text, score_round
+from driftline.decoding.torchrun import join_job
 from driftline.errors import BadInput, DriftlineError
 
 if TYPE_CHECKING:

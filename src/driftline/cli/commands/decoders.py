@@ -148,9 +148,9 @@ def metrics(
 
 
 def _run_metrics(tasks: list[MetricsOptions]) -> int:
-    from driftline.decoding.distributed import join_job
     from driftline.decoding.metrics import run_metrics
     from driftline.decoding.pipeline import Session
+    from driftline.decoding.torchrun import join_job
 
     session = script.step("session", Session)
     job = join_job(tasks[0].distributed)

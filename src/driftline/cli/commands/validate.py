@@ -194,8 +194,8 @@ class _Validation:
     def __init__(
         self, tasks: list[ValidateOptions], output: ValidateOutput, *, explain: bool
     ) -> None:
-        from driftline.decoding.distributed import join_job
         from driftline.decoding.pipeline import Session
+        from driftline.decoding.torchrun import join_job
 
         self.tasks = tasks
         self.output = output

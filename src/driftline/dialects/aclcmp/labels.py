@@ -4,7 +4,7 @@
     set_label("pta", data_id, data_val=hidden_states)
     set_label("acl", data_id, tensor_path="0_Model/3_SelfAttentionRunner/after/outTensor0.bin")
 
-A label is one line and one tensor file (`store`), whichever process sets it. Labels are compared
+A label is one line and one tensor file (`label_store`), whichever process sets it. Labels are compared
 later (`report`): by `driftline labels`, or by each process as it exits.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from driftline import settings
-from driftline.dialects.aclcmp.store import STORE, LabelWriter, Value
+from driftline.dialects.aclcmp.label_store import STORE, LabelWriter, Value
 from driftline.errors import BadConfig
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.files.owned_file import print_to_stderr

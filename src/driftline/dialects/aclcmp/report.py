@@ -23,7 +23,7 @@ from driftline.comparison.options import CompareOptions
 from driftline.comparison.pipeline import run_comparison
 from driftline.comparison.table.row import LOST, Row
 from driftline.comparison.table.table import Table
-from driftline.dialects.aclcmp.store import (
+from driftline.dialects.aclcmp.label_store import (
     Label,
     file_stem,
     find_dumped,

@@ -27,7 +27,7 @@ from driftline import settings
 from driftline.errors import BadInput, DriftlineError
 from driftline.reporting.html.page import pack, remote_page
 from driftline.reporting.html.tensors.pair import Region
-from driftline.reporting.html.tensors.statistics import Scale
+from driftline.reporting.html.tensors.pair_statistics import Scale
 from driftline.reporting.viewer.session import RunsChanged, Session
 from driftline.runs.files import mapped_file
 

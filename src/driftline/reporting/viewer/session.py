@@ -17,18 +17,18 @@ from driftline.errors import BadInput
 from driftline.reporting.html.page import pack, singles
 from driftline.reporting.html.report import Page
 from driftline.reporting.html.tensors.pair import OpenedPair, Region, open_pair
+from driftline.reporting.html.tensors.pair_statistics import (
+    Scale,
+    error_histogram,
+    histogram,
+    statistics,
+)
 from driftline.reporting.html.tensors.pictures import (
     Element,
     error_map,
     largest_errors,
     pictures,
     values,
-)
-from driftline.reporting.html.tensors.statistics import (
-    Scale,
-    error_histogram,
-    histogram,
-    statistics,
 )
 from driftline.runs.layout import INDEX, MANIFEST, PROCESS
 

@@ -14,7 +14,7 @@ import numpy as np
 from driftline.alignment.plan import Pair
 from driftline.reporting.html.tensors.outliers import outlier_slices
 from driftline.reporting.html.tensors.pair import BUDGET, F64, OpenedPair, Region, open_pair
-from driftline.reporting.html.tensors.statistics import (
+from driftline.reporting.html.tensors.pair_statistics import (
     Extent,
     error_histogram,
     extent_of,
