@@ -16,14 +16,6 @@ LAYERS = [1, 4, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (2, 3
 """Some of both attentions; the others with the long set."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("hidden", [64, 256])

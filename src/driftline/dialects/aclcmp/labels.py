@@ -4,8 +4,8 @@
     set_label("pta", data_id, data_val=hidden_states)
     set_label("acl", data_id, tensor_path="0_Model/3_SelfAttentionRunner/after/outTensor0.bin")
 
-A label is one line and one tensor file (`label_store`), whichever process sets it. Labels are compared
-later (`report`): by `driftline labels`, or by each process as it exits.
+A label is one line and one tensor file (`label_store`), whichever process sets it. Labels are
+compared later (`report`): by `driftline labels`, or by each process as it exits.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
