@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from driftline.cli.main import main
 from driftline.decoding.models.loading import ModelSource, load_model
 from driftline.decoding.models.targets import Target
-from driftline.decoding.pytest_suites.subjects import SuiteOptions, load
+from driftline.suites.subjects import SuiteOptions, load
 from driftline.testing.expectations.expectations import Expectations, documented_label, model_label
 from driftline.testing.expectations.signature import flipped
 from support import aiu

@@ -30,7 +30,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """A package may import itself and every package of a line above its own."""
 
 SAME_LINE = {
-    ("decoding", "testing"): "the pytest suites of decoders hold them to expectations",
     ("registry", "errors"): "a missing part is reported in a sentence",
     ("captures", "graphs"): "capture writes the module tree and the compiled graphs of a model",
     ("captures", "formats"): "what an engine's own probe wrote is counted through its reader",
@@ -86,10 +85,7 @@ VENDORS_IN_THE_CORE: dict[tuple[str, str], str] = {
     ("cli/commands/dump.py", "ONNX Runtime"): "`dump --engine onnxruntime` hands over to it",
     ("cli/commands/compare.py", "ONNX Runtime"): "`compare a.onnx b.onnx` runs the two files",
     ("reporting/html/report.py", "decoders"): "a decoder's folder has a page of its own",
-    (
-        "cli/commands/setup.py",
-        "torch",
-    ): "`doctor` lists torch's devices; --aiu compiles a layer",
+    ("cli/commands/setup.py", "torch"): "`doctor` lists devices; --aiu compiles a layer",
     ("cli/commands/setup.py", "Ascend"): "`doctor --ascend` looks for the probe of ATB",
     ("cli/commands/setup.py", "decoders"): "`doctor` asks for devices as decoders name them",
 }
@@ -97,7 +93,7 @@ VENDORS_IN_THE_CORE: dict[tuple[str, str], str] = {
 
 INSIDE_COMPARISON = {
     ("cli", "verdict"): "the exit code is the verdict's; tables of layers are judged as they are",
-    ("decoding", "verdict"): "the table of a decoder's layers is judged by the same rule",
+    ("suites", "verdict"): "the table of a decoder's layers is judged by the same rule",
     ("decoding", "measure"): "layers are measured while the model runs, by the engine's own rows",
     ("diagnosis", "verdict"): "sites are judged there; evidence is added and causes are named here",
     ("diagnosis", "measure"): "progress is reported in the engine's terms",
@@ -150,7 +146,6 @@ THIRD_PARTY: dict[str, Allowance] = {
     "decoding": allow(
         top="numpy", inside="torch transformers accelerate fms pyarrow torch_npu torch_sendnn"
     ),
-    "decoding/pytest_suites": allow(top="numpy pytest", inside="torch"),
     "suites": allow(top="numpy pytest", inside="torch"),
     "dialects": allow(top="numpy", inside="torch torchair"),
     "reporting": allow(),

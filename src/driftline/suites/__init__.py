@@ -1,4 +1,4 @@
-"""The documented address of the decoder suites, `pytest --pyargs driftline.suites.test_decoders`.
+"""Test suites that users run with `pytest --pyargs`: named decoders, validated or expected of.
 
-They live in `driftline.decoding.pytest_suites`; test files of users import them from here.
+Documents name these modules, and test files of users import from them: their names must stay.
 """
