@@ -64,11 +64,11 @@ def test_operators_of_a_run_are_shared_out(tmp_path, who):
 
 def test_another_dump_under_the_same_path_is_noticed(tmp_path):
     from driftline.operators.source import CheckOptions
-    from driftline.operators.workers import PLACE, OperatorsWorkshop
+    from driftline.operators.workers import PLACE, OperatorsWorker
 
     dump = next(path for path in MINI.iterdir() if path.is_dir())
     about = {"path": str(dump), "options": encode(CheckOptions()), "calls": "others", "threads": 0}
-    ((place, said),) = OperatorsWorkshop(about).absent()
+    ((place, said),) = OperatorsWorker(about).absent()
     assert place == PLACE and str(dump) in said
 
 

@@ -1,4 +1,4 @@
-"""The door to diagnosis: two runs, and whatever other evidence there is, become one finding.
+"""The Python interface of diagnosis: two runs and other evidence become one finding.
 
 Works with what it is given and says what more it would need. Starts no program; everything may be
 in memory.

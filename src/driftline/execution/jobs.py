@@ -16,8 +16,8 @@ from driftline.errors import BadInput, DriftlineError, did_you_mean
 from driftline.registry import Address
 
 WORKERS: dict[str, Address] = {
-    "pairs": Address("driftline.comparison.measure.distribute:PairsWorkshop"),
-    "operators": Address("driftline.operators.workers:OperatorsWorkshop"),
+    "pairs": Address("driftline.comparison.measure.distribute:PairsWorker"),
+    "operators": Address("driftline.operators.workers:OperatorsWorker"),
     "metrics": Address("driftline.decoding.pipeline:MetricsWorker"),
     "validate": Address("driftline.decoding.pipeline:ValidateWorker"),
 }

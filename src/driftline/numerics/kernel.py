@@ -147,7 +147,7 @@ def _numbered(wanted: str) -> int:
 
 
 def chosen(path: str | None) -> tuple[ctypes.CDLL | None, int]:
-    """The library and the number of the path to take, for another door; None: do it in numpy."""
+    """The library and the number of the path to take; None in place of the library: use numpy."""
     number = _numbered(path) if path else _default_number()
     return (_library() if number >= 0 else None), number
 

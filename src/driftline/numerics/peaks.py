@@ -46,13 +46,13 @@ _TallyBuffer = ctypes.c_char * _TALLY.size
 
 
 @functools.cache
-def _doors() -> tuple[Any, Any, int] | None:
+def _functions() -> tuple[Any, Any, int] | None:
     """The two functions of the C kernel and the path to take; None: do it in numpy."""
     library, path = kernel.chosen(None)
     if library is None:
         return None
     try:
-        # Objects of our own: another door may have declared these functions differently.
+        # Objects of our own: `kernel` declares other functions of this library in its own way.
         peak = cast("Any", library)["driftline_peak"]
         tally = cast("Any", library)["driftline_tally"]
     except AttributeError:  # a library built before there were any
@@ -73,17 +73,17 @@ def peak_at(address: int, count: int, pattern: Pattern) -> int:
         count: Elements of it, one after the other.
         pattern: Their format.
     """
-    doors = _doors()
-    if doors is None:
+    functions = _functions()
+    if functions is None:
         return _peak_in_numpy(_raw(address, count, pattern), pattern)
-    peak, _, path = doors
+    peak, _, path = functions
     return peak(address, pattern.bits, count * pattern.reals, pattern.mask, pattern.odd_nan, path)
 
 
 def tally_at(address: int, count: int, pattern: Pattern) -> Tally:
     """How many special values of each kind; complex elements are two reals each."""
-    doors = _doors()
-    if doors is None:
+    functions = _functions()
+    if functions is None:
         return _tally_in_numpy(_raw(address, count, pattern), pattern)
     shape = _PATTERN.pack(
         pattern.mask,
@@ -94,7 +94,7 @@ def tally_at(address: int, count: int, pattern: Pattern) -> Tally:
         pattern.odd_nan,
     )
     out = _TallyBuffer()
-    doors[1](address, pattern.bits, count * pattern.reals, shape, out)
+    functions[1](address, pattern.bits, count * pattern.reals, shape, out)
     return Tally._make(_TALLY.unpack(out))
 
 

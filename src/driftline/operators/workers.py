@@ -27,7 +27,7 @@ _ROUNDS = 8
 PLACE = "dump"
 
 
-class OperatorsWorkshop:
+class OperatorsWorker:
     """Checks calls of one source."""
 
     def __init__(self, about: dict[str, Any]) -> None:

@@ -347,7 +347,7 @@ def _load(address: str) -> Any:
 # The error check of one launched process: starts when torch is imported, ends with the process.
 
 
-DOOR = "driftline.captures.torch.errcheck.api"
+WATCH_MODULE = "driftline.captures.torch.errcheck.api"
 STOPPED = 1
 """Exit status of a process that was stopped at a finding."""
 MOST_SITES = 20_000
@@ -371,15 +371,15 @@ class Watched(Launched):
             plan_path,
         )
         self.watch = watch
-        door = importlib.import_module(DOOR)
+        errcheck = importlib.import_module(WATCH_MODULE)
         # The probe of the ATB library writes the seed's text itself.
         texts = None if watch.engine == "atb" else Path(watch.output)
         self.file = FindingsFile(Path(watch.folder), texts)
         self.reporter: Any
-        self.session, self.reporter = door.make_watch(
+        self.session, self.reporter = errcheck.make_watch(
             self.sink,
             self.file,
-            door.watch_options(watch.types, watch.allow),
+            errcheck.watch_options(watch.types, watch.allow),
             watch.level,
             rank=self.place.rank,
             after=self._found,

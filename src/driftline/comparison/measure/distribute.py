@@ -2,7 +2,7 @@
 
 What workers cannot be told is measured here: pairs of runs that are in memory, and whatever a
 worker could not read, which this process then has the last word on. The worker's own half is
-`PairsWorkshop`. How workers are started and fed, `execution` knows.
+`PairsWorker`. How workers are started and fed, `execution` knows.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
 # What a worker does for a comparison: opens the two runs, and measures the pairs it is sent.
 
 
-class PairsWorkshop:
+class PairsWorker:
     """Measures pairs. Opened with paths, names of metrics, and what is outside by two dtypes."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The door to the viewer: `driftline.view(reference, candidate)` serves a page until stopped."""
+"""The Python interface of the viewer: `driftline.view(reference, candidate)` serves a page."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _is_lone_run(subject: Source) -> bool:
 
 
 def _stop_when_asked() -> Any:
-    """Let a polite end (SIGTERM) be one, too; gives what puts things back."""
+    """End on SIGTERM as on Ctrl-C; returns a function that restores the earlier handler."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
