@@ -12,7 +12,9 @@ Not for tests of how programs start, of what they import, or of signals: those s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -24,9 +26,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 CLIENT = """
 import json, os, socket, sys
@@ -86,41 +90,47 @@ def serve(address: str, modules: list[str]) -> list[str] | None:
         door.bind(address)
         door.listen()
         print("up", flush=True)
-        running: set[int] = set()
+        running: dict[int, tuple[int, socket.socket]] = {}
         while True:
-            ready, _, _ = select.select([door, 0], [], [], 0.2 if running else None)
-            while running and (ended := os.waitpid(-1, os.WNOHANG)[0]):
-                running.discard(ended)
+            ready, _, _ = select.select([door, 0, *running], [], [])
+            for ended in running.keys() & set(ready):
+                program, line = running.pop(ended)
+                os.close(ended)
+                status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+                with line, contextlib.suppress(OSError):  # whoever asked is gone
+                    line.sendall(str(status).encode())
             if 0 in ready:
                 return None
             if door not in ready:
                 continue
             line, _ = door.accept()
-            if (watcher := os.fork()) == 0:
+            files, said = asked(line)
+            if (program := os.fork()) == 0:
+                for other, (_, another) in running.items():
+                    os.close(other)
+                    another.close()
                 door.close()
-                return attend(line)
-            running.add(watcher)
-            line.close()
+                line.close()
+                return enter(files, said)
+            for file in files:
+                os.close(file)
+            running[os.pidfd_open(program)] = (program, line)
 
 
-def attend(line: socket.socket) -> list[str]:
-    """One program and who waits for it; returns in the program."""
+def asked(line: socket.socket) -> tuple[list[int], dict[str, Any]]:
+    """The open files of a program, and what was said of it."""
     _, files, _, _ = socket.recv_fds(line, 1, 3)
     text = b""
     while part := line.recv(1 << 16):
         text += part
-    said = json.loads(text)
+    return list(files), json.loads(text)
+
+
+def enter(files: list[int], said: dict[str, Any]) -> list[str]:
+    """Take over the files, folder and environment of who asked; the words of the program."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    if program := os.fork():
-        for number in range(3):
-            os.close(number)  # a reader of the program's output waits for its end, not for ours
-        status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-        with contextlib.suppress(OSError):  # whoever asked is gone
-            line.sendall(str(status).encode())
-        os._exit(0)
-    line.close()
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environment"])
@@ -170,7 +180,45 @@ def fresh_main() -> ModuleType:
     return main
 
 
+def run(words: list[str]) -> int:
+    """Run the program; what an interpreter would end with."""
+    try:
+        become(words)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as trouble:
+        trace = trouble.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # the program alone, as where it was started cold
+        sys.excepthook(type(trouble), trouble.with_traceback(trace), trace)
+        return -signal.SIGINT if isinstance(trouble, KeyboardInterrupt) else 1
+    return 0
+
+
+def leave(status: int) -> None:
+    """End as an interpreter does, but let the modules be.
+
+    To take them down touches every object of torch, each in a page that must be copied first: more
+    work than most of these programs are.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if (main := sys.modules["__main__"].__dict__) is not globals():
+        main.clear()  # closes what the program left open
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
 if __name__ == "__main__":
     given = serve(sys.argv[1], sys.argv[2:])
     if given is not None:
-        become(given)
+        leave(run(given))
