@@ -242,7 +242,8 @@ def masked(text: str, place: Path, *, computed: bool = False) -> str:
     """A text without what differs between two executions that do the same.
 
     Paths, times, durations, process numbers, random ids, versions, the kernel's instruction set,
-    and the digits of a number beyond the sixth, or the third of what was computed just now.
+    what started a program, and the digits of a number beyond the sixth, or the third of what was
+    computed just now.
     """
     text = text.replace(str(place.resolve()), "HERE").replace(str(place), "HERE")
     text = text.replace(str(Path(sys.executable).parent), "BIN")
@@ -257,6 +258,8 @@ def masked(text: str, place: Path, *, computed: bool = False) -> str:
 _PATTERNS = [
     (re.compile(pattern, re.MULTILINE), standing_in)
     for pattern, standing_in in (
+        # What started the program: an interpreter would show nothing of itself.
+        (r", \"REPOSITORY/tests/warm_python\.py:\d+ in [^\"]*\"", ""),
         (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?", "TIME"),
         # A second file of the same second has a number behind its time.
         (r"(?<!\d)20\d{6}_?\d{6}(?:_\d)?(?!\d)", "TIME"),
