@@ -23,6 +23,7 @@ from torch.nn import functional
 
 import driftline
 from driftline.cli.main import main
+from driftline.runs.memory import MemorySink
 
 
 class Block(nn.Module):
@@ -155,6 +156,65 @@ def test_sound_pairs_pass_and_pairs_with_a_hole_do_not(
             said = command("compare", *sides)
             assert (said.code, said.word) == (2, "INCOMPLETE"), said.out
             assert "are covered, 90% are needed" in " ".join(said.out.split())
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.2, 0.4), (0.4, 0.6), (0.5, 0.7), (0.7, 0.9)])
+@pytest.mark.parametrize(("whole", "cut"), [*PAIRS, ("both", "both")])
+def test_a_fifth_that_is_missing_is_missed_wherever_it_begins(
+    whole: str, cut: str, first: float, last: float, runs: Path, tmp_path: Path
+) -> None:
+    """Also where branches run side by side, and where it ends with what a container gives."""
+    other = runs / f"convolutions-{whole}"
+    lacking = holed(runs / f"convolutions-{cut}", first, last, tmp_path / "hole")
+    for sides in ((other, lacking), (lacking, other)):
+        assert driftline.compare(*sides).verdict == "incomplete"
+
+
+def test_a_container_without_its_parts_does_not_stand_for_half_a_model(
+    runs: Path, tmp_path: Path
+) -> None:
+    whole = runs / "convolutions-modules"
+    lacking = shutil.copytree(whole, tmp_path / "shell")
+    (index,) = lacking.glob("rank*/index.jsonl")
+    lines = index.read_text().splitlines()
+    kept = [line for line in lines if not json.loads(line)["site"].startswith("blocks.")]
+    index.write_text("".join(f"{line}\n" for line in kept))
+    for sides in ((whole, lacking), (lacking, whole)):
+        assert driftline.compare(*sides).verdict == "incomplete"
+
+
+class PartsBypassed(nn.Module):
+    """The convolutions with two blocks that are called as functions: no hook sees them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = model.blocks, model.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number in (1, 2):
+                x = (
+                    functional.silu(block.norm.forward(block.conv1.forward(x))),
+                    block.skip.forward(x),
+                )
+                x = functional.relu(block.conv2.forward(x[0]) + x[1])
+            else:
+                x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def test_runs_in_memory_are_measured_as_those_on_disk_are(tmp_path: Path) -> None:
+    model, x = model_of("convolutions")
+    captured: list[tuple[Path, Any]] = []
+    for name, side in (("whole", model), ("bypassed", PartsBypassed(model))):
+        for sink in (tmp_path / name, MemorySink(name=name)):
+            with torch.no_grad(), driftline.capture(side, sink):
+                side(x)
+        captured.append((tmp_path / name, sink.run()))
+    told = {driftline.compare(*sides).finding for sides in zip(*captured, strict=True)}
+    told.add(driftline.compare_models(model, PartsBypassed(model), x).finding)
+    assert len(told) == 1
+    assert "only 61.9% of the 21 calls of leaf modules" in told.pop()
 
 
 def test_parameters_and_views_of_a_graph_cover_no_call(

@@ -181,9 +181,9 @@ def capture(
         sink: Sink = RunWriter(
             folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
         )
-        sink.describe(**engine.facts())
     else:
         folder, sink = None, path
+    sink.describe(**engine.facts())
     session = engine.session_for(
         sink,
         selection,

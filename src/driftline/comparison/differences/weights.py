@@ -85,7 +85,7 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     """Whether one holds the values of the other, rounded to a number format."""
     first, second = reference.samples(), candidate.samples()
     exact = first is not None and second is not None and np.array_equal(first, second)
-    distance = 0.0 if exact else _distance(reference, candidate)
+    distance = 0.0 if exact else _distance(reference, candidate, (first, second))
     if (coarse_dtype := _rounded_by_digest(reference, candidate)) is not None:
         return Relation("same" if exact else "rounded", distance, coarse_dtype)
     if first is None or second is None:
@@ -163,7 +163,11 @@ def _equal_after_rounding(first: F64, second: F64, dtype: str) -> bool:
     return dtype in SIXTEEN_BITS and np.array_equal(_rounded(first, dtype), second, equal_nan=True)
 
 
-def _distance(reference: WeightValues, candidate: WeightValues) -> float | None:
+def _distance(
+    reference: WeightValues,
+    candidate: WeightValues,
+    decoded: tuple[F64 | None, F64 | None] | None = None,
+) -> float | None:
     """Relative distance, from the samples, or from the sketches of all elements."""
     complete = grid_of(reference.shape) == reference.shape
     if not complete and reference.basis == candidate.basis == "all":
@@ -172,7 +176,7 @@ def _distance(reference: WeightValues, candidate: WeightValues) -> float | None:
             sketches: Any = first.sketch, second.sketch
             apart = np.asarray(sketches[1]) - np.asarray(sketches[0])
             return _ratio(float(np.linalg.norm(apart)), float(first.l2))
-    samples = reference.samples(), candidate.samples()
+    samples = decoded or (reference.samples(), candidate.samples())
     if samples[0] is None or samples[1] is None or samples[0].shape != samples[1].shape:
         return None
     with np.errstate(invalid="ignore", over="ignore"):

@@ -7,9 +7,10 @@ says.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from driftline.alignment.sites.site_graph import ROOTS
 from driftline.runs.records import Moment, Phase, Port, TensorKey
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
@@ -430,3 +431,21 @@ def _shape(shown: JSON) -> tuple[int, ...] | None:
 
 ROW_FIELDS: tuple[str, ...] = tuple(Row(TensorKey("", "output", ""), "pass").as_json())
 """The fixed fields of a row in their order; a metric must not take one of these names."""
+
+
+def other_inputs_from(rows: Iterable[Row], first: Row) -> int | None:
+    """The step from which on the model is given other inputs, made of what went wrong before it.
+
+    So it is where a text is generated: once a token differs, later steps compute something else.
+
+    Args:
+        rows: Of a table.
+        first: The first of them that fails.
+    """
+    steps = {
+        row.key.step
+        for row in rows
+        if row.status == "fail" and row.key.port == "input" and row.key.site in ROOTS
+    }
+    start = min(steps, default=0)
+    return start if start > first.key.step else None

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 from driftline.alignment.plan import LeftOut
 from driftline.comparison.differences.difference import Difference
 from driftline.comparison.table.covered import Covered
-from driftline.comparison.table.row import JSON, STATUSES, Column, Row, Verdict, number_to_json
+from driftline.comparison.table.row import (
+    JSON,
+    STATUSES,
+    Column,
+    Row,
+    Verdict,
+    number_to_json,
+    other_inputs_from,
+)
 from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.training.training_report import TrainingReport
 from driftline.errors import BadFile, BadInput, did_you_mean
@@ -232,13 +240,23 @@ class Table:
     def worst(self, count: int = 10, *, compared: bool = False) -> list[Row]:
         """The rows a person should read first: by status, then by distance from the limit.
 
+        What follows from other inputs, which the first divergence has made, comes last.
+
         Args:
             count: How many.
             compared: Only rows that were compared.
         """
         # A heap: a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
-        return heapq.nsmallest(count, rows, key=_badness)
+        after = None if self.first is None else other_inputs_from(self.rows, self.first)
+
+        def badness(row: Row) -> tuple[bool, int, float]:
+            follows = after is not None and row.key.step >= after
+            # NaN has no place in an order; it is as bad as can be.
+            severity = math.inf if math.isnan(row.severity) else row.severity
+            return follows, STATUSES.index(row.status), -severity
+
+        return heapq.nsmallest(count, rows, key=badness)
 
     def only(
         self,
@@ -462,12 +480,6 @@ def like_storage(like: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
     from driftline.comparison.table.row_spool import keep
 
     return keep(rows)
-
-
-def _badness(row: Row) -> tuple[int, float]:
-    # NaN has no place in an order; it is as bad as can be.
-    severity = math.inf if math.isnan(row.severity) else row.severity
-    return (STATUSES.index(row.status), -severity)
 
 
 def _json_safe(value: JSON) -> JSON:

@@ -88,11 +88,6 @@ class _Site:
         return float(min(max(self.compared), self.leaf[0]))
 
     @property
-    def made_share(self) -> float:
-        """The share of its calls whose output was compared."""
-        return self.compared[_OUTPUT] / max(self.calls[_OUTPUT], 1)
-
-    @property
     def bordered(self) -> float:
         """The share of its calls whose input and output were both compared."""
         if not self.calls[_INPUT] or not self.calls[_OUTPUT]:
@@ -115,8 +110,6 @@ class SideCalls:
         self.compared_calls: set[tuple[str, int]] = set()
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
-        # Containers that the other side calls without calling anything inside.
-        self.pieces: set[str] = set()
         # Operators of the program around the model, which compiled graphs of the model cannot hold.
         self.beside_graphs: set[str] = set()
         self._containers: set[str] | None = None
@@ -187,22 +180,6 @@ class SideCalls:
         containers = self._containing()
         return (site for site in self.sites if site not in containers)
 
-    def set_pieces(self, other: SideCalls, compiled: Container[str]) -> None:
-        """Find the containers that are leaves of the other side, whose parts nobody could compare.
-
-        Args:
-            other: The other side.
-            compiled: Its modules that are in compiled ones, whose parts were there and not seen.
-        """
-        leaves = set(other.leaves())
-        self.pieces = {
-            site
-            for site in self._containing()
-            if (partner := self.partners.get(site)) in leaves
-            and partner not in ROOTS
-            and partner not in compiled
-        }
-
     def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
         """Calls of leaves in a container, and how many of them were compared.
 
@@ -261,19 +238,29 @@ class SideCalls:
         """The share of leaves' calls in short stretches of execution between what was compared.
 
         What they made went into what was compared next, so that an error of theirs shows there.
+        Beside a branch that was compared, it may have gone elsewhere: where the output of the
+        container around them is missed, too, the stretch has not ended.
         """
         most = SMALL_CONTAINER * calls
         inside, all_missed = Counter[str](), Counter[str]()
         stretch: list[str] = []
         begun = self._border_compared(_INPUT)
+        ended: list[str] = []
         for call in sorted(self.order, key=self.order.__getitem__):
+            site = call[0]
             if call in self.compared_calls:
-                if begun and len(stretch) < most:
-                    inside.update(stretch)
-                stretch, begun = [], True
-            elif call[0] in missed:
-                all_missed[call[0]] += 1
-                stretch.append(call[0])
+                if stretch:
+                    ended, stretch = stretch if begun else [], []
+                    if len(ended) < most:
+                        inside.update(ended)
+                begun = True
+            elif site in missed:
+                all_missed[site] += 1
+                stretch.append(site)
+            elif any(leaf.startswith(f"{site}.") for leaf in ended):
+                if len(ended) < most:
+                    inside.subtract(ended)
+                stretch, ended = ended + stretch, []
         if begun and self._border_compared(_OUTPUT) and len(stretch) < most:
             inside.update(stretch)
         return {site: count / all_missed[site] for site, count in inside.items()}
@@ -318,9 +305,6 @@ class SideCalls:
         for around in _around(leaf):
             if around not in self._containing():
                 continue
-            # The other side has it in one piece, and that was compared.
-            if around in self.pieces:
-                return self.sites[around].made_share
             size, _ = self.calls_inside(around, operators=True)
             if size >= SMALL_CONTAINER * calls:
                 return 0.0
@@ -509,7 +493,7 @@ class CallCounts:
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
             side.beside_graphs.add(key.site)
         side.wait(key.site, port, call, compared)
-        if compared:
+        if compared and port == "output":
             side.compared_calls.add((key.site, key.visit))
 
     def _take_candidate(self, row: Row, compared: bool) -> None:
@@ -582,9 +566,6 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
-    if own is not other:
-        own.set_pieces(other, {*candidate.scope.compiled, *dict(candidate.scope.hidden)})
-        other.set_pieces(own, {*reference.scope.compiled, *dict(reference.scope.hidden)})
     first = _share_of(own, other, reference, modules=modules)
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)

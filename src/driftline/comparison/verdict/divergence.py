@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.comparison.table.row import Row
+from driftline.comparison.table.row import Row, other_inputs_from
 from driftline.comparison.verdict.dataflow import has_other_shape, makers_of_other_shapes
 from driftline.comparison.verdict.verdict import RowCounts, execution
 
@@ -70,6 +70,10 @@ def find_divergence(
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
     scope = f"{counts.failing} of {compared} compared tensors fail"
+    if ordered and (after := other_inputs_from(rows, first)) is not None:
+        scope += (
+            f"; from step {after} on the model is given other inputs, and what is off there follows"
+        )
     return Divergence(first, site, f"{where}{_computed(first)}: {first.reason}; {scope}")
 
 
