@@ -89,6 +89,8 @@ class TrainingFacts(TrainingRecords):
         # After how many updates averages are searched for again, and how long that took.
         self._updates, self._next_search, self._took = 0, 1, 0.0
         self._looked = -1
+        # Optimizers whose step is under way, with its number.
+        self._within: list[tuple[int, int]] = []
         self._rates: dict[int, float] = {}
         self._settings: dict[int, list[Any] | None] = {}
         self._states_at_first: dict[int, list[str]] = {}
@@ -112,7 +114,8 @@ class TrainingFacts(TrainingRecords):
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 replace(owner, name, lambda f, name=name: _listing(_noticed(f, me, "_clip", name)))
-        replace(torch.optim.Optimizer, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
+        for owner in (torch.optim.Optimizer, nn.Module):
+            replace(owner, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
         scaler = torch.amp.GradScaler
         replace(scaler, "scale", lambda f: _noticed(f, me, "_scaled"))
         replace(scaler, "unscale_", lambda f: _noticed(f, me, "_note", "unscale"))
@@ -245,6 +248,10 @@ class TrainingFacts(TrainingRecords):
     def _before_step(self, optimizer: Any) -> None:
         """An optimizer is about to change weights: no thread may read them now."""
         self._wait()
+        # A subclass calls the step of its base class within its own: one update, seen from outside.
+        self._within.append((id(optimizer), self._session.clock.concluding))
+        if self._is_inner(optimizer):
+            return
         self._updating = step = self._session.clock.concluding
         self._look_at_averages(step)
         number = self.number_of(optimizer)
@@ -255,11 +262,19 @@ class TrainingFacts(TrainingRecords):
         gradients = [(path, parameter.grad) for path, parameter in weights]
         self.states.gradients(gradients, owner, step)
 
+    def _is_inner(self, optimizer: Any) -> bool:
+        """Whether a call of `step` is within another one of the same optimizer."""
+        return self._within.count((id(optimizer), self._session.clock.concluding)) > 1
+
     def _weights(self, optimizer: Any, number: int) -> tuple[list[Any], str]:
         groups = [group["params"] for group in optimizer.param_groups]
         return self.weights_of(groups, number), f"optimizer {number}"
 
     def _after_step(self, optimizer: Any) -> None:
+        if self._is_inner(optimizer):
+            self._within.pop()
+            return
+        self._within.clear()
         step, number = self._updating, self.number_of(optimizer)
         with undisturbed():
             settings = _settings(optimizer)

@@ -129,6 +129,39 @@ def _optimizers(
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
+    yield from _other_optimizers(pair, first, second, wrappers)
+
+
+def _other_optimizers(
+    pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]], wrappers: set[Any]
+) -> Iterator[Difference]:
+    """Parameters that another optimizer of the program updates, in another way."""
+    owners, others = (
+        {
+            path: (record.get("number"), _class_name(pair, record), values)
+            for record in side
+            if record.get("number") not in wrappers
+            for path, values in _values_by_parameter(record).items()
+        }
+        for side in (first, second)
+    )
+    others = {pair.renamed_path(path): owner for path, owner in others.items()}
+    moved: dict[tuple[str, str], list[str]] = {}
+    for path in owners.keys() & others.keys():
+        (number, kind, values), (other, other_kind, other_values) = owners[path], others[path]
+        shared = values.keys() & other_values.keys()
+        same = all(is_same_value(name, values[name], other_values[name]) for name in shared)
+        if number != other and not (kind == other_kind and same):
+            texts = [
+                f"{which} {shown(about.get('lr', ''))}".strip()
+                for which, about in ((kind, values), (other_kind, other_values))
+            ]
+            moved.setdefault((texts[0], texts[1]), []).append(path)
+    for texts, paths in moved.items():
+        listed = ", ".join(sorted(paths)[:_MOST_NAMES])
+        more = ", ..." if len(paths) > _MOST_NAMES else ""
+        where = f"for {len(paths)} parameters: {listed}{more}"
+        yield Difference("optimizer", "", "optimizer and its lr", *texts, where)
 
 
 def _class_name(pair: ModelPair, record: dict[str, Any]) -> str:
