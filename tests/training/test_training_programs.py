@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import driftline
 from driftline.cli.main import main
 
 AVERAGE = """
@@ -99,8 +103,82 @@ def compared(reference: Path, candidate: Path, capsys: pytest.CaptureFixture[str
 def test_an_average_of_weights_with_another_decay_is_named(dumped, capsys):
     table = compared(dumped(AVERAGE, "ref", "0.1"), dumped(AVERAGE, "cand", "0.3"), capsys)
     assert table["verdict"] == "fail", table["finding"]
-    assert "weights that no optimizer updates differ" in table["finding"]
-    assert "an average of weights" in table["finding"]
+    assert "their averages differ" in table["finding"]
+    assert "measured before step 2: 0.9 → 0.7" in table["finding"]
+
+
+class Shadow:
+    """An average as it is often written: a table whose tensors are replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.table = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module, decay: float) -> None:
+        for name, p in model.named_parameters():
+            self.table[name] = (decay * self.table[name] + (1 - decay) * p.detach()).clone()
+
+
+def with_average(folder: Path, kind: str, decay: float, *, autocast: bool = False) -> Path:
+    """A training with an average of weights that nobody calls."""
+    path = folder / f"{kind} {decay} {autocast}"
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    averaged = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)
+    )
+    copied, shadow = copy.deepcopy(model), Shadow(model)
+    listed = [p.detach().clone() for p in model.parameters()]
+    x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
+    with driftline.capture(model, path):
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+            trained = [p.detach() for p in model.parameters()]
+            if kind == "averaged":
+                averaged.update_parameters(model)
+            elif kind == "module":
+                for own, weight in zip(copied.parameters(), trained, strict=True):
+                    own.data.lerp_(weight, 1 - decay)
+            elif kind == "table":
+                shadow.update(model, decay)
+            elif kind == "list":
+                torch._foreach_lerp_(listed, trained, 1 - decay)
+            else:
+                # A copy that moves, and not towards the weights.
+                for own in copied.parameters():
+                    own.data.add_(torch.randn_like(own), alpha=1 - decay)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["averaged", "module", "table", "list"])
+def test_the_decay_of_an_average_that_nobody_calls_is_named(tmp_path, kind):
+    reference = with_average(tmp_path, kind, 0.99)
+    table = driftline.compare(reference, with_average(tmp_path, kind, 0.9))
+    assert table.verdict == "fail", table.finding
+    assert "the trained weights agree before step 2, and their averages differ" in table.finding
+    words = "decay of the average of weights, measured before step 2: 0.99 → 0.9"
+    assert words in table.finding
+
+
+def test_averages_in_other_arithmetic_pass(tmp_path):
+    sides = [with_average(tmp_path, "table", 0.99, autocast=autocast) for autocast in (False, True)]
+    table = driftline.compare(*sides)
+    assert table.verdict == "pass", table.finding
+    counted = {difference.name for difference in table.differences if difference.counts}
+    assert counted == {"autocast_cpu"}
+
+
+def test_an_average_that_never_moves_is_a_difference_and_noise_is_no_average(tmp_path):
+    reference = with_average(tmp_path, "module", 0.99)
+    table = driftline.compare(reference, with_average(tmp_path, "noise", 0.99))
+    assert table.verdict == "pass", table.finding
+    named = [(d.name, d.reference, d.candidate) for d in table.differences if d.counts]
+    assert named == [("average of weights", "kept, and moves", "(absent)")]
 
 
 def test_gradients_that_are_not_reduced_over_ranks_are_named(dumped, capsys, tmp_path):

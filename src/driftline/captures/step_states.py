@@ -134,6 +134,11 @@ class StepStates:
         if self._wanted(step):
             self._timed(self._write, weights, (step, "weights", "after", owner))
 
+    def averages(self, averages: Sequence[Named], step: int) -> None:
+        """Averages of weights that a program keeps beside its models, before a step."""
+        if self._wanted(step):
+            self._timed(self._write_changed, averages, (step, "weights", "before", "averages"))
+
     def clipped(self, step: int, norm: float | None) -> None:
         """Gradients were clipped; this was their norm."""
         if norm is not None and self._wanted(step):

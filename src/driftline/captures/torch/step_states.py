@@ -1,20 +1,27 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""How `captures.step_states` reads tensors of torch.
+"""How `captures.step_states` reads tensors of torch, and which averages of weights a program keeps.
 
 Of a device's tensors only samples and norms are fetched, in one transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 
 from driftline.captures.recorder import Snapshot
 from driftline.captures.step_states import NO_NUMBERS, figures_of
-from driftline.captures.torch.tensors import recording, snapshot
+from driftline.captures.torch.tensors import dtype_name, recording, snapshot
+from driftline.numerics.dtypes import DTYPES
 from driftline.runs.sidecars.step_facts import SAMPLES, TensorState
 
 
@@ -72,3 +79,235 @@ def _device_states(tensors: list[torch.Tensor]) -> list[TensorState]:
         states.append(TensorState("", figures, NO_NUMBERS, samples))
         offset += 1 + size
     return states
+
+
+# Averages of weights.
+
+_FEWEST = 8
+"""Elements of a tensor that can be told to be an average by how they move."""
+_CLEAR = 10.0
+"""Roundings that a move must be worth for its direction to mean anything."""
+_STRAIGHT = 1e-3
+_MOST_PLACES = 4096
+_MOST_ASKED = 4
+_NEVER = -2
+_TABLES = (dict, OrderedDict, defaultdict, list)
+
+
+class Move(NamedTuple):
+    """An average of a weight, and how it moved since the last update.
+
+    Attributes:
+        path: `site.name` of the weight.
+        number: Which average of this weight it is.
+        tensor: The average.
+        rate: Share of the way to the weight; None where it cannot be told.
+    """
+
+    path: str
+    number: int
+    tensor: torch.Tensor
+    rate: float | None
+
+
+class _Table:
+    """A dictionary or list of tensors. It may be given new ones, so it is held itself."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def is_alone(self) -> bool:
+        """Whether the program has dropped it: this object and the question are left."""
+        return sys.getrefcount(self.held) <= 2
+
+
+class _Place:
+    """Where a tensor of a weight's shape is.
+
+    Attributes:
+        path: The weight of which it is an average; empty while that is not known.
+        number: Which average of that weight it is.
+        samples: Some elements, as they were last seen.
+        step: Before which step that was; `_NEVER` at first.
+    """
+
+    __slots__ = ("_key", "_tensor", "_unit", "number", "path", "samples", "step", "table")
+
+    def __init__(self, tensor: torch.Tensor, table: _Table | None = None, key: Any = None) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._unit = DTYPES[dtype_name(tensor.dtype)].unit_roundoff
+        self.table = table
+        self._key = key
+        self.path = ""
+        self.number = 0
+        self.samples: Any = None
+        self.step = _NEVER
+
+    def tensor(self) -> torch.Tensor | None:
+        if self.table is None:
+            return self._tensor()
+        held, key = self.table.held, self._key
+        if type(held) is not list:
+            value = dict.get(held, key)
+        else:
+            value = held[key] if key < len(held) else None
+        return value if type(value) in (torch.Tensor, nn.Parameter) else None
+
+    def seen(self, samples: Any, step: int, weights: Sequence[tuple[str, Any]]) -> float:
+        """How far it has moved to one of these weights since the last update; 0.0 if to none."""
+        rate = 0.0
+        is_first, is_next = self.step == _NEVER, self.step == step - 1
+        if is_next and len(self.samples) == len(samples):
+            about = [source for source in weights if self.path in ("", source[0])]
+            path, rate = _followed(self.samples, samples, about, self._unit)
+            self.path = path or self.path
+        if not self.path and not is_first:
+            # A table that did not move is let go at once: the program may have dropped it.
+            self.table = None
+        self.samples, self.step = samples, step
+        return rate
+
+
+class Averages:
+    """Averages of weights (EMA, SWA) and target networks that nobody calls, told by how they move.
+
+    Nobody says where they are, so living tensors of the weights' shapes are looked at. Between two
+    updates an average `a` of a weight `w` moves straight towards it, `a' - a = rate (w - a)`, which
+    nothing else does: other models, gradients, momenta and stored states do not.
+
+    Args:
+        weights: Parameters of the models that were seen, by path.
+    """
+
+    def __init__(self, weights: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
+        self._weights = weights
+        self._places: list[_Place] = []
+
+    def search(self, living: Sequence[Any], others: Container[int], step: int) -> None:
+        """Look at tensors that may be averages for the first time.
+
+        Args:
+            living: Objects of the process; those that are no tensors are passed over.
+            others: Identities of tensors that are something else.
+            step: The step that is about to end.
+        """
+        self._places = [place for place in self._places if place.path]
+        tensors = self._unlike_weights(living, others)
+        if tensors and len(tensors) <= _MOST_PLACES:
+            self._places += _places_of(tensors)
+            self.look(step)
+
+    def _unlike_weights(
+        self, living: Sequence[Any], others: Container[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Tensors of the weights' shapes that are not the weights, nor share memory with them."""
+        weights = self._weights()
+        shapes = {weight.shape for _, weight in weights if weight.numel() >= _FEWEST}
+        memory = {_address(tensor) for _, w in weights for tensor in (w, w.grad)}
+        memory |= {_address(place.tensor()) for place in self._places}
+        alike: list[torch.Tensor] = []
+        for tensor in living:
+            is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.shape in shapes
+            if not is_plain or id(tensor) in others:
+                continue
+            address = _address(tensor)
+            if address not in memory and tensor.is_floating_point() and tensor.grad_fn is None:
+                memory.add(address)
+                alike.append(tensor)
+        tensors = tuple(alike)
+        alike.clear()  # it would be taken for a table of the program's
+        return tensors
+
+    def look(self, step: int) -> list[Move]:
+        """Averages before a step, with how the update before it has moved them."""
+        self._places = [p for p in self._places if p.table is None or not p.table.is_alone()]
+        living = [(place, t) for place in self._places if (t := place.tensor()) is not None]
+        shapes = {tensor.shape for _, tensor in living}
+        weights = [(path, weight) for path, weight in self._weights() if weight.shape in shapes]
+        if not living or not weights:
+            return []
+        values = _samples([tensor for _, tensor in living] + [weight for _, weight in weights])
+        sources: dict[torch.Size, list[tuple[str, Any]]] = {}
+        for (path, weight), samples in zip(weights, values[len(living) :], strict=True):
+            sources.setdefault(weight.shape, []).append((path, samples))
+        rates = {
+            id(place): place.seen(samples, step, sources.get(tensor.shape, ()))
+            for (place, tensor), samples in zip(living, values[: len(living)], strict=True)
+        }
+        self._number([place for place, _ in living], rates)
+        return [
+            Move(place.path, place.number - 1, tensor, rates[id(place)] or None)
+            for place, tensor in living
+            if place.path
+        ]
+
+    def _number(self, places: Sequence[_Place], rates: Mapping[int, float]) -> None:
+        """Number new averages of one weight, the fastest first."""
+        fresh = [place for place in places if place.path and not place.number]
+        for place in sorted(fresh, key=lambda place: -rates.get(id(place), 0.0)):
+            numbers = [other.number for other in places if other.path == place.path]
+            place.number = max(numbers) + 1
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    try:
+        return 0 if tensor is None or tensor.layout != torch.strided else tensor.data_ptr()
+    except RuntimeError:  # a tensor without memory
+        return 0
+
+
+def _places_of(tensors: tuple[torch.Tensor, ...]) -> list[_Place]:
+    """Where tensors are: in tables of several, which may be given others, or by themselves."""
+    counts = Counter(tensor.shape for tensor in tensors)
+    # Asking who holds a tensor takes longer the more are asked for: a few stand for all.
+    fewest = min(counts, key=lambda shape: counts[shape])
+    asked = tuple(tensor for tensor in tensors if tensor.shape == fewest)[:_MOST_ASKED]
+    places: list[_Place] = []
+    alone = {id(tensor) for tensor in tensors}
+    for table in tuple(gc.get_referrers(*asked)):
+        if type(table) not in _TABLES:
+            continue
+        entries = tuple(enumerate(table) if type(table) is list else dict.items(table))
+        inside = [(key, value) for key, value in entries if id(value) in alone]
+        if len(inside) > 1:
+            holder = _Table(table)
+            places += [_Place(value, holder, key) for key, value in inside]
+            alone.difference_update(id(value) for _, value in inside)
+    return places + [_Place(tensor) for tensor in tensors if id(tensor) in alone]
+
+
+def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Some elements of each tensor, fetched together from each device."""
+    pieces: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        flat = _local(tensor).detach().reshape(-1)
+        piece = flat[:: max(1, -(-flat.numel() // SAMPLES))]
+        pieces.setdefault(piece.device, []).append((index, piece))
+    values: list[Any] = [None] * len(tensors)
+    for listed in pieces.values():
+        numbers = torch.cat([piece.double() for _, piece in listed]).cpu().numpy()
+        offset = 0
+        for index, piece in listed:
+            values[index] = numbers[offset : offset + len(piece)]
+            offset += len(piece)
+    return values
+
+
+def _followed(
+    before: Any, now: Any, weights: Sequence[tuple[str, Any]], unit: float
+) -> tuple[str, float]:
+    """The weight to which a tensor has moved straight, and how far of the way; 0.0 if to none."""
+    moved = now - before
+    size, rounding = float(np.linalg.norm(moved)), unit * float(np.linalg.norm(now))
+    if not size > _CLEAR * rounding:
+        return "", 0.0
+    best = "", 0.0
+    least = 2.0 * rounding + _STRAIGHT * size
+    for path, weight in weights:
+        way = weight - before
+        length = float(way @ way)
+        rate = float(moved @ way) / length if length else 0.0
+        off = float(np.linalg.norm(moved - rate * way))
+        if off <= least and 0.0 < rate < 1.0 + _STRAIGHT:
+            best, least = (path, rate), off
+    return best

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -21,10 +24,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.captures.model_facts import FactsFile, attributes_of
+from driftline.captures.model_facts import GOODBYE, FactsFile, attributes_of
 from driftline.captures.patching import PatchSet
 from driftline.captures.torch.operators.dispatch import break_graphs
-from driftline.captures.torch.step_states import TorchReader
+from driftline.captures.torch.step_states import Averages, Move, TorchReader
 from driftline.captures.torch.tensors import undisturbed
 from driftline.captures.training_facts import Group, TrainingRecords, caller
 
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession
 
 _MOST_NODES = 48
+_SHARE = 200
+"""A later search through all objects may take one part in so many of the time since the start."""
+_SAME_RATE = 0.02
 # Losses of devices are read together: each reading alone would wait for the device.
 _MOST_WAITING = 64
 _PASSED_BY = ("torch.", "accelerate.", "lightning.", "driftline.", "functools")
@@ -78,7 +84,14 @@ class TrainingFacts(TrainingRecords):
         self._returned: tuple[weakref.ref[Any], str] | None = None
         self._first_node = 0
         self._losses: list[tuple[torch.Tensor, dict[str, Any]]] = []
-        self._searched = False
+        self._averages = Averages(self._watched)
+        self._begun = time.monotonic()
+        # After how many updates averages are searched for again, and how long that took.
+        self._updates, self._next_search, self._took = 0, 1, 0.0
+        self._looked = -1
+        # Optimizers whose step is under way, with its number.
+        self._within: list[tuple[int, int]] = []
+        self._rates: dict[int, float] = {}
         self._settings: dict[int, list[Any] | None] = {}
         self._states_at_first: dict[int, list[str]] = {}
         self._factor: tuple[weakref.ref[Any], float] | None = None
@@ -101,7 +114,8 @@ class TrainingFacts(TrainingRecords):
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in ("clip_grad_norm_", "clip_grad_value_"):
                 replace(owner, name, lambda f, name=name: _listing(_noticed(f, me, "_clip", name)))
-        replace(torch.optim.Optimizer, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
+        for owner in (torch.optim.Optimizer, nn.Module):
+            replace(owner, "zero_grad", lambda f: _noticed(f, me, "_note", "zero_grad"))
         scaler = torch.amp.GradScaler
         replace(scaler, "scale", lambda f: _noticed(f, me, "_scaled"))
         replace(scaler, "unscale_", lambda f: _noticed(f, me, "_note", "unscale"))
@@ -115,6 +129,12 @@ class TrainingFacts(TrainingRecords):
 
     def finish(self) -> None:
         self._read_losses()
+        # A program that leaves at once has no time for a last look.
+        if threading.current_thread().name != GOODBYE:
+            step = self._session.clock.now
+            # After an update that was not looked at, weights are not known to compare with.
+            if self._looked == step - 1:
+                self._look_at_averages(step)
         super().finish()
 
     # --- what the session tells
@@ -228,7 +248,12 @@ class TrainingFacts(TrainingRecords):
     def _before_step(self, optimizer: Any) -> None:
         """An optimizer is about to change weights: no thread may read them now."""
         self._wait()
+        # A subclass calls the step of its base class within its own: one update, seen from outside.
+        self._within.append((id(optimizer), self._session.clock.concluding))
+        if self._is_inner(optimizer):
+            return
         self._updating = step = self._session.clock.concluding
+        self._look_at_averages(step)
         number = self.number_of(optimizer)
         if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
@@ -237,11 +262,19 @@ class TrainingFacts(TrainingRecords):
         gradients = [(path, parameter.grad) for path, parameter in weights]
         self.states.gradients(gradients, owner, step)
 
+    def _is_inner(self, optimizer: Any) -> bool:
+        """Whether a call of `step` is within another one of the same optimizer."""
+        return self._within.count((id(optimizer), self._session.clock.concluding)) > 1
+
     def _weights(self, optimizer: Any, number: int) -> tuple[list[Any], str]:
         groups = [group["params"] for group in optimizer.param_groups]
         return self.weights_of(groups, number), f"optimizer {number}"
 
     def _after_step(self, optimizer: Any) -> None:
+        if self._is_inner(optimizer):
+            self._within.pop()
+            return
+        self._within.clear()
         step, number = self._updating, self.number_of(optimizer)
         with undisturbed():
             settings = _settings(optimizer)
@@ -254,21 +287,19 @@ class TrainingFacts(TrainingRecords):
                 ]
             state = ", ".join(self._states_at_first.get(number, ()))
             self.updated(optimizer, step, groups, state)
-            if not self._searched:
-                self._searched = True
-                self._search()
+            self._updates += 1
+            if self._updates == 1:
+                self._search_settings()
         weights, owner = self._weights(optimizer, number)
         self.states.after_update(weights, owner, step)
 
-    def _search(self) -> None:
+    def _search_settings(self) -> None:
         """Schedulers and scalers are known by nobody: living objects are asked, once."""
         scheduler: Any = torch.optim.lr_scheduler.LRScheduler
-        scaler: Any = torch.amp.GradScaler
-        objects = gc.get_objects()
-        wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, (scheduler, scaler))}
-        if not wanted:
-            return
-        for thing in [thing for thing in objects if type(thing) in wanted][:16]:
+        wanted: Any = scheduler, torch.amp.GradScaler
+        # Objects refer to their classes.
+        living = gc.get_referrers(*_subclasses(*wanted))
+        for thing in [thing for thing in living if issubclass(type(thing), wanted)][:16]:
             kind = type(thing)
             about = attributes_of(thing.__dict__, frozenset({"optimizer"}))
             self.write(
@@ -277,6 +308,78 @@ class TrainingFacts(TrainingRecords):
                 values={**about.scalars, **about.functions},
                 step=self._session.clock.concluding,
             )
+
+    # --- averages of weights
+
+    def _look_at_averages(self, step: int) -> None:
+        """Once a step, before its update: after whatever follows the last one."""
+        if self._looked == step or not self._session.watches_state(step):
+            return
+        self._looked = step
+        with undisturbed():
+            moves = self._averages.look(step)
+            self._search_averages(step)
+        if moves:
+            self._note_rates(moves, step)
+            named = [(_average_path(move), move.tensor) for move in moves]
+            self.states.averages(named, step)
+
+    def _search_averages(self, step: int) -> None:
+        """After the first update, and later if it takes little of the time: they may begin late."""
+        begun = time.monotonic()
+        is_quick = self._took * _SHARE <= begun - self._begun
+        if self._updates < self._next_search or not is_quick:
+            return
+        self._next_search = 2 * self._updates
+        # A tuple, because a list would be found as a table of tensors.
+        living = tuple(gc.get_referrers(torch.Tensor, nn.Parameter))
+        optimizers = [entry.reference() for entry in self._optimizers.values()]
+        others = {id(value) for optimizer in optimizers for value in _states_of(optimizer)}
+        self._averages.search(living, others, step)
+        self._took = time.monotonic() - begun
+
+    def _watched(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters of the models that were seen."""
+        roots = [root.module() for root in list(self._session.names.roots)]
+        return [
+            (path, parameter)
+            for model in roots
+            if model is not None
+            for parameter in model.parameters()
+            if type(parameter) in (torch.Tensor, nn.Parameter)
+            and (path := self._path_of(parameter))
+        ]
+
+    def _note_rates(self, moves: list[Move], step: int) -> None:
+        """Write how fast averages follow their weights, where that has changed."""
+        rates: dict[int, list[float]] = {}
+        for move in moves:
+            if move.rate is not None:
+                rates.setdefault(move.number, []).append(move.rate)
+        for number, own in sorted(rates.items()):
+            before, rate = self._rates.get(number), statistics.median(own)
+            if before is None or abs(rate - before) > _SAME_RATE * before:
+                self._rates[number] = rate
+                names = [move.path for move in moves if move.number == number]
+                self.write("average", number=number, step=step, rate=rate, names=names)
+
+
+def _average_path(move: Move) -> str:
+    number = f" {move.number}" if move.number else ""
+    return f"(average{number}).{move.path}"
+
+
+def _subclasses(*kinds: type) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _subclasses(*kind.__subclasses__())
+
+
+def _states_of(optimizer: Any) -> Iterator[Any]:
+    """What an optimizer remembers of its parameters."""
+    state: Any = getattr(optimizer, "state", None)
+    for entry in list(state.values()) if issubclass(type(state), dict) else ():
+        yield from list(entry.values()) if type(entry) is dict else ()
 
 
 def _state_names(optimizer: Any) -> list[str]:

@@ -22,6 +22,7 @@ Kind: TypeAlias = Literal[
     "scheduler",
     "scaler",
     "clipping",
+    "average",
     "order",
     "loss",
 ]

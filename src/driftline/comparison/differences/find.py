@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ROOT = "(root)"
 MOST = 1000
 """Differences of two runs that are listed; models that differ in more have little in common."""
-_TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "order"})
+_TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "average", "order"})
 _MOST_PROCESSES = 64
 _AFTER_UPDATE = ("param", "param_grad", "optimizer_grad")
 
@@ -289,6 +289,7 @@ _SENTENCES: Mapping[str, str] = {
     "scheduler": "learning rates differ, and the weights after the update",
     "scaler": "gradients are scaled differently; infinite ones skip the update",
     "clipping": "the gradients that the optimizer sees differ",
+    "average": "weights that are tested or saved in place of the trained ones differ",
     "order": "gradients are accumulated, scaled or clipped differently before the update",
     "loss": "the loss and all gradients differ, the forward pass does not",
 }

@@ -455,8 +455,10 @@ class ModelPair:
         return tensor.shape == other.shape and not self._is_stored_transposed(tensor, other)
 
     def renamed_path(self, path: str) -> str:
-        site, _, name = path.rpartition(".")
-        return f"{self.names.of(site)}.{name}" if site else path
+        # An average is called as what it averages.
+        of, mark, own = path.rpartition(").")
+        site, _, name = own.rpartition(".")
+        return of + mark + (f"{self.names.of(site)}.{name}" if site else own)
 
 
 def _code_change(

@@ -36,7 +36,11 @@ _UNLESS_SEEN: Mapping[str, Any] = {"recomputes_forward": False}
 _SILENT = frozenset({"seed", "device"})
 """And what is not even shown: two seeds or devices make no two models."""
 _MOST_NAMES = 6
+_RATE = 0.1
+"""Relative difference of two measured rates that roundings of small moves may make."""
 _NEVER = 1 << 62
+_CONVERSION = "ToCopyBackward0"
+"""A loss that is computed in float32 begins with it where the model gives another format."""
 # Counters and results of a schedule; its learning rates are compared as the optimizer sees them.
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "_growth_tracker"})
 
@@ -76,11 +80,12 @@ def of_training(pair: ModelPair) -> Iterator[Difference]:
     for kind in ("scheduler", "scaler", "clipping") if pair.same_framework else ():
         yield from _settings(cast("Kind", kind), first.get(kind, []), second.get(kind, []))
     yield from _clipped_parameters(pair, first.get("clipping", []), second.get("clipping", []))
+    yield from _averages(first.get("average", []), second.get("average", []))
     yield from _orders(first.get("order", []), second.get("order", []))
     losses = first.get("loss", []), second.get("loss", [])
     # What functions are called is a framework's own affair.
     if pair.same_framework:
-        yield from _loss_functions(*losses)
+        yield from _loss_functions(*losses, without=_CONVERSION if _is_converted(pair) else "")
     yield from _loss_values(*losses)
 
 
@@ -124,6 +129,39 @@ def _optimizers(
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
+    yield from _other_optimizers(pair, first, second, wrappers)
+
+
+def _other_optimizers(
+    pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]], wrappers: set[Any]
+) -> Iterator[Difference]:
+    """Parameters that another optimizer of the program updates, in another way."""
+    owners, others = (
+        {
+            path: (record.get("number"), _class_name(pair, record), values)
+            for record in side
+            if record.get("number") not in wrappers
+            for path, values in _values_by_parameter(record).items()
+        }
+        for side in (first, second)
+    )
+    others = {pair.renamed_path(path): owner for path, owner in others.items()}
+    moved: dict[tuple[str, str], list[str]] = {}
+    for path in owners.keys() & others.keys():
+        (number, kind, values), (other, other_kind, other_values) = owners[path], others[path]
+        shared = values.keys() & other_values.keys()
+        same = all(is_same_value(name, values[name], other_values[name]) for name in shared)
+        if number != other and not (kind == other_kind and same):
+            texts = [
+                f"{which} {shown(about.get('lr', ''))}".strip()
+                for which, about in ((kind, values), (other_kind, other_values))
+            ]
+            moved.setdefault((texts[0], texts[1]), []).append(path)
+    for texts, paths in moved.items():
+        listed = ", ".join(sorted(paths)[:_MOST_NAMES])
+        more = ", ..." if len(paths) > _MOST_NAMES else ""
+        where = f"for {len(paths)} parameters: {listed}{more}"
+        yield Difference("optimizer", "", "optimizer and its lr", *texts, where)
 
 
 def _class_name(pair: ModelPair, record: dict[str, Any]) -> str:
@@ -340,6 +378,44 @@ def _clipped_parameters(
             yield Difference("clipping", "", f"gradients of {listed}", *values)
 
 
+def _averages(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
+    """Averages of weights: which a program keeps, and how far they follow in a step."""
+    sides = [_rates(side) for side in (first, second)]
+    for number in sorted({*sides[0], *sides[1]}):
+        rates = [side.get(number, {}) for side in sides]
+        name = "average of weights" + (f" {number}" if number else "")
+        if not all(rates):
+            texts = ["kept, and moves" if own else ABSENT for own in rates]
+            yield Difference("average", "", name, texts[0], texts[1])
+            continue
+        for step in sorted({*rates[0], *rates[1]}):
+            a, b = (_in_force(own, step) for own in rates)
+            # Measured from the weights: the last digits are roundings.
+            if a is not None and b is not None and not math.isclose(a, b, rel_tol=_RATE):
+                label = f"decay of the {name}, measured before step {step}"
+                yield Difference("average", "", label, _decay(a), _decay(b), step=step)
+                break
+
+
+def _rates(records: list[dict[str, Any]]) -> dict[int, dict[int, float]]:
+    """Number of an average → step → share of the way to the weights that it goes."""
+    rates: dict[int, dict[int, float]] = {}
+    for record in records:
+        number, step, rate = (record.get(name) for name in ("number", "step", "rate"))
+        if type(number) is int and type(step) is int and isinstance(rate, float):
+            rates.setdefault(number, {})[step] = rate
+    return rates
+
+
+def _in_force(rates: Mapping[int, float], step: int) -> float | None:
+    earlier = [written for written in rates if written <= step]
+    return rates[max(earlier)] if earlier else None
+
+
+def _decay(rate: float) -> str:
+    return f"{1.0 - float(f'{rate:.2g}'):.6g}"
+
+
 def _settings_text(record: dict[str, Any]) -> str:
     values = _table(record.get("values"))
     return ", ".join(f"{name}={shown(value)}" for name, value in values.items())
@@ -381,12 +457,23 @@ def _order_by_step(records: list[dict[str, Any]]) -> dict[int, list[str]]:
     return orders
 
 
+def _is_converted(pair: ModelPair) -> bool:
+    """Whether one side computes in another number format."""
+    processes = pair.reference.process, pair.candidate.process
+    autocasts = [
+        {name: value for name, value in process.items() if name.startswith("autocast_")}
+        for process in processes
+    ]
+    return pair.dtypes is not None or autocasts[0] != autocasts[1]
+
+
 def _loss_functions(
-    first: list[dict[str, Any]], second: list[dict[str, Any]]
+    first: list[dict[str, Any]], second: list[dict[str, Any]], without: str
 ) -> Iterator[Difference]:
     for record, other in zip(first, second, strict=False):
         functions = [
-            [str(name) for name in _list(side.get("functions"))] for side in (record, other)
+            [name for name in map(str, _list(side.get("functions"))) if name != without]
+            for side in (record, other)
         ]
         step = record.get("step", 0)
         # Of a step between rungs, or beyond the budget, only the value of the loss is kept.

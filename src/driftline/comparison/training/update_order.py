@@ -54,7 +54,7 @@ _MOST_NAMES = 4
 _MOST_PROCESSES = 64
 _KINDS: dict[Stage, tuple[str, ...]] = {
     "input": (),
-    "weights": (),
+    "weights": ("average",),
     "loss": ("loss", "attribute", "order"),
     "gradients": ("parameter", "order", "clipping", "scaler", "loss"),
     "update": ("optimizer", "scheduler", "order"),
@@ -472,12 +472,14 @@ class _Finder:
             if error > max(most, 3.0 * trained)
         }
         if apart and step > 0:
+            averages = all(path.startswith("(average") for path in apart)
+            what = "their averages" if averages else "weights that no optimizer updates"
             words = (
-                f"the trained weights agree before step {step}, and weights that no optimizer "
-                f"updates differ by {max(apart.values()):.2g}: {_named(apart)} (an average of "
-                "weights, or a copy)"
+                f"the trained weights agree before step {step}, and {what} differ by "
+                f"{max(apart.values()):.2g}: {_named(apart)}"
             )
-            return self._break(errors, "weights", words, max(apart.values()))
+            why = "" if averages else "an average of weights, or a copy"
+            return self._break(errors, "weights", words, max(apart.values()), why)
         return None
 
     def _loss(self, errors: StepErrors) -> Break | None:

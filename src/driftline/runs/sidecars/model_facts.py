@@ -362,7 +362,7 @@ def sheet_lines(text: str) -> Iterator[dict[str, Any]]:
                 yield cast("dict[str, Any]", fields)
 
 
-_TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "loss", "order"})
+_TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "loss", "order", "average"})
 
 
 def _add(facts: ModelFacts, fields: dict[str, Any]) -> None:
