@@ -165,16 +165,18 @@ class Rectified(nn.Module):
 
 
 class Branches(nn.Module):
-    """Sequences side by side, whose nodes a quantiser puts in another order, then joined."""
+    """A tensor in two parts, each through a sequence; a quantiser writes their nodes mixed."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.stem = Rectified(3, 6, 3)
         self.left = nn.Sequential(Rectified(3, 8, 1), Rectified(8, 8, 3))
         self.right = nn.Sequential(Rectified(3, 4, 1), Rectified(4, 8, 3))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([self.left(x), self.right(x)], 1).mean([2, 3]))
+        left, right = self.stem(x).chunk(2, 1)
+        return self.head(torch.cat([self.left(left), self.right(right)], 1).mean([2, 3]))
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +204,7 @@ def test_a_norm_is_compared_with_what_a_dropped_rectifier_has_left_of_it(
         assert recipes[site].startswith("rectify"), site
     alone = [row for row in table.rows if row.status == "missing"]
     assert all("inside a fusion" in row.reason for row in alone)
-    broken, _ = with_scale_doubled(int8, tmp_path / "broken.onnx", 1)
+    broken, _ = with_scale_doubled(int8, tmp_path / "broken.onnx", 2)
     faulty = driftline.compare(branches.run, driftline.run_onnx(broken, branches.run))
     assert faulty.first_site == "left.1.bn", faulty.finding
 

@@ -226,7 +226,7 @@ def _outer(graph: Any) -> list[str]:
 
 
 # Nodes that only change the layout or the width of what another node computed.
-_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast")
+_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast", "Transpose")
 
 
 class Lineage(NamedTuple):
