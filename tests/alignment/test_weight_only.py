@@ -29,7 +29,9 @@ class Codes(torch.Tensor):
         return ["qdata", "scale", "zero_point"], None
 
     def numbers(self) -> torch.Tensor:
-        return (self.qdata.float() - self.zero_point.float()) * self.scale
+        size = self.qdata.shape[1] // self.scale.shape[1]
+        zero, scale = (part.repeat_interleave(size, 1) for part in (self.zero_point, self.scale))
+        return (self.qdata.float() - zero.float()) * scale
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,6 +225,44 @@ def test_one_wrong_column_is_not_hidden_by_its_weight(way: str, fault: str) -> N
     table = driftline.compare(run_of(net()), run_of(model))
     assert table.verdict == "fail", table.finding
     assert table.first_site == "layers.2", table.finding
+
+
+@pytest.mark.parametrize("way", ["gptq", "awq"])
+@pytest.mark.parametrize("fault", ["scale", "zero"])
+def test_a_wrong_scale_or_zero_point_of_a_single_group_is_named_with_its_weights(
+    way: str, fault: str
+) -> None:
+    model = quantised(way)
+    layer = model.layers[2]
+    if fault == "scale":
+        layer.scales[1, 8] *= 2
+    else:
+        layer.qzeros[1, 1] += 1  # the lowest four bits: of output 8 in either order
+    table = driftline.compare(run_of(net()), run_of(model))
+    assert table.verdict == "fail", table.finding
+    assert table.first_site == "layers.2", table.finding
+    assert "(output 8, inputs 16 to 31)" in table.finding
+
+
+@pytest.mark.parametrize("group", [16, 32, 64])
+def test_a_wrong_zero_point_of_a_group_of_torchao_is_named_with_its_weights(group: int) -> None:
+    model = net()
+    for layer in model.layers:
+        codes, scale, zero = rounded(layer.weight.data, 4, group)
+        layer.weight = nn.Parameter(Codes(codes, scale, zero), requires_grad=False)
+    weight: Any = model.layers[1].weight
+    weight.zero_point[7, 0] += 1
+    table = driftline.compare(run_of(net()), run_of(model))
+    assert table.first_site == "layers.1", table.finding
+    assert f"(output 7, inputs 0 to {group - 1})" in table.finding
+
+
+def test_codes_of_one_input_that_are_wrong_are_named_with_it() -> None:
+    model = quantised("gptq")
+    model.layers[2].qweight[1] ^= 0xF << 12  # eight inputs to a word
+    table = driftline.compare(run_of(net()), run_of(model))
+    assert table.first_site == "layers.2", table.finding
+    assert "(outputs 0 to 63, input 11)" in table.finding
 
 
 def moved(weight: torch.Tensor, inputs: torch.Tensor, group: int) -> torch.Tensor:

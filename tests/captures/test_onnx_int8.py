@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from benchmarks.engines.onnx_quantised import Scheme, export, quantise
+import torch
+from benchmarks.engines.onnx_quantised import Scheme, export, quantise, with_scale_doubled
 from onnx import numpy_helper
-from onnx_runs import Exported
+from onnx_runs import Exported, exported
 from test_onnx_quantised import quiet
+from torch import Tensor, nn
+from torch.nn import functional
 
 import driftline
 from driftline.comparison.table.table import Table
@@ -147,6 +150,63 @@ def test_a_dropped_rectifier_leaves_what_is_before_it_inside_the_node(files: Fil
     alone = [row for row in table.rows if row.status == "missing"]
     assert alone
     assert all("inside a fusion" in row.reason for row in alone)
+
+
+class Rectified(nn.Module):
+    """A convolution whose norm and rectifier are in its own code, as torchvision writes them."""
+
+    def __init__(self, into: int, out: int, size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(into, out, size, padding=size // 2, bias=False)
+        self.bn = nn.BatchNorm2d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class Branches(nn.Module):
+    """A tensor in two parts, each through a sequence; a quantiser writes their nodes mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Rectified(3, 6, 3)
+        self.left = nn.Sequential(Rectified(3, 8, 1), Rectified(8, 8, 3))
+        self.right = nn.Sequential(Rectified(3, 4, 1), Rectified(4, 8, 3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.stem(x).chunk(2, 1)
+        return self.head(torch.cat([self.left(left), self.right(right)], 1).mean([2, 3]))
+
+
+@pytest.fixture(scope="module")
+def branches(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    torch.manual_seed(5)
+    model = Branches().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.bias, 0, 0.1)
+            nn.init.uniform_(module.weight, 0.7, 1.3)
+    path = tmp_path_factory.mktemp("branches") / "branches.onnx"
+    return exported((model, torch.randn(2, 3, 12, 12)), path)
+
+
+@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
+def test_a_norm_is_compared_with_what_a_dropped_rectifier_has_left_of_it(
+    branches: Exported, tmp_path: Path, form: str
+) -> None:
+    scheme = Scheme(True, form, per_channel=True)
+    int8 = quantise(branches.path, branches.given, scheme, tmp_path / "int8.onnx")
+    table = driftline.compare(branches.run, driftline.run_onnx(int8, branches.run))
+    assert table.verdict == "pass", table.finding
+    recipes = {r.key.site: r.reference_recipe for r in table.rows if r.key.port == "output"}
+    for site in ("left.0.bn", "left.1.bn", "right.1.bn"):
+        assert recipes[site].startswith("rectify"), site
+    alone = [row for row in table.rows if row.status == "missing"]
+    assert all("inside a fusion" in row.reason for row in alone)
+    broken, _ = with_scale_doubled(int8, tmp_path / "broken.onnx", 2)
+    faulty = driftline.compare(branches.run, driftline.run_onnx(broken, branches.run))
+    assert faulty.first_site == "left.1.bn", faulty.finding
 
 
 def test_two_files_are_compared_straight_from_the_command_line(

@@ -434,6 +434,13 @@ def _dequantised(step: Step, parts: Sequence[Part]) -> Part:
     return result, DTYPES["float32"]
 
 
+def _rectified(step: Step, parts: Sequence[Part]) -> Part:
+    """Zero in place of what is below zero."""
+    del step
+    values, dtype = _sum(parts)
+    return np.maximum(values, 0, out=values), dtype
+
+
 def _low_floats(step: Step, parts: Sequence[Part]) -> Part:
     """The float32 in the low half of 64-bit words, as the operators of ATB take scales."""
     del step
@@ -589,6 +596,8 @@ STEPS: dict[str, StepRule] = {
     "times": StepRule(
         _FACTOR, _ANY, lambda step, parts: _sum(parts, step.factor), keeps_rows=_always
     ),
+    # What is below zero becomes zero: what integers without a sign keep of a value.
+    "rectify": StepRule(_NOTHING, _ANY, _rectified, keeps_rows=_always),
     # (values - zero point) * scale; sources are values[, scale[, zero point]].
     "dequantise": StepRule(_SCALE, _dequantised_shape, _dequantised, joins=True),
     # Words of 32 bits become several codes along an axis, whose places are `numbers`.

@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-from driftline.alignment.plan import Pair
+from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.recipe import Recipe, Source, Step
 from driftline.alignment.sites.operators import OperatorSteps
 from driftline.alignment.sites.site_graph import Call, main_tensor
 from driftline.alignment.sites.values import Dataflow
 from driftline.errors import DriftlineError
+from driftline.graphs.sources.exported import ExportedGraph, Tensor, place_of
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record
 from driftline.runs.run import Run
@@ -303,6 +304,39 @@ def _number(param: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value) if math.isfinite(value) else None
     return None
+
+
+# Integers without a sign: what a rectifier leaves of a value.
+
+
+def with_rectified(
+    plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
+) -> Plan:
+    """The plan with what is below zero left out where the other side does not store it.
+
+    Where a rectifier follows a module, or is its end, nothing says any more. Of what it gave
+    nothing is below zero, so that leaving it out once more changes nothing.
+    """
+    stored = [graph.rectified if graph else frozenset[Tensor]() for graph in (reference, candidate)]
+    if not any(stored):
+        return plan
+    pairs: list[Pair] = []
+    for pair in plan.pairs:
+        cut = place_of(pair.reference) in stored[0], place_of(pair.candidate) in stored[1]
+        if cut == (False, True):
+            recipe = _rectified(pair.reference, pair.reference_recipe)
+            pair = pair._replace(reference_recipe=recipe)
+        elif cut == (True, False):
+            recipe = _rectified(pair.candidate, pair.candidate_recipe)
+            pair = pair._replace(candidate_recipe=recipe)
+        pairs.append(pair)
+    return plan._replace(pairs=tuple(pairs))
+
+
+def _rectified(record: Record, earlier: Recipe | None) -> Recipe:
+    values, steps = ((record,), ()) if earlier is None else (earlier.sources, earlier.steps)
+    shape = record.shape if earlier is None else earlier.shape
+    return Recipe(values, (*steps, Step("rectify")), shape)
 
 
 # Scales by name: writers of checkpoints and captures keep them next to the values.

@@ -21,6 +21,7 @@ import numpy as np
 
 from driftline.alignment.annotate.fusions import with_fusions
 from driftline.alignment.plan import LONE_NODE, SAME_VALUE, Pair, Plan
+from driftline.alignment.reconcile.quantised import with_rectified
 from driftline.alignment.rules.exported_nodes import pair_calls, partner_values, with_absorbed
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
@@ -41,7 +42,9 @@ from driftline.graphs.sources.exported import (
     ROOT,
     ExportedGraph,
     Fusion,
+    Tensor,
     exported_graph,
+    place_of,
     without_number,
 )
 from driftline.runs.json_values import list_of
@@ -251,7 +254,7 @@ def pair_exported(
         # Outputs by value first, then inputs, then outputs by signature: each step leaves
         # fewer rivals for the next, weaker one.
         pair_outputs(draft, by_signature=False)
-        _inputs(draft)
+        _inputs(draft, (reference or candidate or ExportedGraph({}, {})).rectified)
         pair_outputs(draft, by_signature=True)
         pair_time_first(draft, exported_first=reference is not None)
         _folded_norms(draft, reference or candidate, exported_first=reference is not None)
@@ -448,11 +451,12 @@ def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: 
                         draft.pair(*((value, norm) if exported_first else (norm, value)), MADE)
 
 
-def _inputs(draft: Draft) -> None:
+def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
     """Pair inputs of paired calls by their makers, else by signature.
 
     If two modules compute the same value, an exporter may keep either of them. So an input with a
-    known maker is never paired with an input of another maker.
+    known maker is never paired with an input of another maker. What is stored without what is below
+    zero may have been made by a rectifier as well.
     """
     partner: dict[_Call, _Call] = {}
     twins = digests_of_pairs(draft)
@@ -466,7 +470,11 @@ def _inputs(draft: Draft) -> None:
         _by_call(draft.extra.values()),
     )
     # A value that some pair has claimed may not be paired again by its signature.
-    made = set[str]().union(*twins.values())
+    made = {
+        pair.candidate.digest
+        for pair in draft.pairs
+        if rectified.isdisjoint(map(place_of, (pair.reference, pair.candidate)))
+    }
     for call, own in reference_calls.items():
         others = list(candidate_calls.get(partner.get(call, call), ()))
         pair_by_bytes(draft, own, others, twins)
@@ -607,6 +615,7 @@ def align_exported(
             return None
     else:
         pairs, reasons = pair_exported(plan, *graphs)
+    plan = with_rectified(plan.with_pairs(pairs), *graphs)
     reference_graph, candidate_graph = (
         graph if graph is None or not fusions else graph._replace(fusions=fusions)
         for graph in graphs
@@ -616,9 +625,7 @@ def align_exported(
             with_absorbed(reference_graph, candidate_graph),
             with_absorbed(candidate_graph, reference_graph),
         )
-    return with_fusions(
-        plan.with_pairs(pairs)._replace(reasons=reasons), reference_graph, candidate_graph
-    )
+    return with_fusions(plan._replace(reasons=reasons), reference_graph, candidate_graph)
 
 
 def _names_fit(

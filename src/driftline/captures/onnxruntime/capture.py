@@ -45,6 +45,7 @@ from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import (
     Integers,
     Meanings,
+    Tensor,
     ids_of,
     module_tree,
     topology,
@@ -202,7 +203,9 @@ class ModelCapture:
         Returns:
             How often each step was executed, and whether all gave what was expected.
         """
-        integers = Integers(self._meanings(selected), self._rounded(), self._misread)
+        integers = Integers(
+            self._meanings(selected), self._rounded(), self._misread, self._rectified(selected)
+        )
         sink.topology(topology(self.traced, self._tree, selected, integers))
         self._say_unseen(recorder)
         executions = 0
@@ -241,6 +244,19 @@ class ModelCapture:
             # What a caller gives is recorded as it was given.
             if (code := self._codes.get(seen.value)) is not None and not _is_given(seen)
         }
+
+    def _rectified(self, selected: Sequence[Observation]) -> list[Tensor]:
+        """Outputs that are stored without what is below zero.
+
+        A quantiser drops the rectifier behind a node whose integers have no sign; the rectifier may
+        have stood in any of the modules that give the value.
+        """
+        clipped = self.traced.exported.clipped
+        return [
+            (seen.site, seen.visit, seen.port, seen.slot)
+            for seen in selected
+            if seen.value in clipped and seen.port == "output"
+        ]
 
     def _rounded(self) -> dict[str, float]:
         """What rounding of weights, and of what nodes are given, explains at every site."""

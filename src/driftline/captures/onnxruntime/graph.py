@@ -115,13 +115,10 @@ class Graph:
                 if value:
                     self.readers.setdefault(value, []).append(number)
 
-    def rewritten(
-        self, nodes: list[Node], names: Mapping[str, str], clipped: frozenset[str]
-    ) -> Graph:
+    def rewritten(self, nodes: list[Node], names: Mapping[str, str]) -> Graph:
         """The same graph with other nodes, whose values have other names."""
         graph = copy.copy(self)
         graph.nodes = nodes
-        graph.clipped = clipped
         graph.weights = frozenset(names.get(value, value) for value in self.weights)
         graph.constants = frozenset(names.get(value, value) for value in self.constants)
         graph.shapes, graph.types = dict(self.shapes), dict(self.types)
@@ -229,7 +226,7 @@ def _outer(graph: Any) -> list[str]:
 
 
 # Nodes that only change the layout or the width of what another node computed.
-_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast")
+_LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast", "Transpose")
 
 
 class Lineage(NamedTuple):

@@ -66,10 +66,18 @@ _OPERATORS = {
     "QLinearMul": IntegerOperator("Mul", (0, 3), 6),
     **{f"QLinear{op}": IntegerOperator(op, (0,), 3) for op in _UNARY},
 }
+_CONCAT = "QLinearConcat"
+"""Takes as many tensors as there are; the result's scale comes first."""
 # Products of floats that are rounded on the way: positions of the operands and of the bias.
 _ROUNDING_PRODUCTS = {"DynamicQuantizeMatMul": (0, 1, 4), "MatMulIntegerToFloat": (0, 1, 6)}
 # Products whose int32 sums a `Cast` and a `Mul` with the scales make floats of.
 _SUMS_OF_INTEGERS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+
+
+def _integer_operator(node: Node) -> IntegerOperator | None:
+    if node.op == _CONCAT:
+        return IntegerOperator("Concat", tuple(range(2, len(node.inputs), 3)), 0)
+    return _OPERATORS.get(node.op)
 
 
 class Code(NamedTuple):
@@ -140,12 +148,24 @@ def float_view(graph: Graph, file_names: dict[str, str] | None = None) -> FloatV
         return FloatView(_unflattened(graph), {}, {}, {}, {}, {})
     view = rewriter.view()
     view = view._replace(graph=_unflattened(view.graph))
+    view.graph.clipped = _clipped(view.graph, view.codes)
     # An operator that is not known here may read the integers for what they are: then nothing is
     # rewritten, and integers stay integers.
     made = view.graph
     is_closed = all(made.has_value(v) for node in made.nodes for v in node.inputs if v)
     is_closed = is_closed and all(made.has_value(v) for v in made.outputs)
     return view if is_closed else FloatView(graph, {}, {}, {}, {}, {})
+
+
+def _clipped(graph: Graph, codes: Mapping[str, Code]) -> frozenset[str]:
+    """Values whose rounding cuts off what is below zero: a rectifier may be worked into it."""
+    return frozenset(
+        value
+        for node in graph.nodes
+        if node.op in _SIGNED
+        for value in node.outputs
+        if value in codes and codes[value].unsigned
+    )
 
 
 def _unflattened(graph: Graph) -> Graph:
@@ -177,7 +197,7 @@ def _unflattened(graph: Graph) -> Graph:
         if all(graph.nodes[n].name in products for n in graph.behind(graph.nodes[maker])):
             gone.add(maker)
     nodes = [replaced.get(n, node) for n, node in enumerate(graph.nodes) if n not in gone]
-    made = graph.rewritten(nodes, {}, graph.clipped)
+    made = graph.rewritten(nodes, {})
     is_closed = all(made.has_value(v) for node in nodes for v in node.inputs if v)
     return made if is_closed and all(map(made.has_value, made.outputs)) else graph
 
@@ -233,7 +253,7 @@ class _Rewriter:
             elif node.op == "DequantizeLinear" and len(node.inputs) > 1 and node.outputs:
                 self._after.setdefault(node.inputs[0], []).append(node.outputs[0])
                 self._read.append((number, inputs[0], inputs[1], inputs[2]))
-            elif (about := _OPERATORS.get(node.op)) is not None:
+            elif (about := _integer_operator(node)) is not None:
                 self._read += [
                     (number, inputs[place], inputs[place + 1], inputs[place + 2])
                     for place in about.operands
@@ -323,9 +343,8 @@ class _Rewriter:
                 # A scale for every channel: what was made floats of them is taken instead.
                 floats = [*self._after.get(integers, ()), self._before.get(integers, "")]
                 holders.setdefault(value, next(name for name in (*floats, integers) if name))
-        clipped = self._clipped(nodes, codes)
         names = {old: new for old, new in self._names.items() if old != new}
-        graph = self._graph.rewritten(nodes, names, clipped)
+        graph = self._graph.rewritten(nodes, names)
         # A constant that is rounded while the model runs is a constant under any of its names.
         graph.constants |= {self._plain(q) for q in self._before if self._is_constant(q)}
         return FloatView(graph, names, holders, codes, weights, self._misread())
@@ -347,16 +366,6 @@ class _Rewriter:
             return None
         kind = graph.types.get(zero_name) or graph.types.get(integers) or 2
         return Code(scale, zero, scale_name, zero == _SMALLEST.get(TYPES.get(kind, "")))
-
-    def _clipped(self, nodes: Iterable[Node], codes: dict[str, Code]) -> frozenset[str]:
-        """Values whose rounding cuts off what is below zero: a rectifier may be worked into it."""
-        return frozenset(
-            value
-            for node in nodes
-            if node.op in _SIGNED
-            for value in node.outputs
-            if value in codes and codes[value].unsigned
-        )
 
     def _nodes(self) -> Iterator[Node]:
         sums: dict[str, Node] = {}
@@ -469,7 +478,7 @@ class _Rewriter:
                 self._names.setdefault(value, _GENERATED.sub("", value))
 
     def _float_node(self, node: Node) -> Node:
-        about = _OPERATORS.get(node.op)
+        about = _integer_operator(node)
         inputs = node.inputs
         if about is not None:
             places = [p for p in (*about.operands, *about.others) if p < len(node.inputs)]

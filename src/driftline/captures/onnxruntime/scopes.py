@@ -352,18 +352,23 @@ def _calls(numbers: Sequence[int], scopes: Sequence[Scope]) -> list[list[int]]:
             stretches.append([number])
     # The shortest stretch is taken for one call; the others must be repetitions of it.
     unit = min(stretches, key=len)
-    called = [scopes[number].target for number in unit]
+    called = [(scopes[number].target, scopes[number].modules) for number in unit]
     pieces = [
         stretch[start : start + len(unit)]
         for stretch in stretches
         for start in range(0, len(stretch), len(unit))
     ]
-    alike = all([scopes[number].target for number in piece] == called for piece in pieces)
+    # Parts of a sequence may do the same, and a quantiser may have put other nodes between them.
+    alike = all(
+        [(scopes[number].target, scopes[number].modules) for number in piece] == called
+        for piece in pieces
+    )
     # Nodes of one call of torch's graph may be apart, too: a product, and the sum with its bias.
     operators = [{scopes[number].operator for number in piece} for piece in pieces]
     alike = alike and sum(map(len, operators)) == len(set[str]().union(*operators))
     # Without targets nothing tells a second call from a module whose nodes are apart.
-    return pieces if len(stretches) > 1 and all(called) and alike else [list(numbers)]
+    is_named = all(target for target, _ in called)
+    return pieces if len(stretches) > 1 and is_named and alike else [list(numbers)]
 
 
 def _call(
@@ -387,8 +392,6 @@ def _call(
             leaves = value in graph.outputs or not inside.issuperset(readers)
             if value and leaves and unsure.isdisjoint(readers) and value not in graph.constants:
                 outputs.setdefault(value)
-    # What a rectifier may have been worked into is not what the module gives.
-    outputs = {value: None for value in outputs if value not in graph.clipped}
     reworked = ""
     if is_leaf and any(_is_reworked(number, graph, names) for number in numbers):
         # A container may end with it too: what it gives is right.

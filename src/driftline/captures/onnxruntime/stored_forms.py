@@ -11,7 +11,7 @@ follows from the node's name together with its inputs. A value that fits nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -279,32 +279,38 @@ def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Store
         inputs = graph.data_inputs(node)
         if not inputs:
             continue
-        if node.op == "Transpose" and plain_name(node.name) not in by_node:
+        same_name = by_node.get(plain_name(node.name))
+        if node.op == "Transpose" and same_name is None:
             # Layout changes around integer nodes are followed, not compared.
             plain.setdefault(token, plain.get(inputs[0], inputs[0]))
             if inputs[0] not in last and token not in plain_graph.maker:
                 last.add(token)
             continue
-        if token in plain_graph.maker:
-            continue
         # Once channels are last they stay last until a transpose turns them back.
         is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)
         wanted = {plain.get(value, value) for value in inputs}
-        same_name = by_node.get(plain_name(node.name))
-        code = optimised.codes.get(token)
-        candidates = [
-            *(same_name.outputs[:1] if same_name is not None else ()),
-            *(by_scale.get(code.scale_name, ()) if code is not None else ()),
-        ]
-        for value in candidates:
-            if value not in wanted and needs(value, wanted, plain_graph) == wanted:
-                plain[token] = value
-                if is_last:
-                    last.add(token)
-                if value not in graph.maker:
-                    stored_by_value.setdefault(value, Stored(token, channels_last=is_last))
-                break
+        for place, token in enumerate(node.outputs):
+            if token in plain_graph.maker:
+                continue
+            own = same_name.outputs[place : place + 1] if same_name is not None else ()
+            code = optimised.codes.get(token)
+            # Of several results with one scale only the place says which is which.
+            alike = by_scale.get(code.scale_name, ()) if code and len(node.outputs) == 1 else ()
+            value = _made_of(wanted, (*own, *alike), plain_graph)
+            if not value:
+                continue
+            plain[token] = value
+            if is_last:
+                last.add(token)
+            if value not in graph.maker:
+                stored_by_value.setdefault(value, Stored(token, channels_last=is_last))
     return stored_by_value
+
+
+def _made_of(wanted: set[str], candidates: Iterable[str], exported: Graph) -> str:
+    """The first of some values that is computed from just these; empty if none is."""
+    fitting = (v for v in candidates if v not in wanted and needs(v, wanted, exported) == wanted)
+    return next(fitting, "")
 
 
 def weight_rounding(weight: HostTensor | None) -> float:

@@ -39,11 +39,13 @@ class Integers(NamedTuple):
         rounded: Site → relative error that rounding its weights, or what it is given, explains.
         misread: Site and module of a node that reads integers for other numbers than they were made
             of, and how.
+        rectified: What modules give without what is below zero, because integers cut it off.
     """
 
     meanings: Meanings
     rounded: Mapping[str, float]
     misread: Sequence[tuple[str, str, str]] = ()
+    rectified: Sequence[Tensor] = ()
 
 
 class Fusion(NamedTuple):
@@ -219,6 +221,7 @@ def topology(
             "integers": [[*place, *meaning] for place, meaning in integers.meanings.items()],
             "misread": [list(entry) for entry in integers.misread],
             "rounded": [[site, error] for site, error in integers.rounded.items()],
+            "rectified": [list(place) for place in integers.rectified],
             "reads": _reads(traced.exported),
             "reworked": {c.site: traced.site(c.reworked) for c in traced.modules if c.reworked},
             "works": weighted_nodes(traced.exported, traced.names),

@@ -26,8 +26,10 @@ BEYOND_ROUNDING = "beyond_rounding"
 INTEGER_STEP = "integer_step"
 """Metric: root mean square of the scales of integers that a row has made numbers of."""
 WORST_SCALE = "worst_scale"
-"""Metric of a weight with many scales: how far the elements of one scale, or of one channel, are
-off, in what rounding at this scale does, and beside the weight's other scales."""
+"""Metric of a weight with many scales: how far the elements of one scale, channel or input are off,
+in what rounding does there, and beside the weight's other scales, channels or inputs."""
+WORST_PLACE = ("worst_output", "worst_output_last", "worst_input", "worst_input_last")
+"""Metrics beside it: the first and the last output and input of those elements."""
 ADDED = "added_error"
 """Metric of an output: its relative error against the reference's function on the candidate's own
 input, computed in float64. What arrives at the site has no part in it."""

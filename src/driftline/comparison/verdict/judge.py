@@ -38,6 +38,7 @@ from driftline.comparison.tolerance.tolerance import (
     SUMMED_ELEMENTS,
     TURNED,
     WHAT_CANCELS,
+    WORST_PLACE,
     WORST_SCALE,
     Tolerance,
 )
@@ -352,6 +353,18 @@ def _fails_always(row: Row) -> Row | None:
 _ONE_SCALE = "the weights of one scale, in roundings to it"
 
 
+def _worst_place(row: Row) -> str:
+    """Which outputs and inputs of a weight are the worst: `(output 5, inputs 32 to 47)`."""
+    ends = [row.metrics.get(name) for name in WORST_PLACE]
+    if None in ends:
+        return ""
+    outputs, inputs = (
+        f"{word} {first:.0f}" if first == last else f"{word}s {first:.0f} to {last:.0f}"
+        for word, first, last in (("output", *ends[:2]), ("input", *ends[2:]))
+    )
+    return f" ({outputs}, {inputs})"
+
+
 def _judge(
     row: Row,
     allowed: Tolerance,
@@ -375,16 +388,7 @@ def _judge(
         judged = _explicit(row, allowed, columns)
     # Steps of a scale, not of a float format, are what rounding is here.
     elif codes:
-        column = columns.get(METRIC, Column(METRIC, "lower"))
-        # Error that came in is on top of the steps; what the site adds is judged by steps alone.
-        limit = quantised_limit(row, codes)
-        if row.key.port != "param":
-            limit = max(QUANTISED[codes], limit)
-        judged = _held(row, column, limit, f"{codes} with scales")
-        # One wrong scale or zero point among many is little of the whole weight.
-        if judged.status == "pass" and row.metrics.get(WORST_SCALE):
-            worst = _held(row, Column(WORST_SCALE, "lower"), WEIGHT_ROUNDINGS, _ONE_SCALE)
-            judged = worst if worst.status == "fail" else judged
+        judged = _judge_codes(row, columns.get(METRIC, Column(METRIC, "lower")), codes)
     elif own is None or working is None:
         judged = row.judged("incomparable", "no limit is known for these dtypes")
     else:
@@ -394,6 +398,22 @@ def _judge(
     if exact[0] != exact[1] and not codes and not packed:  # the numbers compare, the types do not
         note = f"{row.reference_dtype} against {row.candidate_dtype}, compared as numbers"
         return judged._replace(reason=f"{judged.reason}; {note}" if judged.reason else note)
+    return judged
+
+
+def _judge_codes(row: Row, column: Column, codes: str) -> Row:
+    """A row of integers with scales: held to what rounding to their steps does."""
+    # Error that came in is on top of the steps; what the site adds is judged by steps alone.
+    limit = quantised_limit(row, codes)
+    if row.key.port != "param":
+        limit = max(QUANTISED[codes], limit)
+    is_part = row.metrics.get(WORST_SCALE, 0.0) > WEIGHT_ROUNDINGS
+    place = _worst_place(row) if is_part else ""
+    judged = _held(row, column, limit, f"{codes} with scales{place}")
+    # One wrong scale or zero point among many is little of the whole weight.
+    if judged.status == "pass" and is_part:
+        column = Column(WORST_SCALE, "lower")
+        return _held(row, column, WEIGHT_ROUNDINGS, f"{_ONE_SCALE}{place}")
     return judged
 
 

@@ -6,11 +6,12 @@ The topology may come from another program: missing or damaged entries are empty
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from driftline.runs.facts import first_records
 from driftline.runs.json_values import list_of, object_of
+from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 ROOT = "(root)"
@@ -56,6 +57,7 @@ class ExportedGraph(NamedTuple):
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
+        rectified: What modules give without what is below zero, because integers cut it off.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
@@ -68,6 +70,7 @@ class ExportedGraph(NamedTuple):
     reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
+    rectified: frozenset[Tensor] = frozenset()
 
     def replaced_by(self, site: str) -> tuple[str, ...]:
         """The sites that a fused node replaced."""
@@ -145,22 +148,30 @@ def exported_graph(run: Run) -> ExportedGraph | None:
         dict(_read(entry) for entry in list_of(data.get("reads"))),
         [_fusion(object_of(fusion)) for fusion in list_of(data.get("fusions"))],
         {str(output): node for node in nodes.values() for output in list_of(node.get("outputs"))},
+        frozenset(_tensors(data.get("rectified"))),
     )
 
 
 def _fusion(data: Mapping[str, Any]) -> Fusion:
     holds = [entry for entry in map(list_of, list_of(data.get("holds"))) if len(entry) == 3]
-    tensors = [entry for entry in map(list_of, list_of(data.get("at"))) if len(entry) == 4]
     return Fusion(
         str(data.get("node", "")),
         str(data.get("op", "")),
         tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
-        tuple(
-            (str(entry[0]), int(entry[1]), str(entry[2]), str(entry[3]))
-            for entry in tensors
-            if _whole(entry[1])
-        ),
+        tuple(_tensors(data.get("at"))),
     )
+
+
+def place_of(record: Record) -> Tensor:
+    """Where a tensor was recorded, whichever rank and step."""
+    key = record.key
+    return key.site, key.visit, key.port, key.slot
+
+
+def _tensors(data: object) -> Iterator[Tensor]:
+    for entry in map(list_of, list_of(data)):
+        if len(entry) == 4 and _whole(entry[1]):
+            yield str(entry[0]), int(cast("int", entry[1])), str(entry[2]), str(entry[3])
 
 
 def _integers(entry: object) -> tuple[Tensor, tuple[float, float]]:

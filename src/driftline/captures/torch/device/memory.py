@@ -23,8 +23,9 @@ from driftline.captures.torch.device.places import Mark, Place, place_of
 from driftline.captures.torch.device.summaries import SummaryBatch, SummaryTransfer, Tables, kind_of
 from driftline.numerics.gpu import launcher
 
-# Pinning is slow, so it is done in large blocks.
-BLOCK = 128 << 20
+# Pinning is slow, so it is done in large blocks; but a small program needs no large one, and would
+# wait for it longer than it runs.
+BLOCK, _FIRST_BLOCK, _GROWTH = 128 << 20, 8 << 20, 2
 # Alignment of vector loads on host and device.
 ALIGNMENT = 64
 
@@ -67,6 +68,7 @@ class PinnedPool:
         self.lent = 0
         self._blocks: list[_Block] = []
         self._current: _Block | None = None
+        self._usual = _FIRST_BLOCK
         self._changed = threading.Condition(threading.Lock())
 
     def lend(self, size: int) -> Region | None:
@@ -126,7 +128,7 @@ class PinnedPool:
                 return block
         held = sum(block.size for block in self._blocks)
         # A tensor larger than a block gets one of its own size.
-        size = min(max(step, BLOCK), self.budget)
+        size = min(max(step, self._usual), self.budget)
         if size < step:
             return None
         if held + size > self.budget:
@@ -138,6 +140,7 @@ class PinnedPool:
                 self._blocks.remove(block)
                 held -= block.size
             size = min(size, self.budget - held)
+        self._usual = min(BLOCK, self._usual * _GROWTH)
         block = _Block(self._place.pinned(size))
         self._blocks.append(block)
         self._current = block
@@ -147,8 +150,8 @@ class PinnedPool:
 # Staging: whole tensors are copied aside at once, and sent beside the program's work.
 
 
-STAGING_BYTES = 64 << 20
-"""Bytes of copies that are gathered before they are sent."""
+STAGING_BYTES, _FIRST_BYTES = 64 << 20, 4 << 20
+"""Bytes of copies that are gathered before they are sent, at most and at first."""
 _SHARE = 8
 """A budget has room for at least so many staging buffers; a small budget has smaller buffers."""
 
@@ -233,6 +236,7 @@ class Transfers:
         self._place = place
         self.budget = budget
         self.direct = 0
+        self._usual = _FIRST_BYTES
         self._open: StagingBuffer | None = None
         self._under_way: deque[StagingBuffer] = deque()
         self._alive = 0
@@ -280,7 +284,7 @@ class Transfers:
         self.send()
         self._bury()
         left = self.budget - self._alive
-        usual = min(STAGING_BYTES, host_budget // _SHARE, self.budget // _SHARE, left)
+        usual = min(self._usual, host_budget // _SHARE, self.budget // _SHARE, left)
         return max(size, usual) if size <= left else 0
 
     def open(self, region: Region) -> None:
@@ -289,6 +293,7 @@ class Transfers:
         Raises:
             torch.OutOfMemoryError: There is no memory for it.
         """
+        self._usual = min(STAGING_BYTES, self._usual * _GROWTH)
         memory = self._place.empty((region.size,), torch.uint8)
         self._open = StagingBuffer(region, memory, self._place.stream())
         # Counted until the copy has arrived, not until it was sent.
