@@ -375,6 +375,54 @@ class CaseBuilder:
                 tensors[_part_name(other.key)] = values
         return tensors
 
+    def _spread(self, record: Record, parent: str) -> dict[str, F64]:
+        """What parts gave that were handed some rows of a container's input, at these rows."""
+        rows, width = math.prod(record.shape[:-1]), record.shape[-1] if record.shape else 0
+        given, handed, made = self._around(record, parent)
+        places: dict[bytes, int] = {}
+        for other in given:
+            values = read_whole(self.runs.candidate, other)
+            if values is not None and values.ndim and values.size == rows * values.shape[-1]:
+                flat = values.reshape(rows, -1)
+                places = {row.tobytes(): number for number, row in enumerate(flat)}
+                break
+        spread: dict[str, F64] = {}
+        for other in made:
+            entered = handed.get(other.key.site)
+            if entered is None or len(other.shape) != 2 or other.shape[1] != width:
+                continue
+            values, x = (read_whole(self.runs.candidate, each) for each in (other, entered))
+            if values is None or x is None or len(values) != len(x) or not len(x) < rows:
+                continue
+            at = [places.get(row.tobytes(), -1) for row in x]
+            if min(at) >= 0:
+                tensor = np.zeros((rows, width))
+                np.add.at(tensor, at, values)
+                spread[other.key.site] = tensor.reshape(record.shape)
+        return spread
+
+    def _around(
+        self, record: Record, parent: str
+    ) -> tuple[list[Record], dict[str, Record], list[Record]]:
+        """A container's inputs, what its parts were given first, and what they gave."""
+        given: list[Record] = []
+        handed: dict[str, Record] = {}
+        made: list[Record] = []
+        for other in self.runs.candidate.records:
+            of = other.key
+            if (of.step, of.rank) != (record.key.step, record.key.rank):
+                continue
+            if other.order >= record.order or not DTYPES[other.dtype].is_floating:
+                continue
+            if of.port == "input" and of.site == parent:
+                given.append(other)
+            elif of.port in ("input", "output") and self._is_part(of.site, parent):
+                if of.port == "output":
+                    made.append(other)
+                else:
+                    handed.setdefault(of.site, other)
+        return given, handed, made[-_MOST_PARTS:]
+
     def _case(
         self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None
     ) -> Case | None:
@@ -438,6 +486,7 @@ class CaseBuilder:
             self._parts(record, record.key.site),
             self._past(record, record.key.site),
             self._parts(record, record.key.site, of_reference=True),
+            self._spread(record, record.key.site),
             self._codes(record),
             record.key.port,
         )

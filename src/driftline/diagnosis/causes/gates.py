@@ -132,7 +132,9 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
     for gated in names:
         for through in names:
             if gated != through:
-                yield from _products(whole[gated], whole[through], f"of '{gated}' (and '{through}')")
+                yield from _products(
+                    whole[gated], whole[through], f"of '{gated}' (and '{through}')"
+                )
 
 
 def _products(a: F64, b: F64, where: str) -> Iterator[_Member]:

@@ -74,7 +74,8 @@ _TABLE = (
     Cause("transpose", _in("layout:transpose"),
           "two axes have changed places, in the output or in the weight",
           "a transpose", freedom=7, exact=True, on_inputs=True),
-    Cause("permutation", _in("layout:permutation", "moves:rearranged", "moves:moved", "moves:picked"),
+    Cause("permutation",
+          _in("layout:permutation", "moves:rearranged", "moves:moved", "moves:picked"),
           "the right numbers in the wrong order: channels, heads, sequences, modules",
           "a permutation", freedom=8, exact=True, on_inputs=True),
     # The detector of attentions answers with the cause it recognised: mask, scale or another.
@@ -91,7 +92,9 @@ _TABLE = (
     Cause("positions", _in("positions:angles"),
           "angles or distances of positions are others: base, pace, slopes, direction",
           "wrong positions", freedom=1, exact=True),
-    Cause("scale", _in("values:scale", "values:by_slice", "normalisation:normalisation", "combinations:combination"),
+    Cause("scale",
+          _in("values:scale", "values:by_slice", "normalisation:normalisation",
+              "combinations:combination", "combinations:shares"),
           "everything, or one term of a sum, is too large or too small by a factor, or a norm's "
           "constant is wrong",
           "a wrong scale", freedom=10),

@@ -102,14 +102,13 @@ _HEADS = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
 
 def _slices(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
     """Shapes to look at, the axes along which numbers are fitted, and their name."""
-    axes = range(len(shape))
-    for axis in axes[:-1]:
+    for axis in range(len(shape) - 1):
         yield shape, (axis,), f"index of axis {axis}"
     if len(shape) > 3:
         yield shape, (0, 1), "index of axes 0 and 1"
     for width in _HEADS:
-        heads, rest = divmod(shape[-1], width)
-        if heads > 1 and not rest and len(shape) > 1:
+        heads, rest = divmod(shape[-1] if len(shape) > 1 else 1, width)
+        if heads > 1 and not rest:
             cut = (*shape[:-1], heads, width)
             yield cut, (len(shape) - 1,), f"block of {width} channels (a head)"
             yield cut, tuple(range(len(shape))), f"block of {width} channels (a head) of each token"
