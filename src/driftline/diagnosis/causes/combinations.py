@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -146,6 +147,9 @@ def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | Non
     return Clue("scale", case.fitted(predicted), what, "term")
 
 
+_MOST_TOKENS = 512
+
+
 def shares(case: Case) -> Clue | None:
     """Tokens are sums of what a few parts gave them, as of experts, with other shares.
 
@@ -153,8 +157,9 @@ def shares(case: Case) -> Clue | None:
     """
     if case.ratio < 4.0 or case.r.ndim < 2 or case.r.shape[-1] < 16 or len(case.spread) < 2:
         return None
-    r, c = case.rows(case.r), case.rows(case.r + case.e)
-    parts = np.stack([case.rows(part) for part in case.spread.values()], axis=-1)
+    r, c = (case.rows(values)[:_MOST_TOKENS] for values in (case.r, case.r + case.e))
+    parts = [case.rows(part)[:_MOST_TOKENS] for part in case.spread.values()]
+    parts, few = np.stack(parts, axis=-1), replace(case, r=r, c=c)
     made, moved, left = np.zeros_like(r), np.zeros(len(r)), np.zeros(2)
     for row, terms in enumerate(parts):
         given = terms[:, np.any(terms != 0.0, axis=0)]
@@ -168,14 +173,14 @@ def shares(case: Case) -> Clue | None:
         made[row] = given @ (found[1] - found[0])
         moved[row] = float(np.abs(found[1] - found[0]).max())
     # Both sides must be such sums.
-    if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * case.size:
+    if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None
     count = int(np.count_nonzero(moved > 3.0 * max(case.noise, case.unit)))
     what = (
         f"{count} of {len(r)} tokens take other shares of what the same parts gave, by up to "
         f"{float(moved.max()):.3g}"
     )
-    return Clue("scale", case.explained(case.r + made.reshape(case.r.shape)), what, "shares")
+    return Clue("scale", few.explained(r + made), what, "shares")
 
 
 def zero_point(case: Case) -> Clue | None:

@@ -68,9 +68,10 @@ _TABLE = (
     Cause("stale", _in("regions:stale"),
           "a region holds what stood there before, or what belongs to other tokens",
           "stale values", freedom=4, exact=True, on_inputs=True),
-    Cause("shift", _in("layout:shift"),
+    Cause("shift", _in("layout:shift", "windows:window"),
           "tokens or positions have what belongs to their neighbours: a cache off by one, a "
-          "padding on the wrong side", "a shift", freedom=6, exact=True, on_inputs=True),
+          "padding on the wrong side or of another filling",
+          "a shift", freedom=6, exact=True, on_inputs=True),
     Cause("transpose", _in("layout:transpose"),
           "two axes have changed places, in the output or in the weight",
           "a transpose", freedom=7, exact=True, on_inputs=True),
