@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from driftline.diagnosis.causes.attention_distances import at_distances, with_distances
 from driftline.diagnosis.causes.case import F64, Case, Flags
 
 RECOMPUTED = "attention"
@@ -88,6 +89,7 @@ class Attention:
         tiled: Queries share keys in turns rather than in blocks.
         cap: Largest score that a soft cap lets through; 0 without one.
         slopes: What is taken off the scores of every head for each token of distance.
+        by_distance: What is added to them, [heads, distances].
     """
 
     q: F64
@@ -99,6 +101,7 @@ class Attention:
     tiled: bool = False
     cap: float = 0.0
     slopes: F64 | None = None
+    by_distance: F64 | None = None
 
     def weights(self) -> F64:
         """What every query takes of every key, [sequences, heads, queries, keys]."""
@@ -114,6 +117,8 @@ class Attention:
             positions = np.arange(k.shape[1], dtype=np.float64)
             apart: F64 = np.abs(positions[None] - positions[behind:, None])
             scores = scores - self.slopes[:, None, None] * apart
+        if self.by_distance is not None:
+            scores = scores + at_distances(self.by_distance, q.shape[1], k.shape[1])
         # Finite, so that a row in which everything is hidden gives a mean and not NaN.
         scores = np.where(self.seen[:, None], scores, -1e30)
         raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -237,6 +242,10 @@ class Reader:
         sloped = with_slopes(plain, self._rests)
         if sloped is not None:
             yield {"slopes": sloped}
+        for made in (plain, replace(plain, scale=1.0)):
+            by_distance = with_distances(made, self.r)
+            if by_distance is not None:
+                yield {"scale": made.scale / usual, "by_distance": by_distance.by_distance}
 
     def _left(self, reading: Reading) -> float:
         made = reading.of(self)
