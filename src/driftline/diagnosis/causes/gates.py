@@ -8,6 +8,7 @@ mistake. Nothing is fitted.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -40,17 +41,12 @@ def gate(case: Case) -> Clue | None:
         return None
     for axis in {case.r.ndim - 1, 1}:
         r, c = (_few(values, axis) for values in (case.r, case.c))
-        right = _read(case, r, _gates(case.right_parts or case.inputs, case.r.shape, axis))
-        right = right or _read(case, r, _gates(case.inputs, case.r.shape, axis))
-        if right is None:
-            continue
-        # The candidate's own inputs, through any other member.
-        members = list(_gates({**case.inputs, **case.parts}, case.r.shape, axis))
-        wrong = _read(case, c, iter(members))
-        same = next((m for m in members if m.settings == right.settings), None)
-        if wrong is None or same is None or wrong.settings == right.settings:
-            continue
-        return _clue(case, right, wrong, (r, c, same.values))
+        for sources in (case.right_parts, case.inputs):
+            right = _gates(sources, case.r.shape, axis)
+            wrong = _gates({**case.inputs, **case.parts}, case.r.shape, axis)
+            clue = _compared(case, (r, c), right, wrong)
+            if clue is not None:
+                return clue
     return None
 
 
@@ -58,20 +54,28 @@ def along_an_axis(case: Case) -> Clue | None:
     """Softmax and its like: of rows, along another axis, or of every element."""
     if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > 1 << 22:
         return None
-    for sources in (case.right_parts or case.inputs, case.inputs):
-        right = _read(case, case.r, _of_axes(sources, case.r.shape))
-        if right is None:
-            continue
-        members = list(_of_axes({**case.inputs, **case.parts}, case.r.shape))
-        wrong = _read(case, case.c, iter(members))
-        same = next((m for m in members if m.settings == right.settings), None)
-        if wrong is not None and same is not None and wrong.settings != right.settings:
-            return _clue(case, right, wrong, (case.r, case.c, same.values))
+    for sources in (case.right_parts, case.inputs):
+        right = _of_axes(sources, case.r.shape)
+        wrong = _of_axes({**case.inputs, **case.parts}, case.r.shape)
+        clue = _compared(case, (case.r, case.c), right, wrong)
+        if clue is not None:
+            return clue
     return None
 
 
-def _clue(case: Case, right: _Member, wrong: _Member, sides: tuple[F64, F64, F64]) -> Clue | None:
-    r, c, same = sides
+def _compared(
+    case: Case, sides: tuple[F64, F64], rights: Iterator[_Member], wrongs: Iterator[_Member]
+) -> Clue | None:
+    """Read the reference among some members, and the candidate among those of its own inputs."""
+    r, c = sides
+    right = _read(case, r, rights)
+    if right is None:
+        return None
+    members = list(wrongs)
+    wrong = _read(case, c, iter(members))
+    same = next((m.values for m in members if m.settings == right.settings), None)
+    if wrong is None or same is None or wrong.settings == right.settings:
+        return None
     energy, left = float(np.sum((c - r) ** 2)), float(np.sum((c - r - wrong.values + same) ** 2))
     other = [cause for cause in right.settings if right.settings[cause] != wrong.settings[cause]]
     noise = case.noise**2 * float(np.sum(r * r))
@@ -165,3 +169,51 @@ def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Me
                 yield _Member({"activation": label, "scale": where}, values)
         yield _Member({"activation": "sigmoid", "scale": f"of '{name}'"}, 1.0 / (1.0 + np.exp(-x)))
         yield _Member({"activation": "nothing", "scale": f"to '{name}'"}, x)
+
+
+# The first step of a recurrence, whose state was zero.
+
+
+def recurrence(case: Case) -> Clue | None:
+    """Gates of a recurrence that are read in another order."""
+    if case.ratio < 8.0 or case.r.ndim != 2 or case.r.size < 32:
+        return None
+    right = _steps(case.right_parts, case.r.shape)
+    return _compared(case, (case.r, case.c), right, _steps(case.parts, case.r.shape))
+
+
+def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Member]:
+    rows, width = shape
+    for count in (4, 3):
+        sums: list[F64] = []
+        for x in tensors.values():
+            if not x.ndim or x.shape[-1] != count * width or len(x) != rows or x.ndim > 3:
+                continue
+            here = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
+            # What the input gives and what the state gives are added up.
+            sums += [*here, *(one + other for one in sums for other in here)]
+        for gates in sums:
+            parts = gates.reshape(rows, count, width)
+            yield from _four_gates(parts) if count == 4 else _three_gates(parts)
+
+
+def _four_gates(parts: F64) -> Iterator[_Member]:
+    bent, curved = 1.0 / (1.0 + np.exp(-parts)), np.tanh(parts)
+    for take, new, show in itertools.permutations(range(4), 3):
+        values = bent[:, show] * np.tanh(bent[:, take] * curved[:, new])
+        order = f"input {take + 1}, candidate {new + 1}, output {show + 1}"
+        yield _Member(
+            {"activation": "a state", "permutation": f"of gates in the order {order}"}, values
+        )
+
+
+def _three_gates(parts: F64) -> Iterator[_Member]:
+    bent, curved = 1.0 / (1.0 + np.exp(-parts)), np.tanh(parts)
+    for keep, new in itertools.permutations(range(3), 2):
+        order = f"of gates in the order update {keep + 1}, candidate {new + 1}"
+        values = (1.0 - bent[:, keep]) * curved[:, new]
+        yield _Member({"activation": "a state", "permutation": order}, values)
+        values = bent[:, keep] * curved[:, new]
+        yield _Member(
+            {"activation": "a state with its update reversed", "permutation": order}, values
+        )

@@ -377,6 +377,40 @@ def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
     )
 
 
+# A soft cap: `cap * tanh(x / cap)`.
+
+
+_CAPS = tuple(10.0 ** (power / 4.0) for power in range(2, 13))
+
+
+def soft_cap(case: Case) -> Clue | None:
+    """One side is the other, softly capped."""
+    if case.ratio < 4.0 or not case.finite.all() or case.r.size < 64:
+        return None
+    for capped, plain, which in (
+        (case.c, case.r, "it is softly capped at {:.4g}, which the reference is not"),
+        (case.r, case.c, "it lacks the soft cap of {:.4g} that the reference has"),
+    ):
+        if not np.abs(capped).max() < np.abs(plain).max():
+            continue
+
+        def left(cap: float, capped: F64 = capped, plain: F64 = plain) -> float:
+            rest = capped - cap * np.tanh(plain / cap)
+            return float(np.sum(rest * rest))
+
+        best = min(_CAPS, key=left)
+        low, high = best / 2.0, best * 2.0
+        for _ in range(30):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            low, high = (a, high) if left(a) > left(b) else (low, b)
+        cap = (low + high) / 2.0
+        if left(cap) <= 0.01 * case.energy + 9.0 * case.noise_energy:
+            score = min(max(1.0 - left(cap) / case.energy, 0.0), 1.0)
+            # A cap far above all values is a factor of little.
+            return Clue("soft-cap", score, which.format(cap), "cap")
+    return None
+
+
 # Saturation: values stop at a largest one, or overflow to infinity.
 
 
