@@ -20,7 +20,7 @@ from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause, name_certain
 from driftline.diagnosis.causes.differences import by_difference
-from driftline.diagnosis.causes.updates import name_update
+from driftline.diagnosis.causes.execution import name_update
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -293,22 +294,17 @@ class CaseBuilder:
             return None
         r, c = values
         dtype = DTYPES[pair.candidate.dtype]
+        case = Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, class_name)
         if _is_changed(pair):
-            return Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, class_name)
-        inputs = self._made_before(pair.candidate, parent)
-        return Case(
-            r,
-            c,
-            noise,
-            dtype.unit_roundoff,
-            dtype.name,
-            parent,
-            class_name,
-            inputs,
+            return case
+        return replace(
+            case,
+            inputs=self._made_before(pair.candidate, parent),
             pads=self._pads(pair.candidate, c.shape),
             parts=self._parts(pair.candidate, parent),
             past=self._past(pair.candidate, parent),
             right_parts=self._parts(pair.candidate, parent, of_reference=True),
+            spread=self._spread(pair.candidate, parent),
             port=pair.candidate.key.port,
         )
 
@@ -355,21 +351,12 @@ class CaseBuilder:
             of_reference: The reference's, under the candidate's names.
         """
         tensors: dict[str, F64] = {}
-        made: list[Record] = []
-        for other in self.runs.candidate.records:
-            of = other.key
-            if of.step != record.key.step or of.rank != record.key.rank:
-                continue
-            if other.order >= record.order:
-                continue
-            if of.port == "output" and self._is_part(of.site, parent):
-                made.append(other)
-            elif of.port == "input" and of.site == parent:
-                values = self._value(other, of_reference=of_reference)
-                if values is not None:
-                    tensors[of.slot] = values
-        # A model may have a hundred layers; what is passed on was made by the last of them.
-        for other in made[-_MOST_PARTS:]:
+        given, _, made = self._around(record, parent)
+        for other in given:
+            values = self._value(other, of_reference=of_reference)
+            if values is not None:
+                tensors[other.key.slot] = values
+        for other in made:
             values = self._value(other, of_reference=of_reference)
             if values is not None:
                 tensors[_part_name(other.key)] = values
@@ -412,7 +399,7 @@ class CaseBuilder:
             of = other.key
             if (of.step, of.rank) != (record.key.step, record.key.rank):
                 continue
-            if other.order >= record.order or not DTYPES[other.dtype].is_floating:
+            if other.order >= record.order:
                 continue
             if of.port == "input" and of.site == parent:
                 given.append(other)
@@ -421,6 +408,7 @@ class CaseBuilder:
                     made.append(other)
                 else:
                     handed.setdefault(of.site, other)
+        # A model may have a hundred layers; what is passed on was made by the last of them.
         return given, handed, made[-_MOST_PARTS:]
 
     def _case(
@@ -452,22 +440,7 @@ class CaseBuilder:
         leaning = (
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
         ) or standing.leaning
-        if _is_changed(pair) and key.port != "param":
-            # Its surroundings are stored in parts as well; a part explains nothing of the whole.
-            return Case(
-                right,
-                c,
-                noise,
-                unit,
-                dtype.name,
-                site.name,
-                site.class_name,
-                self._inputs(pair),
-                self._params(pair),
-                self._others(pair.reference),
-                leaning=leaning,
-            )
-        return Case(
+        case = Case(
             right,
             c,
             noise,
@@ -478,17 +451,23 @@ class CaseBuilder:
             self._inputs(pair),
             self._params(pair),
             self._others(pair.reference),
-            self._before(record),
-            self._ranks(record),
-            self._repeats(record),
-            self._pads(record, c.shape),
-            leaning,
-            self._parts(record, record.key.site),
-            self._past(record, record.key.site),
-            self._parts(record, record.key.site, of_reference=True),
-            self._spread(record, record.key.site),
-            self._codes(record),
-            record.key.port,
+            leaning=leaning,
+        )
+        if _is_changed(pair) and key.port != "param":
+            # Its surroundings are stored in parts as well; a part explains nothing of the whole.
+            return case
+        return replace(
+            case,
+            before=self._before(record),
+            ranks=self._ranks(record),
+            repeats=self._repeats(record),
+            pads=self._pads(record, c.shape),
+            parts=self._parts(record, record.key.site),
+            past=self._past(record, record.key.site),
+            right_parts=self._parts(record, record.key.site, of_reference=True),
+            spread=self._spread(record, record.key.site),
+            codes=self._codes(record),
+            port=record.key.port,
         )
 
     def _both(self, pair: Pair) -> tuple[F64, F64] | None:

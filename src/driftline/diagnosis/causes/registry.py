@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.diagnosis.causes.attention_model import RECOMPUTED
+from driftline.diagnosis.causes.attention.read_attention import RECOMPUTED
 from driftline.diagnosis.causes.case import Case, Clue, Rule
 from driftline.registry import Address
 
@@ -80,7 +80,7 @@ _TABLE = (
           "the right numbers in the wrong order: channels, heads, sequences, modules",
           "a permutation", freedom=8, exact=True, on_inputs=True),
     # The detector of attentions answers with the cause it recognised: mask, scale or another.
-    Cause("attention", _in("attention:attention"),
+    Cause("attention", _in("attention.mistakes:attention"),
           "a mistake inside an attention, named by its own cause"),
     Cause("activation",
           _in("values:activation", "gates:gate", "gates:along_an_axis", "gates:recurrence"),

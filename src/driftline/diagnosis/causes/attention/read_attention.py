@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from driftline.diagnosis.causes.attention_distances import at_distances, with_distances
+from driftline.diagnosis.causes.attention.distances import at_distances, solved_distances
 from driftline.diagnosis.causes.case import F64, Case, Flags
 
 RECOMPUTED = "attention"
@@ -472,6 +472,24 @@ def with_slopes(reading: Attention, rests: Callable[[Attention], F64]) -> F64 | 
         low, high = np.where(worse, a, low), np.where(worse, high, b)
     slopes: F64 = (low + high) / 2
     return slopes if np.any(slopes) else None
+
+
+def with_distances(reading: Attention, wanted: F64) -> Attention | None:
+    """What is added to the scores for every distance so that an output comes out."""
+    sequences, queries, heads, width = reading.q.shape
+    table = reading.by_distance
+    if table is None:
+        table = np.zeros((heads, 2 * reading.k.shape[1] - 1))
+    if table.shape[1] != 2 * reading.k.shape[1] - 1:
+        return None
+    values = np.repeat(reading.v, heads // reading.v.shape[2], axis=2).transpose(0, 2, 1, 3)
+    target = wanted.reshape(sequences, queries, heads, width).transpose(0, 2, 1, 3)
+
+    def weigh(amounts: F64) -> F64:
+        return replace(reading, by_distance=amounts).weights()
+
+    solved = solved_distances(weigh, values, target, table)
+    return None if solved is None else replace(reading, by_distance=solved)
 
 
 def best_window(reading: Attention, left: Left) -> int:
