@@ -15,11 +15,12 @@ from driftline.comparison.table.table import Coverage, Table
 from driftline.comparison.verdict.dataflow import explained, final_error
 from driftline.comparison.verdict.noise import NoiseFloor, Variant
 from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
-from driftline.comparison.verdict.sites import Place, Site, sites_of
+from driftline.comparison.verdict.sites import ROOTS, Place, Site, sites_of
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause, name_certain
 from driftline.diagnosis.causes.differences import by_difference
+from driftline.diagnosis.causes.execution import name_update
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,
@@ -204,7 +205,7 @@ class Assembly:
         needs: tuple[str, ...] = ()
         if table.verdict == "incomparable":
             needs = ("dump tensors that both runs have, with --keep full or summary",)
-        naming = naming or self._cause_in_file()
+        naming = naming or self._cause_by_rows()
         certain = None if self.judgement is None else self.judgement.certain
         if certain is not None and self.runs is not None and table.verdict == "fail":
             naming = name_certain(self.runs, certain)
@@ -223,13 +224,24 @@ class Assembly:
             needs=needs or self._needs(None),
         )
 
-    def _cause_in_file(self) -> NamedCause:
-        """What is wrong with the first tensor of a file that is over its limit.
+    def _cause_by_rows(self) -> NamedCause:
+        """What is wrong where no site of the model is to blame.
 
-        Such a tensor has no site that made it, and no input that could explain it.
+        An update whose gradients agree, a later input that the program made itself, or the first
+        tensor of a file that is over its limit: that has no site that made it, and no input that
+        could explain it.
         """
-        first = self.table.first
-        if self.judgement is not None or self.runs is None or first is None:
+        first, training = self.table.first, self.table.training
+        if self.runs is None or first is None:
+            return NamedCause("unknown")
+        if training is not None and training.broken is not None:
+            broken = training.broken
+            is_update = broken.stage == "update" and self.table.verdict == "fail"
+            return name_update(self.runs, broken.step) if is_update else NamedCause("unknown")
+        if self.judgement is not None:
+            is_input = first.key.port == "input" and first.key.site in ROOTS
+            if is_input and self.table.verdict == "fail" and self.table.first_site in ROOTS:
+                return NamedCause("input", "what the program hands to the model is another", 1.0)
             return NamedCause("unknown")
         sites = sites_of(self.table.rows, self.table.structure)
         for place, site in sites.items():

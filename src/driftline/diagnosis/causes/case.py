@@ -62,6 +62,8 @@ class Case:
             given, by slot.
         past: What the same parts and inputs were in earlier calls, joined along the tokens.
         right_parts: Parts and inputs as the reference has them, where they are known.
+        spread: What parts gave that were handed some tokens of an input each, as experts are: at
+            the rows of these tokens, zero elsewhere.
         codes: Integers that it was given, by slot.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
@@ -91,6 +93,7 @@ class Case:
     parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
     past: Mapping[str, F64] = field(default_factory=dict[str, F64])
     right_parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
+    spread: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
     port: str = "output"
 

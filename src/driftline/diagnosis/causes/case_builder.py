@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -293,22 +294,17 @@ class CaseBuilder:
             return None
         r, c = values
         dtype = DTYPES[pair.candidate.dtype]
+        case = Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, class_name)
         if _is_changed(pair):
-            return Case(r, c, noise, dtype.unit_roundoff, dtype.name, parent, class_name)
-        inputs = self._made_before(pair.candidate, parent)
-        return Case(
-            r,
-            c,
-            noise,
-            dtype.unit_roundoff,
-            dtype.name,
-            parent,
-            class_name,
-            inputs,
+            return case
+        return replace(
+            case,
+            inputs=self._made_before(pair.candidate, parent),
             pads=self._pads(pair.candidate, c.shape),
             parts=self._parts(pair.candidate, parent),
             past=self._past(pair.candidate, parent),
             right_parts=self._parts(pair.candidate, parent, of_reference=True),
+            spread=self._spread(pair.candidate, parent),
             port=pair.candidate.key.port,
         )
 
@@ -355,25 +351,65 @@ class CaseBuilder:
             of_reference: The reference's, under the candidate's names.
         """
         tensors: dict[str, F64] = {}
-        made: list[Record] = []
-        for other in self.runs.candidate.records:
-            of = other.key
-            if of.step != record.key.step or of.rank != record.key.rank:
-                continue
-            if other.order >= record.order:
-                continue
-            if of.port == "output" and self._is_part(of.site, parent):
-                made.append(other)
-            elif of.port == "input" and of.site == parent:
-                values = self._value(other, of_reference=of_reference)
-                if values is not None:
-                    tensors[of.slot] = values
-        # A model may have a hundred layers; what is passed on was made by the last of them.
-        for other in made[-_MOST_PARTS:]:
+        given, _, made = self._around(record, parent)
+        for other in given:
+            values = self._value(other, of_reference=of_reference)
+            if values is not None:
+                tensors[other.key.slot] = values
+        for other in made:
             values = self._value(other, of_reference=of_reference)
             if values is not None:
                 tensors[_part_name(other.key)] = values
         return tensors
+
+    def _spread(self, record: Record, parent: str) -> dict[str, F64]:
+        """What parts gave that were handed some rows of a container's input, at these rows."""
+        rows, width = math.prod(record.shape[:-1]), record.shape[-1] if record.shape else 0
+        given, handed, made = self._around(record, parent)
+        places: dict[bytes, int] = {}
+        for other in given:
+            values = read_whole(self.runs.candidate, other)
+            if values is not None and values.ndim and values.size == rows * values.shape[-1]:
+                flat = values.reshape(rows, -1)
+                places = {row.tobytes(): number for number, row in enumerate(flat)}
+                break
+        spread: dict[str, F64] = {}
+        for other in made:
+            entered = handed.get(other.key.site)
+            if entered is None or len(other.shape) != 2 or other.shape[1] != width:
+                continue
+            values, x = (read_whole(self.runs.candidate, each) for each in (other, entered))
+            if values is None or x is None or len(values) != len(x) or not len(x) < rows:
+                continue
+            at = [places.get(row.tobytes(), -1) for row in x]
+            if min(at) >= 0:
+                tensor = np.zeros((rows, width))
+                np.add.at(tensor, at, values)
+                spread[other.key.site] = tensor.reshape(record.shape)
+        return spread
+
+    def _around(
+        self, record: Record, parent: str
+    ) -> tuple[list[Record], dict[str, Record], list[Record]]:
+        """A container's inputs, what its parts were given first, and what they gave."""
+        given: list[Record] = []
+        handed: dict[str, Record] = {}
+        made: list[Record] = []
+        for other in self.runs.candidate.records:
+            of = other.key
+            if (of.step, of.rank) != (record.key.step, record.key.rank):
+                continue
+            if other.order >= record.order:
+                continue
+            if of.port == "input" and of.site == parent:
+                given.append(other)
+            elif of.port in ("input", "output") and self._is_part(of.site, parent):
+                if of.port == "output":
+                    made.append(other)
+                else:
+                    handed.setdefault(of.site, other)
+        # A model may have a hundred layers; what is passed on was made by the last of them.
+        return given, handed, made[-_MOST_PARTS:]
 
     def _case(
         self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None
@@ -404,22 +440,7 @@ class CaseBuilder:
         leaning = (
             judged is not None and judged.statistic == "projection" and _sub_noise(judged)
         ) or standing.leaning
-        if _is_changed(pair) and key.port != "param":
-            # Its surroundings are stored in parts as well; a part explains nothing of the whole.
-            return Case(
-                right,
-                c,
-                noise,
-                unit,
-                dtype.name,
-                site.name,
-                site.class_name,
-                self._inputs(pair),
-                self._params(pair),
-                self._others(pair.reference),
-                leaning=leaning,
-            )
-        return Case(
+        case = Case(
             right,
             c,
             noise,
@@ -430,16 +451,23 @@ class CaseBuilder:
             self._inputs(pair),
             self._params(pair),
             self._others(pair.reference),
-            self._before(record),
-            self._ranks(record),
-            self._repeats(record),
-            self._pads(record, c.shape),
-            leaning,
-            self._parts(record, record.key.site),
-            self._past(record, record.key.site),
-            self._parts(record, record.key.site, of_reference=True),
-            self._codes(record),
-            record.key.port,
+            leaning=leaning,
+        )
+        if _is_changed(pair) and key.port != "param":
+            # Its surroundings are stored in parts as well; a part explains nothing of the whole.
+            return case
+        return replace(
+            case,
+            before=self._before(record),
+            ranks=self._ranks(record),
+            repeats=self._repeats(record),
+            pads=self._pads(record, c.shape),
+            parts=self._parts(record, record.key.site),
+            past=self._past(record, record.key.site),
+            right_parts=self._parts(record, record.key.site, of_reference=True),
+            spread=self._spread(record, record.key.site),
+            codes=self._codes(record),
+            port=record.key.port,
         )
 
     def _both(self, pair: Pair) -> tuple[F64, F64] | None:

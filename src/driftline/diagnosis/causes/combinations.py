@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,7 +33,14 @@ def combination(case: Case) -> Clue | None:
         for name, values in {**case.inputs, **case.parts}.items()
         if values.shape == case.r.shape and np.isfinite(values).all()
     }
-    names = list(terms)[-_MOST_TERMS:]
+    # What a part gave may stand here twice: as its result and as that of its last part.
+    names = [
+        name
+        for number, name in enumerate(terms)
+        if not any(np.array_equal(terms[name], terms[other]) for other in list(terms)[number + 1 :])
+    ][-_MOST_TERMS:]
+    if not names:
+        return None
     best = max(
         (_added(case, name, terms[name]) for name in names),
         key=lambda clue: clue.score,
@@ -50,7 +58,51 @@ def combination(case: Case) -> Clue | None:
         likely = [clue for clue in sums if clue is not None and clue.score >= _MOST_OF_IT]
         if likely:
             return max(likely, key=lambda clue: clue.score)
-    return best
+    return best or _other_terms(case, {name: terms[name] for name in names})
+
+
+def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
+    """Both sides are sums of a few terms, and other ones: a residual taken at another place."""
+    rights = {name: case.right_parts.get(name, values) for name, values in terms.items()}
+    right, wrong = _sum_of(case, case.r, rights), _sum_of(case, case.c, terms)
+    if right is None or wrong is None or set(right) == set(wrong):
+        return None
+    made = sum(factor * rights[name] for name, factor in wrong.items())
+    had = sum(factor * rights[name] for name, factor in right.items())
+    what = f"it is the sum of {_listed(wrong)}, where the reference adds {_listed(right)}"
+    return Clue("scale", case.explained(case.r + made - had), what, "term")
+
+
+def _listed(factors: dict[str, float]) -> str:
+    words = [
+        f"'{name}'" if abs(factor - 1.0) < _ALIKE else f"{factor:.4g} times '{name}'"
+        for name, factor in factors.items()
+    ]
+    return " and ".join(words)
+
+
+def _sum_of(case: Case, made: F64, terms: dict[str, F64]) -> dict[str, float] | None:
+    """The fewest terms that add up to something, with their factors; None if none do."""
+    names = list(terms)
+    matrix = np.stack([np.where(case.finite, terms[name], 0.0).reshape(-1) for name in names], 1)
+    values = np.where(case.finite, made, 0.0).reshape(-1)
+    size = float(values @ values)
+    products, onto = matrix.T @ matrix, matrix.T @ values
+    for count in range(1, min(_MOST_IN_A_SUM, len(names)) + 1):
+        best: tuple[float, tuple[int, ...], F64] | None = None
+        for chosen in itertools.combinations(range(len(names)), count):
+            some = list(chosen)
+            factors = solve(products[np.ix_(some, some)], onto[some])
+            left = size - 2.0 * float(factors @ onto[some])
+            left += float(factors @ products[np.ix_(some, some)] @ factors)
+            if best is None or left < best[0]:
+                best = left, chosen, factors
+        if best is not None and best[0] <= (1e-9 + (3.0 * case.noise) ** 2) * size:
+            return {names[at]: float(x) for at, x in zip(best[1], best[2], strict=True)}
+    return None
+
+
+_MOST_IN_A_SUM = 4
 
 
 def _added(case: Case, name: str, term: F64) -> Clue:
@@ -93,6 +145,42 @@ def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | Non
     else:
         what = f"{gave} taken {factor:.4g} times in place of {wanted:.4g}"
     return Clue("scale", case.fitted(predicted), what, "term")
+
+
+_MOST_TOKENS = 512
+
+
+def shares(case: Case) -> Clue | None:
+    """Tokens are sums of what a few parts gave them, as of experts, with other shares.
+
+    The shares of every token are fitted on one half of its channels and judged on the other.
+    """
+    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.shape[-1] < 16 or len(case.spread) < 2:
+        return None
+    r, c = (case.rows(values)[:_MOST_TOKENS] for values in (case.r, case.r + case.e))
+    parts = [case.rows(part)[:_MOST_TOKENS] for part in case.spread.values()]
+    parts, few = np.stack(parts, axis=-1), replace(case, r=r, c=c)
+    made, moved, left = np.zeros_like(r), np.zeros(len(r)), np.zeros(2)
+    for row, terms in enumerate(parts):
+        given = terms[:, np.any(terms != 0.0, axis=0)]
+        if not 0 < given.shape[1] <= r.shape[1] // 4:
+            continue
+        found = [solve(given[::2], values[row, ::2]) for values in (r, c)]
+        rest = [
+            values[row, 1::2] - given[1::2] @ x for values, x in zip((r, c), found, strict=True)
+        ]
+        left += [float(values @ values) for values in rest]
+        made[row] = given @ (found[1] - found[0])
+        moved[row] = float(np.abs(found[1] - found[0]).max())
+    # Both sides must be such sums.
+    if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
+        return None
+    count = int(np.count_nonzero(moved > 3.0 * max(case.noise, case.unit)))
+    what = (
+        f"{count} of {len(r)} tokens take other shares of what the same parts gave, by up to "
+        f"{float(moved.max()):.3g}"
+    )
+    return Clue("scale", few.explained(r + made), what, "shares")
 
 
 def zero_point(case: Case) -> Clue | None:

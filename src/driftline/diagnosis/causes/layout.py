@@ -246,9 +246,19 @@ def shift(case: Case) -> Clue | None:
     # Convolutions have their positions last: where tokens do not fit, these may.
     if last > case.tokens and (best is None or best.score < _FITS):
         along = _moved(case, last, "position", _NEAR_POSITIONS)
+        if along is not None and _goes_round(case, last, int(along.detail)):
+            along = None  # nothing fell off the end: that is an order of channels
         if along is not None and (best is None or along.score > best.score):
             best = along
     return best
+
+
+def _goes_round(case: Case, axis: int, by: int) -> bool:
+    """Whether what falls off one end stands at the other."""
+    end = np.zeros(case.r.shape, dtype=bool)
+    place = slice(0, by) if by > 0 else slice(by, None)
+    end[(*([slice(None)] * axis), place)] = True
+    return case.explained(np.roll(case.r, by, axis=axis), end) >= _FITS
 
 
 def _moved(case: Case, axis: int, what: str, distances: tuple[int, ...]) -> Clue | None:

@@ -7,8 +7,9 @@ out. Names are not asked. Then one constant at a time is changed until the candi
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from driftline.diagnosis.causes.case import F64, Case, Clue
 
 _EPSILONS = (0.0, *(10.0**-power for power in range(12, 2, -1)))
+_FEW_EPSILONS = (0.0, 1e-8, 1e-6, 1e-5)
+_MOST_ELEMENTS = 1 << 20
 _MOST_GROUPS = 64
 _SEARCHED = tuple(10.0 ** (power / 2.0) for power in range(-26, 1))
 _FITS = 1e-7
@@ -70,9 +73,18 @@ def normalisation(case: Case) -> Clue | None:
 
 def _norm_of(case: Case, x: F64) -> _Norm | None:
     r = np.where(case.finite, case.r, 0.0)
+    return _nearest_norm(case, r, _ways(x), _EPSILONS) or _nearest_norm(
+        case, r, _other_ways(x), _FEW_EPSILONS
+    )
+
+
+def _nearest_norm(
+    case: Case, r: F64, ways: Iterator[_Statistics], epsilons: Sequence[float]
+) -> _Norm | None:
+    """The way to normalise that gives the reference's output; None if none does."""
     best: tuple[float, _Norm] | None = None
-    for statistics in _ways(x):
-        for epsilon in _EPSILONS:
+    for statistics in ways:
+        for epsilon in epsilons:
             with np.errstate(all="ignore"):
                 normal = statistics.normal(epsilon)
             if not np.isfinite(normal).all():
@@ -111,6 +123,23 @@ def _ways(x: F64) -> Iterator[_Statistics]:
     centred = x - x.mean(axis=axes, keepdims=True)
     square = np.mean(centred * centred, axis=axes, keepdims=True)
     yield _Statistics("the batch", centred, square, x.size // channels, 1)
+
+
+def _other_ways(x: F64) -> Iterator[_Statistics]:
+    """Over any axes; of channels it is not known where they lie."""
+    if x.size > _MOST_ELEMENTS:
+        return
+    for count in range(1, x.ndim + 1):
+        for axes in itertools.combinations(range(x.ndim), count):
+            elements = math.prod(x.shape[axis] for axis in axes)
+            if elements < 4:
+                continue
+            over = f"axis {axes[0]}" if count == 1 else f"axes {', '.join(map(str, axes))}"
+            mean = x.mean(axis=axes, keepdims=True)
+            for words, centred in ((over, x), (f"{over} around the mean", x - mean)):
+                square = np.mean(centred * centred, axis=axes, keepdims=True)
+                for channels in sorted({1, x.ndim - 1}):
+                    yield _Statistics(words, centred, square, elements, channels)
 
 
 def _line(normal: F64, r: F64, axis: int) -> tuple[F64, float]:
@@ -160,7 +189,7 @@ def _mistakes(case: Case, norm: _Norm, x: F64) -> Iterator[Clue]:
             f"{statistics.elements}",
             "count",
         )
-    for other in _ways(x):
+    for other in itertools.chain(_ways(x), _other_ways(x)):
         if other.over != statistics.over and other.axis == statistics.axis:
             yield Clue(
                 "scale",

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.diagnosis.causes.attention_model import RECOMPUTED
+from driftline.diagnosis.causes.attention.read_attention import RECOMPUTED
 from driftline.diagnosis.causes.case import Case, Clue, Rule
 from driftline.registry import Address
 
@@ -68,30 +68,36 @@ _TABLE = (
     Cause("stale", _in("regions:stale"),
           "a region holds what stood there before, or what belongs to other tokens",
           "stale values", freedom=4, exact=True, on_inputs=True),
-    Cause("shift", _in("layout:shift"),
+    Cause("shift", _in("layout:shift", "windows:window"),
           "tokens or positions have what belongs to their neighbours: a cache off by one, a "
-          "padding on the wrong side", "a shift", freedom=6, exact=True, on_inputs=True),
+          "padding on the wrong side or of another filling",
+          "a shift", freedom=6, exact=True, on_inputs=True),
     Cause("transpose", _in("layout:transpose"),
           "two axes have changed places, in the output or in the weight",
           "a transpose", freedom=7, exact=True, on_inputs=True),
-    Cause("permutation", _in("layout:permutation"),
+    Cause("permutation",
+          _in("layout:permutation", "moves:rearranged", "moves:moved", "moves:picked"),
           "the right numbers in the wrong order: channels, heads, sequences, modules",
           "a permutation", freedom=8, exact=True, on_inputs=True),
     # The detector of attentions answers with the cause it recognised: mask, scale or another.
-    Cause("attention", _in("attention:attention"),
+    Cause("attention", _in("attention.mistakes:attention"),
           "a mistake inside an attention, named by its own cause"),
-    Cause("activation", _in("values:activation"),
+    Cause("activation",
+          _in("values:activation", "gates:gate", "gates:along_an_axis", "gates:recurrence"),
           "another activation function", "a wrong activation",
           freedom=1, exact=True),
     Cause("mask", _in("regions:mask"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
-    Cause("soft-cap", (), "scores of an attention are capped differently, or not at all",
+    Cause("soft-cap", _in("values:soft_cap"),
+          "scores, or what a head gives, are capped differently, or not at all",
           "a wrong soft cap", freedom=1, exact=True),
-    Cause("positions", _in("positions:angles"),
+    Cause("positions", _in("positions:angles", "resizes:resize"),
           "angles or distances of positions are others: base, pace, slopes, direction",
           "wrong positions", freedom=1, exact=True),
-    Cause("scale", _in("values:scale", "normalisation:normalisation", "combinations:combination"),
+    Cause("scale",
+          _in("values:scale", "values:by_slice", "normalisation:normalisation",
+              "combinations:combination", "combinations:shares"),
           "everything, or one term of a sum, is too large or too small by a factor, or a norm's "
           "constant is wrong",
           "a wrong scale", freedom=10),

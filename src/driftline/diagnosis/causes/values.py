@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -75,6 +76,95 @@ def _by_row(case: Case, r: F64) -> Clue | None:
     low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
     what = f"each row is scaled by a factor of its own ({low:.4g} to {high:.4g})"
     return Clue("scale", max(0.0, min(score - 1.0 / rows.shape[1], 0.9)), what, "rows")
+
+
+def by_slice(case: Case) -> Clue | None:
+    """One factor and one constant per index of some axes: samples, channels before places, heads.
+
+    The numbers are fitted on one half of the elements of every slice and judged on the other.
+    """
+    if case.ratio < 4.0 or not 64 <= case.r.size <= _MOST_ELEMENTS:
+        return None
+    best: Clue | None = None
+    for shape, kept, name in _slices(case.r.shape):
+        clue = _slice_factors(case, shape, kept, name)
+        # Fewer slices come first, and more must explain clearly more.
+        if clue is not None and (best is None or clue.score > best.score + 0.02):
+            best = clue
+    return best
+
+
+_MOST_ELEMENTS = 1 << 24
+_LEAST_IN_A_SLICE = 8
+_HEADS = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 256)
+"""Widths of heads; rows as a whole have a rule of their own."""
+
+
+def _slices(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Shapes to look at, the axes along which numbers are fitted, and their name."""
+    for axis in range(len(shape) - 1):
+        yield shape, (axis,), f"index of axis {axis}"
+    if len(shape) > 3:
+        yield shape, (0, 1), "index of axes 0 and 1"
+    for width in _HEADS:
+        heads, rest = divmod(shape[-1] if len(shape) > 1 else 1, width)
+        if heads > 1 and not rest:
+            cut = (*shape[:-1], heads, width)
+            yield cut, (len(shape) - 1,), f"block of {width} channels (a head)"
+            yield cut, tuple(range(len(shape))), f"block of {width} channels (a head) of each token"
+
+
+def _slice_factors(
+    case: Case, shape: tuple[int, ...], kept: tuple[int, ...], name: str
+) -> Clue | None:
+    count = math.prod(shape[axis] for axis in kept)
+    length = case.r.size // count
+    if count < 2 or length < _LEAST_IN_A_SLICE:
+        return None
+    order = (*kept, *(axis for axis in range(len(shape)) if axis not in kept))
+    r, e = (
+        np.where(case.finite, values, 0.0).reshape(shape).transpose(order).reshape(count, length)
+        for values in (case.r, case.e)
+    )
+    touched = np.abs(e).max(axis=1) > 0.0
+    if float(touched.mean()) < 0.5:
+        return None  # a matter of which slices, not of a factor
+    fitted, judged = slice(0, None, 2), slice(1, None, 2)
+    half = r[:, fitted], e[:, fitted]
+    for centred in (False, True):
+        middle, lean = (
+            values.mean(axis=1, keepdims=True) if centred else np.zeros((count, 1))
+            for values in half
+        )
+        a, b = half[0] - middle, half[1] - lean
+        factors = np.sum(a * b, axis=1, keepdims=True)
+        factors = factors / np.maximum(np.sum(a * a, axis=1, keepdims=True), 1e-300)
+        made = factors * (r[:, judged] - middle) + lean
+        part = replace(
+            case,
+            r=r[:, judged],
+            c=r[:, judged] + e[:, judged],
+            inputs={},
+            parts={},
+            right_parts={},
+        )
+        score = min(part.fitted(part.r + made), 0.98)
+        if score < _NEARLY_ALL:
+            continue
+        moves = float(np.sum((factors * (r[:, judged] - middle)) ** 2))
+        low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
+        if float(np.abs(1.0 + factors).min()) < 0.02:
+            return None  # a slice that is gone is another fault
+        if centred and moves < 0.01 * part.energy:
+            what = f"a constant is added to each {name}"
+            return Clue("offset", score, what, "slices")
+        alike = high - low <= 0.01 * max(abs(low), abs(high))
+        if alike and not centred:
+            return None  # one factor for all of it
+        more = " and moved by a constant" if centred else ""
+        what = f"each {name} is scaled by a factor of its own ({low:.4g} to {high:.4g}){more}"
+        return Clue("scale", score, what, "slices")
+    return None
 
 
 def _without_bias(case: Case, r: F64) -> Clue | None:
@@ -285,6 +375,40 @@ def _fitted(case: Case, x: F64, r: F64, c: F64) -> Clue | None:
     return Clue(
         "activation", score, f"it computes {wrong} where the reference computes {right}", wrong
     )
+
+
+# A soft cap: `cap * tanh(x / cap)`.
+
+
+_CAPS = tuple(10.0 ** (power / 4.0) for power in range(2, 13))
+
+
+def soft_cap(case: Case) -> Clue | None:
+    """One side is the other, softly capped."""
+    if case.ratio < 4.0 or not case.finite.all() or case.r.size < 64:
+        return None
+    for capped, plain, which in (
+        (case.c, case.r, "it is softly capped at {:.4g}, which the reference is not"),
+        (case.r, case.c, "it lacks the soft cap of {:.4g} that the reference has"),
+    ):
+        if not np.abs(capped).max() < np.abs(plain).max():
+            continue
+
+        def left(cap: float, capped: F64 = capped, plain: F64 = plain) -> float:
+            rest = capped - cap * np.tanh(plain / cap)
+            return float(np.sum(rest * rest))
+
+        best = min(_CAPS, key=left)
+        low, high = best / 2.0, best * 2.0
+        for _ in range(30):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            low, high = (a, high) if left(a) > left(b) else (low, b)
+        cap = (low + high) / 2.0
+        if left(cap) <= 0.01 * case.energy + 9.0 * case.noise_energy:
+            score = min(max(1.0 - left(cap) / case.energy, 0.0), 1.0)
+            # A cap far above all values is a factor of little.
+            return Clue("soft-cap", score, which.format(cap), "cap")
+    return None
 
 
 # Saturation: values stop at a largest one, or overflow to infinity.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from driftline.diagnosis.causes.attention.distances import at_distances, solved_distances
 from driftline.diagnosis.causes.case import F64, Case, Flags
 
 RECOMPUTED = "attention"
@@ -88,6 +89,7 @@ class Attention:
         tiled: Queries share keys in turns rather than in blocks.
         cap: Largest score that a soft cap lets through; 0 without one.
         slopes: What is taken off the scores of every head for each token of distance.
+        by_distance: What is added to them, [heads, distances].
     """
 
     q: F64
@@ -99,6 +101,7 @@ class Attention:
     tiled: bool = False
     cap: float = 0.0
     slopes: F64 | None = None
+    by_distance: F64 | None = None
 
     def weights(self) -> F64:
         """What every query takes of every key, [sequences, heads, queries, keys]."""
@@ -114,6 +117,8 @@ class Attention:
             positions = np.arange(k.shape[1], dtype=np.float64)
             apart: F64 = np.abs(positions[None] - positions[behind:, None])
             scores = scores - self.slopes[:, None, None] * apart
+        if self.by_distance is not None:
+            scores = scores + at_distances(self.by_distance, q.shape[1], k.shape[1])
         # Finite, so that a row in which everything is hidden gives a mean and not NaN.
         scores = np.where(self.seen[:, None], scores, -1e30)
         raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -237,6 +242,10 @@ class Reader:
         sloped = with_slopes(plain, self._rests)
         if sloped is not None:
             yield {"slopes": sloped}
+        for made in (plain, replace(plain, scale=1.0)):
+            by_distance = with_distances(made, self.r)
+            if by_distance is not None:
+                yield {"scale": made.scale / usual, "by_distance": by_distance.by_distance}
 
     def _left(self, reading: Reading) -> float:
         made = reading.of(self)
@@ -463,6 +472,24 @@ def with_slopes(reading: Attention, rests: Callable[[Attention], F64]) -> F64 | 
         low, high = np.where(worse, a, low), np.where(worse, high, b)
     slopes: F64 = (low + high) / 2
     return slopes if np.any(slopes) else None
+
+
+def with_distances(reading: Attention, wanted: F64) -> Attention | None:
+    """What is added to the scores for every distance so that an output comes out."""
+    sequences, queries, heads, width = reading.q.shape
+    table = reading.by_distance
+    if table is None:
+        table = np.zeros((heads, 2 * reading.k.shape[1] - 1))
+    if table.shape[1] != 2 * reading.k.shape[1] - 1:
+        return None
+    values = np.repeat(reading.v, heads // reading.v.shape[2], axis=2).transpose(0, 2, 1, 3)
+    target = wanted.reshape(sequences, queries, heads, width).transpose(0, 2, 1, 3)
+
+    def weigh(amounts: F64) -> F64:
+        return replace(reading, by_distance=amounts).weights()
+
+    solved = solved_distances(weigh, values, target, table)
+    return None if solved is None else replace(reading, by_distance=solved)
 
 
 def best_window(reading: Attention, left: Left) -> int:

@@ -1,6 +1,6 @@
 """Mistakes inside an attention, found by computing it again from what its parts gave.
 
-Once the attention is read (`attention_model`), every parameter of it (factor, cap, slopes, mask,
+Once the attention is read (`read_attention`), every parameter of it (factor, cap, slopes, mask,
 window, rotation, grouping) is changed by itself, and the change that gives the candidate's output
 is the mistake.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from driftline.diagnosis.causes.attention_model import (
+from driftline.diagnosis.causes.attention.read_attention import (
     CAPS,
     RECOMPUTED,
     Attention,
@@ -23,6 +23,7 @@ from driftline.diagnosis.causes.attention_model import (
     best_window,
     near_keys,
     searched,
+    with_distances,
     with_scale,
     with_slopes,
 )
@@ -31,6 +32,7 @@ from driftline.diagnosis.causes.linear_solve import solve
 
 # Two sequences of so many tokens show every mistake; the cost grows with the square of the tokens.
 _SEQUENCES, _TOKENS = 2, 96
+_EXPLAINS = 0.9
 # A reading is recognised by less.
 _SEQUENCES_READ, _TOKENS_READ = 1, 48
 
@@ -67,10 +69,34 @@ def attention(case: Case) -> Clue | None:
     if few.ratio < 1.5:
         return None
     clues = [*_single_mistakes(few, right), *_fitted_mistakes(few, right), _dropped(few, right)]
-    return max((clue for clue in clues if clue is not None), key=lambda clue: clue.score)
+    best = max((clue for clue in clues if clue is not None), key=lambda clue: clue.score)
+    if best.score >= _EXPLAINS:
+        return best
+    return _other_distances(few, right) or best
 
 
 # Mistakes.
+
+
+def _other_distances(case: Case, right: Attention) -> Clue | None:
+    """Scores that are moved by other amounts at some distances, whatever these are."""
+    base = right.output()
+    made = with_distances(right, case.c - case.r + base)
+    if made is None or made.by_distance is None:
+        return None
+    had = np.zeros_like(made.by_distance) if right.by_distance is None else right.by_distance
+    # One amount for all distances is none.
+    apart = made.by_distance - had
+    apart = np.abs(apart - np.median(apart, axis=1, keepdims=True)).max(axis=0)
+    middle = (apart.size - 1) // 2
+    off = np.flatnonzero(apart > 0.02 * max(float(apart.max()), 1e-300)) - middle
+    if not off.size:
+        return None
+    what = (
+        "it is the attention whose scores are moved by other amounts for keys "
+        f"{int(off[0]):+d} to {int(off[-1]):+d} tokens away"
+    )
+    return Clue("positions", case.fitted(case.r + made.output() - base), what, RECOMPUTED)
 
 
 def _single_mistakes(case: Case, right: Attention) -> Iterator[Clue]:

@@ -1,0 +1,235 @@
+"""Sliding windows: convolutions and pools, with their borders, steps and distances.
+
+The reference's output is read as a function of windows of an input: their mean, their largest
+number, or a product with a kernel, which is taken from the captured weights or solved for. Then the
+border, its filling, the distance of the taps, the direction of the kernel and what a mean counts
+are changed until the candidate comes out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.linear_solve import solve
+
+_WIDEST, _MOST_TAPS, _MOST_ROWS = 8, 512, 1024
+_MOST_ELEMENTS, _MOST_SAMPLES = 1 << 17, 4
+_MOST_FITTED, _NEARLY = 3, 0.3
+_KERNEL = "kernel"
+_FILLINGS = ("zeros", "mirrored values", "the last values", "values of the other end")
+
+
+class _Window(NamedTuple):
+    """Which places of an input an output is made of.
+
+    Attributes:
+        kind: `kernel`, or how the places are put together.
+        width: Places along every axis.
+        step: From one output to the next.
+        before: How much of the border lies before the first place.
+        distance: From one place of a window to the next.
+        filling: What stands in the border.
+        backwards: Whether the kernel is applied from its end.
+    """
+
+    kind: str
+    width: int
+    step: int
+    before: int
+    distance: int = 1
+    filling: str = _FILLINGS[0]
+    backwards: bool = False
+
+    def places(self, x: F64, shape: tuple[int, ...]) -> F64:
+        """[samples, channels, outputs, places of a window]; NaN where zeros of the border stand."""
+        axes = x.ndim - 2
+        for axis in range(axes):
+            length = x.shape[2 + 2 * axis]
+            at = np.arange(shape[2 + axis])[:, None] * self.step - self.before
+            at = at + np.arange(self.width) * self.distance
+            inside, filled = (at >= 0) & (at < length), _filled(at, length, self.filling)
+            x = np.take(x, filled.reshape(-1), axis=2 + 2 * axis)
+            x = x.reshape(*x.shape[: 2 + 2 * axis], *at.shape, *x.shape[3 + 2 * axis :])
+            if self.filling == _FILLINGS[0]:
+                behind = (1,) * (x.ndim - 4 - 2 * axis)
+                x = np.where(inside.reshape(*at.shape, *behind), x, np.nan)
+        order = (0, 1, *range(2, x.ndim, 2), *range(3, x.ndim, 2))
+        return x.transpose(order).reshape(*x.shape[:2], math.prod(shape[2:]), -1)
+
+    def made(self, x: F64, shape: tuple[int, ...], kernel: F64 | None) -> F64:
+        """The output, [samples, channels, ...]; of a kernel without its bias."""
+        places = self.places(x, shape)
+        border = np.isnan(places)
+        zeros = np.where(border, 0.0, places)
+        if kernel is not None:
+            turned = kernel[..., ::-1] if self.backwards else kernel
+            if turned.ndim == 2:  # every channel by itself
+                return np.einsum("bcnk,ck->bcn", zeros, turned).reshape(shape)
+            return np.einsum("bcnk,ock->bon", zeros, turned, optimize=True).reshape(shape)
+        if self.kind == "largest":
+            return np.where(border, -np.inf, places).max(axis=-1).reshape(shape)
+        count = float(places.shape[-1])
+        if self.kind == "mean without the border":
+            count = np.maximum(np.count_nonzero(~border, axis=-1), 1)
+        return (zeros.sum(axis=-1) / count).reshape(shape)
+
+
+def _filled(at: npt.NDArray[np.intp], length: int, filling: str) -> npt.NDArray[np.intp]:
+    if filling == _FILLINGS[1] and length > 1:
+        turns = np.abs(at) % (2 * length - 2)
+        return np.where(turns < length, turns, 2 * length - 2 - turns)
+    if filling == _FILLINGS[3]:
+        return at % length
+    return np.clip(at, 0, length - 1)
+
+
+def window(case: Case) -> Clue | None:
+    """Another border, distance, direction or count of sliding windows."""
+    if case.ratio < 4.0 or case.r.ndim not in (3, 4) or not case.finite.all():
+        return None
+    case = replace(case, r=case.r[:_MOST_SAMPLES], c=case.c[:_MOST_SAMPLES])
+    r = case.r
+    for x in case.inputs.values():
+        if x.ndim != r.ndim or x.shape[0] < r.shape[0]:
+            continue
+        x = x[:_MOST_SAMPLES]
+        if not np.isfinite(x).all() or min(x.shape[2:]) < 3 or min(r.shape[2:]) < 2:
+            continue
+        if max(x.size, r.size) > _MOST_ELEMENTS:
+            continue
+        read = next(_readings(case, x), None)
+        if read is not None:
+            right, kernel = read
+            clues = _mistakes(case, x, right, kernel)
+            return max(clues, key=lambda clue: clue.score, default=None)
+    return None
+
+
+def _readings(case: Case, x: F64) -> Iterator[tuple[_Window, F64 | None]]:
+    """Windows that give the reference's output, with their kernel; narrow ones first."""
+    r = case.r
+    enough = (1e-8 + (3.0 * case.noise) ** 2) * case.size
+    rated: list[tuple[float, _Window]] = []
+    for shape in _shapes(x, r):
+        for left, read, kernel in _read(case, x, shape):
+            if left <= enough:
+                yield read, kernel
+            rated.append((left, shape))
+    # What fits but for its border has another filling.
+    rated.sort(key=lambda entry: entry[0])
+    for left, shape in rated[:_MOST_FITTED]:
+        for filling in _FILLINGS[1:]:
+            if shape.before and left < _NEARLY * case.size:
+                for rest, read, kernel in _read(case, x, shape._replace(filling=filling)):
+                    if rest <= enough:
+                        yield read, kernel
+
+
+def _read(case: Case, x: F64, shape: _Window) -> Iterator[tuple[float, _Window, F64 | None]]:
+    """What a window leaves of the reference's output, put together in every way."""
+    r = case.r
+    if shape.width > 1 and x.shape[1] == r.shape[1]:
+        for kind in ("mean", "mean without the border", "largest"):
+            pool = shape._replace(kind=kind)
+            left = pool.made(x, r.shape, None) - r
+            if np.isfinite(left).all():
+                yield float(np.sum(left * left)), pool, None
+    for kernel in _kernels(case, x, shape):
+        left = shape.made(x, r.shape, kernel) - r
+        left = left - left.mean(axis=(0, *range(2, r.ndim)), keepdims=True)
+        yield float(np.sum(left * left)), shape, kernel
+
+
+def _shapes(x: F64, r: F64) -> Iterator[_Window]:
+    first, made = x.shape[2], r.shape[2]
+    steps = sorted({max(1, first // made), max(1, -(-first // made))})
+    for width, step in itertools.product(range(1, _WIDEST + 1), steps):
+        middle = (width - 1) // 2
+        for before in sorted(range(width), key=lambda number, at=middle: abs(number - at)):
+            for distance in (1, 2) if width > 1 else (1,):
+                edge = before * distance
+                # Outputs must lie where the input is, but for the border.
+                last = (made - 1) * step - edge + (width - 1) * distance
+                if last - first < width * distance and last >= first - step - width:
+                    yield _Window(_KERNEL, width, step, edge, distance)
+
+
+def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
+    """The captured kernel, or one that is solved for on some rows."""
+    axes, taps = case.r.ndim - 2, shape.width ** (case.r.ndim - 2)
+    channels, made = x.shape[1], case.r.shape[1]
+    weight = case.params.get("weight")
+    if weight is not None and weight.ndim == case.r.ndim:
+        if weight.shape[2:] != (shape.width,) * axes or weight.shape[0] != made:
+            return
+        flat = weight.reshape(made, weight.shape[1], taps)
+        if weight.shape[1] == channels:
+            yield flat
+        elif weight.shape[1] == 1 and channels == made:
+            yield flat[:, 0]
+        return
+    places = np.nan_to_num(shape.places(x, case.r.shape))
+    count = places.shape[0] * places.shape[2]
+    by_output = case.r.reshape(case.r.shape[0], made, -1)
+    ones = np.ones((count, 1))
+    every = max(1, count // _MOST_ROWS)
+    if channels * taps <= _MOST_TAPS and count >= 2 * channels * taps:
+        rows = places.transpose(0, 2, 1, 3).reshape(count, -1)
+        values = by_output.transpose(0, 2, 1).reshape(count, made)
+        found = solve(np.hstack([rows, ones])[::every], values[::every])[:-1]
+        yield found.T.reshape(made, channels, taps)
+    if channels == made > 1 and count >= 2 * taps:
+        # Every channel by itself; all are solved for at once.
+        rows = places.transpose(1, 0, 2, 3).reshape(channels, count, -1)
+        rows = rows - rows.mean(axis=1, keepdims=True)
+        values = by_output.transpose(1, 0, 2).reshape(channels, count, 1)
+        squares = rows.transpose(0, 2, 1) @ rows
+        squares = squares + 1e-12 * np.trace(squares, axis1=1, axis2=2)[:, None, None] * np.eye(
+            taps
+        )
+        if squares.any(axis=(1, 2)).all():
+            yield np.linalg.solve(squares, rows.transpose(0, 2, 1) @ values)[..., 0]
+
+
+def _mistakes(case: Case, x: F64, right: _Window, kernel: F64 | None) -> Iterator[Clue]:
+    exact = right.made(x, case.r.shape, kernel)
+
+    def clue(cause: str, wrong: _Window, what: str) -> Clue:
+        predicted = case.r + wrong.made(x, case.r.shape, kernel) - exact
+        if not np.isfinite(predicted).all():
+            return Clue(cause, 0.0, what)
+        return Clue(cause, case.explained(predicted), what, "window")
+
+    reach = (right.width - 1) * right.distance
+    for before in range(reach + 1):
+        if before != right.before:
+            what = (
+                f"its windows begin {before} places before their first in place of {right.before}"
+            )
+            yield clue("shift", right._replace(before=before), what)
+    for filling in _FILLINGS:
+        if filling == right.filling:
+            continue
+        what = f"its border holds {filling} in place of {right.filling}"
+        yield clue("shift", right._replace(filling=filling), what)
+    for distance in (1, 2, 3, 4):
+        if distance != right.distance and right.width > 1:
+            before = right.before // right.distance * distance
+            what = f"places of its windows lie {distance} apart in place of {right.distance}"
+            yield clue("positions", right._replace(distance=distance, before=before), what)
+    if kernel is not None:
+        what = "its kernel is applied from its end"
+        yield clue("permutation", right._replace(backwards=True), what)
+        return
+    for kind in ("mean", "mean without the border"):
+        if kind != right.kind != "largest":
+            what = f"of its windows it takes the {kind} in place of the {right.kind}"
+            yield clue("scale", right._replace(kind=kind), what)
