@@ -2,7 +2,7 @@
 
     python -m benchmarks.museum                       all cases
     python -m benchmarks.museum --only quick_gelu     some of them
-    python -m benchmarks.museum --half report         the half that no rule was tuned on
+    python -m benchmarks.museum --half fresh          those that no rule has seen
     python -m benchmarks.museum --clean               also the right program against itself
     python -m benchmarks.museum --peers               also msprobe, in .bench-venv
 
@@ -30,18 +30,21 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.faults.msprobe import site_of as msprobe_site
-from benchmarks.museum.networks import CASES, FILES, Case
+from benchmarks.museum.networks import CASES, FILES, FRESH, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("compare", "diagnose", "replay")
+HALVES = ("tune", "report", "fresh")
 SILENT = ("", "unknown", "noise")
 ROOTS = ("", "(root)", "(program)")
 PATIENCE = 600
 
 
-def half_of(name: str) -> str:
-    """Rules may be tuned on the one half; the figures of the other are those to be believed."""
-    return "tune" if zlib.crc32(name.encode()) % 2 else "report"
+def half_of(case: Case) -> str:
+    """Rules may be tuned on `tune`; figures of the others are those to be believed."""
+    if case.file in FRESH:
+        return "fresh"
+    return "tune" if zlib.crc32(case.name.encode()) % 2 else "report"
 
 
 def run_words(words: list[str]) -> tuple[int, str]:
@@ -117,7 +120,7 @@ def try_case(case: Case, folder: Path, ways: Collection[str], clean: bool) -> di
     runs = {"good": reference, "bad": candidate}
     if clean:
         runs["control"] = candidate
-    result: dict[str, Any] = {"case": case.name, "half": half_of(case.name)}
+    result: dict[str, Any] = {"case": case.name, "half": half_of(case)}
     for name, dtype in runs.items():
         program = program_of(case, "bad" if name == "bad" else "good", dtype)
         code, said = driftline(
@@ -155,8 +158,10 @@ def table(results: list[dict[str, Any]]) -> str:
         f"{'difference':>11} {'wrong':>6}"
     ]
     for way in WAYS:
-        for half in ("tune", "report"):
+        for half in HALVES:
             rows = [result[way] for result in results if result["half"] == half and way in result]
+            if not rows:
+                continue
             counts = [sum(row[what] for row in rows) for what in ("detected", "exact")]
             counts += [sum(row[what] for row in rows) for what in ("explained", "named", "wrong")]
             lines.append(
@@ -232,7 +237,7 @@ def line_of(result: dict[str, Any]) -> str:
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m benchmarks.museum", description=__doc__)
     asked.add_argument("--only", nargs="*", default=(), help="names of cases")
-    asked.add_argument("--half", choices=("tune", "report"), help="only this half")
+    asked.add_argument("--half", choices=HALVES, help="only these cases")
     asked.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="ways of judging")
     asked.add_argument("--clean", action="store_true", help="also right against right")
     asked.add_argument("--peers", action="store_true", help="also msprobe, in .bench-venv")
@@ -249,7 +254,7 @@ def main() -> None:
         case
         for name, case in sorted(CASES.items())
         if (not chosen.only or name in chosen.only)
-        and (chosen.half is None or half_of(name) == chosen.half)
+        and (chosen.half is None or half_of(case) == chosen.half)
     ]
     results: list[dict[str, Any]] = []
     with (
