@@ -5,6 +5,7 @@
     python -m benchmarks.museum --half fresh          those that no rule has seen
     python -m benchmarks.museum --clean               also the right program against itself
     python -m benchmarks.museum --peers               also msprobe, in .bench-venv
+    python -m benchmarks.museum --list                the cases and their truth, as JSON lines
 
 Each case is dumped right and wrong, then judged by `compare`, by `diagnose`, and by `diagnose` with
 a replay of the right program. Detected: the verdict is FAIL, or a difference of the two models
@@ -218,6 +219,24 @@ def _flagged(path: Path) -> list[str]:
         return [row["NPU Name"] for row in csv.DictReader(text) if row["Result"] == "error"]
 
 
+def entry_of(case: Case) -> dict[str, Any]:
+    """A case as another tool's adapter needs it: how it is run, and what is true."""
+    reference, candidate = case.formats
+    return {
+        "name": case.name,
+        "half": half_of(case),
+        "url": case.url,
+        "title": case.title,
+        "sites": case.sites,
+        "causes": case.causes,
+        "differences": case.differences,
+        "right": program_of(case, "good", reference),
+        "wrong": program_of(case, "bad", candidate),
+        "control": program_of(case, "good", candidate),
+        "ranks": case.ranks,
+    }
+
+
 def line_of(result: dict[str, Any]) -> str:
     if "trouble" in result:
         return f"{result['case']:<36} could not be run: {result['trouble'].strip()[-120:]}"
@@ -241,6 +260,7 @@ def main() -> None:
     asked.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="ways of judging")
     asked.add_argument("--clean", action="store_true", help="also right against right")
     asked.add_argument("--peers", action="store_true", help="also msprobe, in .bench-venv")
+    asked.add_argument("--list", action="store_true", help="print the cases and their truth alone")
     asked.add_argument("--workers", type=int, default=2)
     asked.add_argument("--json", type=Path, help="write all that was said to this file")
     asked.add_argument("--keep", type=Path, help="keep the runs in this folder")
@@ -256,6 +276,9 @@ def main() -> None:
         if (not chosen.only or name in chosen.only)
         and (chosen.half is None or half_of(case) == chosen.half)
     ]
+    if chosen.list:
+        print("\n".join(json.dumps(entry_of(case)) for case in cases))
+        return
     results: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="museum-") as folder,
