@@ -55,10 +55,13 @@ def cases(warm_python: str) -> dict[str, tuple[str, bool, bool]]:
     return json.loads(done.stdout)
 
 
-def test_there_are_forty_cases_of_eight_projects(cases: dict[str, tuple[str, bool, bool]]) -> None:
+def test_there_are_a_hundred_cases_of_sixty_projects(
+    cases: dict[str, tuple[str, bool, bool]],
+) -> None:
     projects = {"/".join(url.split("/")[3:5]) for url, _, _ in cases.values()}
-    assert len(cases) >= 40
-    assert len(projects) >= 8
+    assert len(cases) >= 100
+    assert len(projects) >= 60
+    assert len({url for url, _, _ in cases.values()}) == len(cases), "a thread is cited twice"
     assert all(url.startswith("https://github.com/") for url, _, _ in cases.values())
 
 
@@ -70,6 +73,22 @@ def test_the_wrong_program_computes_something_else(
     cases: dict[str, tuple[str, bool, bool]],
 ) -> None:
     assert [name for name, (_, _, differs) in cases.items() if not differs] == []
+
+
+def test_another_tool_is_told_how_a_case_is_run_and_what_is_true(warm_python: str) -> None:
+    done = subprocess.run(
+        [warm_python, "-m", "benchmarks.museum", "--list", "--only", "quick_gelu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    entry = json.loads(done.stdout)
+    assert entry["sites"] == ["stack.0.feed.act"]
+    assert entry["wrong"][1:] == [
+        *("-m", "benchmarks.museum.cases.norms", "quick_gelu"),
+        *("--variant", "bad", "--dtype", "bfloat16"),
+    ]
 
 
 def test_a_case_is_judged_through_the_command_line(tmp_path: Path, warm_python: str) -> None:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.museum                       all cases
     python -m benchmarks.museum --only quick_gelu     some of them
-    python -m benchmarks.museum --half report         the half that no rule was tuned on
+    python -m benchmarks.museum --half fresh          those that no rule has seen
     python -m benchmarks.museum --clean               also the right program against itself
     python -m benchmarks.museum --peers               also msprobe, in .bench-venv
+    python -m benchmarks.museum --list                the cases and their truth, as JSON lines
 
 Each case is dumped right and wrong, then judged by `compare`, by `diagnose`, and by `diagnose` with
 a replay of the right program. Detected: the verdict is FAIL, or a difference of the two models
@@ -30,18 +31,21 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.faults.msprobe import site_of as msprobe_site
-from benchmarks.museum.networks import CASES, FILES, Case
+from benchmarks.museum.networks import CASES, FILES, FRESH, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("compare", "diagnose", "replay")
+HALVES = ("tune", "report", "fresh")
 SILENT = ("", "unknown", "noise")
 ROOTS = ("", "(root)", "(program)")
 PATIENCE = 600
 
 
-def half_of(name: str) -> str:
-    """Rules may be tuned on the one half; the figures of the other are those to be believed."""
-    return "tune" if zlib.crc32(name.encode()) % 2 else "report"
+def half_of(case: Case) -> str:
+    """Rules may be tuned on `tune`; figures of the others are those to be believed."""
+    if case.file in FRESH:
+        return "fresh"
+    return "tune" if zlib.crc32(case.name.encode()) % 2 else "report"
 
 
 def run_words(words: list[str]) -> tuple[int, str]:
@@ -117,7 +121,7 @@ def try_case(case: Case, folder: Path, ways: Collection[str], clean: bool) -> di
     runs = {"good": reference, "bad": candidate}
     if clean:
         runs["control"] = candidate
-    result: dict[str, Any] = {"case": case.name, "half": half_of(case.name)}
+    result: dict[str, Any] = {"case": case.name, "half": half_of(case)}
     for name, dtype in runs.items():
         program = program_of(case, "bad" if name == "bad" else "good", dtype)
         code, said = driftline(
@@ -155,8 +159,10 @@ def table(results: list[dict[str, Any]]) -> str:
         f"{'difference':>11} {'wrong':>6}"
     ]
     for way in WAYS:
-        for half in ("tune", "report"):
+        for half in HALVES:
             rows = [result[way] for result in results if result["half"] == half and way in result]
+            if not rows:
+                continue
             counts = [sum(row[what] for row in rows) for what in ("detected", "exact")]
             counts += [sum(row[what] for row in rows) for what in ("explained", "named", "wrong")]
             lines.append(
@@ -213,6 +219,24 @@ def _flagged(path: Path) -> list[str]:
         return [row["NPU Name"] for row in csv.DictReader(text) if row["Result"] == "error"]
 
 
+def entry_of(case: Case) -> dict[str, Any]:
+    """A case as another tool's adapter needs it: how it is run, and what is true."""
+    reference, candidate = case.formats
+    return {
+        "name": case.name,
+        "half": half_of(case),
+        "url": case.url,
+        "title": case.title,
+        "sites": case.sites,
+        "causes": case.causes,
+        "differences": case.differences,
+        "right": program_of(case, "good", reference),
+        "wrong": program_of(case, "bad", candidate),
+        "control": program_of(case, "good", candidate),
+        "ranks": case.ranks,
+    }
+
+
 def line_of(result: dict[str, Any]) -> str:
     if "trouble" in result:
         return f"{result['case']:<36} could not be run: {result['trouble'].strip()[-120:]}"
@@ -232,10 +256,11 @@ def line_of(result: dict[str, Any]) -> str:
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m benchmarks.museum", description=__doc__)
     asked.add_argument("--only", nargs="*", default=(), help="names of cases")
-    asked.add_argument("--half", choices=("tune", "report"), help="only this half")
+    asked.add_argument("--half", choices=HALVES, help="only these cases")
     asked.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="ways of judging")
     asked.add_argument("--clean", action="store_true", help="also right against right")
     asked.add_argument("--peers", action="store_true", help="also msprobe, in .bench-venv")
+    asked.add_argument("--list", action="store_true", help="print the cases and their truth alone")
     asked.add_argument("--workers", type=int, default=2)
     asked.add_argument("--json", type=Path, help="write all that was said to this file")
     asked.add_argument("--keep", type=Path, help="keep the runs in this folder")
@@ -249,8 +274,11 @@ def main() -> None:
         case
         for name, case in sorted(CASES.items())
         if (not chosen.only or name in chosen.only)
-        and (chosen.half is None or half_of(name) == chosen.half)
+        and (chosen.half is None or half_of(case) == chosen.half)
     ]
+    if chosen.list:
+        print("\n".join(json.dumps(entry_of(case)) for case in cases))
+        return
     results: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="museum-") as folder,

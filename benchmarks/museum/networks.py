@@ -20,7 +20,12 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
-FILES = ("positions", "attention", "norms", "decoders", "ports", "training", "ranks")
+FRESH = (
+    *("speech", "vision", "diffusion", "graphs"),
+    *("retrieval", "serving", "losses", "processes"),
+)
+"""Files of cases that no rule was tuned on: once one was, a file leaves this list for good."""
+FILES = ("positions", "attention", "norms", "decoders", "ports", "training", "ranks", *FRESH)
 """Files of cases."""
 
 
@@ -60,6 +65,11 @@ class Case:
     formats: tuple[str, str] = ("float32", "float32")
     dump: tuple[str, ...] = ()
     ranks: int = 1
+
+    @property
+    def file(self) -> str:
+        """The file of cases that it stands in."""
+        return self.program.__module__.rpartition(".")[2]
 
 
 CASES: dict[str, Case] = {}
