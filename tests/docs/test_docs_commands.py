@@ -135,9 +135,9 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
     if words[:2] == ["driftline", "view"]:
         return look_and_stop(words, place)
     if words[0] != "driftline":
-        program = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
+        program = words if words[0] in ("bash", "python") else [sys.executable, "-m", *words]
         done = subprocess.run(
-            words if words[0] == "bash" else program,
+            program,
             cwd=place,
             env=environment,
             capture_output=True,
