@@ -240,7 +240,7 @@ def test_one_model_cannot_be_both_sides(batch: Padded) -> None:
 
 @pytest.mark.parametrize(
     ("unit", "sites"),
-    # Leaves are also walked by the commands' own tests on a device (tests/cli/test_aiu_stand_in.py).
+    # Leaves are walked by the commands, too, on a device: tests/cli/test_aiu_stand_in.py.
     [("block", 8), pytest.param("leaf", 32, marks=pytest.mark.slow), ("model", 1)],
 )
 def test_a_compiled_candidate_shows_what_lies_between_its_graphs(
