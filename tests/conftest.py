@@ -38,32 +38,34 @@ settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("busy")
 
 
-OURS = (
+IMPORTED = (
+    # An optimizer's first step imports dynamo: a second of each program that trains.
+    *("torch", "torch._dynamo"),
     *(f"driftline.cli.commands.{name}" for name in ("compare", "diagnose", "dump", "experiments")),
     *("driftline.cli.app", "driftline.comparison.pipeline", "driftline.diagnosis.api"),
     *("driftline.captures.launch.process", "driftline.captures.torch.framework"),
 )
-"""What most commands and captured programs import of us: a quarter of a second."""
+"""torch, and what most commands and captured programs import of us."""
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[str]:
     """Written for `python`: programs whose start is not the point find torch and us imported."""
-    with warm("torch", *OURS) as python:
+    with warm(*IMPORTED) as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def warm_llama() -> Iterator[str]:
     """The same, and a Llama of transformers is imported too."""
-    with warm("torch", *OURS, "transformers.models.llama.modeling_llama") as python:
+    with warm(*IMPORTED, "transformers.models.llama.modeling_llama") as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def warm_compiler() -> Iterator[str]:
     """The same, and torch.compile with its own backends is imported too."""
-    with warm("torch", *OURS, "torch._dynamo", "torch._inductor.compile_fx") as python:
+    with warm(*IMPORTED, "torch._inductor.compile_fx") as python:
         yield python
 
 

@@ -75,7 +75,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "graphs": ("tests/graphs",),
     "numerics": ("tests/numerics",),
     "operators": ("tests/operators",),
-    "runs": ("tests/runs", "tests/stores", "tests/captures/test_capture_entry.py"),
+    "runs": (
+        "tests/runs",
+        "tests/stores",
+        "tests/captures/test_capture_entry.py",
+        # Facts beside the tensors, and sinks before the disk.
+        "tests/captures/test_model_facts.py",
+        "tests/comparison/test_model_differences.py",
+        "tests/launch/test_launch_reasons.py",
+    ),
     "runs/stores": ("tests/stores",),
 }
 """The one place that says which tests belong to a package of `src/driftline`."""

@@ -77,10 +77,14 @@ def test_every_part_reaches_the_backend_and_agrees(
     assert driftline("check", TABLE, "--max", "relative_l2=0.05").code == 0
 
 
-@pytest.mark.parametrize("unit", ["leaf", "block"])
 @pytest.mark.parametrize(
-    ("fault", "site"),
-    [({"linear": 1.5}, "lm_head"), ({"embedding": 1.5}, "model.embed_tokens")],
+    ("fault", "site", "unit"),
+    [
+        ({"linear": 1.5}, "lm_head", "leaf"),
+        ({"embedding": 1.5}, "model.embed_tokens", "block"),
+        pytest.param({"linear": 1.5}, "lm_head", "block", marks=pytest.mark.slow),
+        pytest.param({"embedding": 1.5}, "model.embed_tokens", "leaf", marks=pytest.mark.slow),
+    ],
 )
 def test_a_backend_that_computes_wrongly_is_found_in_its_layer(
     layers: Command, driftline: Command, place: Path, unit: str, fault: dict[str, float], site: str

@@ -48,7 +48,7 @@ def pairs(draw):
     return reference, draw(array)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(pairs())
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
 def test_every_metric_derived_from_moments_is_what_its_definition_says(pair):

@@ -51,8 +51,17 @@ class Model(nn.Module):
 """
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
+    """A folder with `ait`, as a person types it, in the Python that has imported torch already."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "ait").write_text(f'#!/bin/sh\nexec "{warm_python}" "{BIN / "ait"}" "$@"\n')
+    (folder / "ait").chmod(0o755)
+    return folder
+
+
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Path:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str, commands: Path) -> Path:
     """The current folder, with the commands on the path; `python` has imported torch already."""
     for name in ("ait", "hook_result_checker.py"):
         assert (BIN / name).exists(), "driftline-compat is not installed: make install"
@@ -61,7 +70,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> P
     # Programs of these tests write dumps of other tools with `support`.
     own = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, own)))
-    places = (str(Path(warm_python).parent), str(BIN), os.environ["PATH"])
+    places = (str(commands), str(Path(warm_python).parent), str(BIN), os.environ["PATH"])
     monkeypatch.setenv("PATH", os.pathsep.join(places))
     (tmp_path / "toy.py").write_text(MODEL)
     return tmp_path

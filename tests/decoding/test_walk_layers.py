@@ -238,7 +238,11 @@ def test_one_model_cannot_be_both_sides(batch: Padded) -> None:
         walked(model, model, batch)
 
 
-@pytest.mark.parametrize(("unit", "sites"), [("block", 8), ("leaf", 32), ("model", 1)])
+@pytest.mark.parametrize(
+    ("unit", "sites"),
+    # Leaves are walked by the commands, too, on a device: tests/cli/test_aiu_stand_in.py.
+    [("block", 8), pytest.param("leaf", 32, marks=pytest.mark.slow), ("model", 1)],
+)
 def test_a_compiled_candidate_shows_what_lies_between_its_graphs(
     batch: Padded, unit: Unit, sites: int
 ) -> None:

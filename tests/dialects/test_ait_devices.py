@@ -8,6 +8,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +43,28 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCOMPLETE": 2}
 
 
-def compared(dumps: Path, folder: Path, golden: str, mine: str, spelling: str) -> str:
+def _compared(python: str, dumps: Path, folder: Path, golden: str, mine: str, spelling: str) -> str:
     words = [str(BIN / "driftline"), "compare"]
     if spelling == "theirs":
         words = [str(BIN / "ait"), "llm", "compare"]
     words += ["-gp", str(dumps / golden), "-mp", str(dumps / mine), "-o", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([python, *words], capture_output=True, text=True, timeout=110)
     assert "Traceback" not in done.stderr
     # A script that only asks for the code must not take INCOMPLETE for a PASS.
     assert done.returncode == EXIT_CODES[done.stdout.split(":")[0]], done.stdout
     return " ".join(done.stdout.split())
 
 
+@pytest.fixture
+def compared(warm_python: str) -> Callable[..., str]:
+    """What either command says of two dumps."""
+    return partial(_compared, warm_python)
+
+
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
-def test_every_device_folder_is_compared(dumps: Path, tmp_path: Path, spelling: str) -> None:
+def test_every_device_folder_is_compared(
+    compared: Callable[..., str], dumps: Path, tmp_path: Path, spelling: str
+) -> None:
     assert compared(dumps, tmp_path, "clean", "clean", spelling).startswith("PASS")
     assert compared(dumps, tmp_path, "torch of two", "clean", spelling).startswith("PASS")
     for golden in ("clean", "torch of two"):
@@ -76,7 +86,13 @@ def test_every_device_folder_is_compared(dumps: Path, tmp_path: Path, spelling: 
     ],
 )
 def test_what_is_not_compared_makes_it_incomplete(
-    dumps: Path, tmp_path: Path, golden: str, mine: str, words: str, spelling: str
+    compared: Callable[..., str],
+    dumps: Path,
+    tmp_path: Path,
+    golden: str,
+    mine: str,
+    words: str,
+    spelling: str,
 ) -> None:
     text = compared(dumps, tmp_path, golden, mine, spelling)
     assert text.startswith("INCOMPLETE") and words in text
@@ -84,7 +100,7 @@ def test_what_is_not_compared_makes_it_incomplete(
 
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
 def test_one_torch_process_is_compared_with_each_device_by_its_folder(
-    dumps: Path, tmp_path: Path, spelling: str
+    compared: Callable[..., str], dumps: Path, tmp_path: Path, spelling: str
 ) -> None:
     """What INCOMPLETE leaves to do, as docs/seed-differences.md says."""
     for device, words in (("0_1", "PASS"), ("1_2", "FAIL")):

@@ -85,9 +85,9 @@ def tools(place: Path, python: str) -> Path:
     """`python`, `bash` scripts and `driftline` as in an environment that is activated."""
     place.mkdir(parents=True)
     for name, words in (
-        ("driftline", f'"{sys.executable}" -m driftline'),
+        ("driftline", f'"{python}" -m driftline'),
         ("python", f'"{python}"'),
-        ("torchrun", f'"{sys.executable}" -m torch.distributed.run'),
+        ("torchrun", f'"{python}" -m torch.distributed.run'),
     ):
         (place / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         (place / name).chmod(0o755)

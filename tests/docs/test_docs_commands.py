@@ -27,6 +27,9 @@ from support.programs import running
 
 Kitchen = Callable[[Path], None]
 
+PYTHON = sys.executable
+"""Not the warm one: for tests of pytest, and of signals."""
+
 
 def demo(place: Path) -> None:
     kitchens.programs(place, demo=True)
@@ -135,9 +138,9 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
     if words[:2] == ["driftline", "view"]:
         return look_and_stop(words, place)
     if words[0] != "driftline":
-        program = [sys.executable, *(words[1:] if words[0] == "python" else ["-m", *words])]
+        program = words if words[0] in ("bash", "python") else [PYTHON, "-m", *words]
         done = subprocess.run(
-            words if words[0] == "bash" else program,
+            program,
             cwd=place,
             env=environment,
             capture_output=True,
@@ -154,7 +157,7 @@ def run(words: list[str], place: Path) -> tuple[int, str]:
 def look_and_stop(words: list[str], place: Path) -> tuple[int, str]:
     """A command that ends when its reader is done: the page is read, then Ctrl-C."""
     with running(
-        [sys.executable, "-m", *words],
+        [PYTHON, "-m", *words],
         cwd=place,
         stdout=subprocess.PIPE,
         text=True,
@@ -204,6 +207,7 @@ def test_every_command_of_the_page_works(
     monkeypatch.chdir(place)
     tools = kitchens.tools(tmp_path / "bin", warm_python)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))  # what the tour starts, too
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for block in SHOWN[name]:

@@ -64,7 +64,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm_python: str) -> Path:
         ["ait", "llm", "dump", "--exec", program, "--type", "model", "-o", "topology"],
     ):
         done = subprocess.run(
-            [str(BIN / words[0]), *words[1:]], cwd=base, env=env, capture_output=True, text=True
+            [warm_python, str(BIN / words[0]), *words[1:]],
+            cwd=base,
+            env=env,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
     return base
@@ -165,7 +169,7 @@ def test_one_of_several_tokens_is_checked_and_drawn_alone(
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("spelling", ["ours", "theirs"])
 def test_operators_of_a_torch_dump_are_checked(
-    place: Path, tmp_path: Path, listed: bool, spelling: str
+    place: Path, tmp_path: Path, warm_python: str, listed: bool, spelling: str
 ) -> None:
     (process,) = (place / "operators" / "ait_dump" / "torch_tensors").iterdir()
     pid = process.name.partition("_")[2]
@@ -175,7 +179,7 @@ def test_operators_of_a_torch_dump_are_checked(
     command = [str(BIN / "ait"), "llm", "opcheck"]
     if spelling == "ours":
         command = [str(BIN / "driftline"), "opcheck"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    done = subprocess.run([warm_python, *command, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "16 operators checked, all right" in done.stdout
     (result,) = tmp_path.glob("opcheck_result_*.csv")

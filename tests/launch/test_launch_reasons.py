@@ -18,7 +18,7 @@ from driftline.errors import BadInput
 from driftline.runs.memory import MemorySink
 from driftline.runs.reader import open_run
 from driftline.runs.records import Record, TensorKey
-from driftline.runs.sinks import Late, Limited
+from driftline.runs.sinks import MOST_WAITING, Late, Limited
 from driftline.runs.writer import RunWriter
 
 PLAN = CapturePlan("/tmp/x", Selection(steps=("0",)))
@@ -124,6 +124,13 @@ def test_a_mark_cut_short_is_passed_over(tmp_path):
 def tensor(step: int, number: int = 0) -> tuple[Record, np.ndarray]:
     values = np.full(64, step * 7 + number, np.uint8)
     return Record(TensorKey.of(f"m{number}", "output", step=step), 0, "uint8", (64,)), values
+
+
+def test_events_of_a_program_that_never_computes_take_bounded_memory():
+    late = Late(MemorySink)
+    for number in range(MOST_WAITING + 10):
+        late.event("warning", str(number))
+    assert [message for _, message in late.waiting_events] == [str(n) for n in range(MOST_WAITING)]
 
 
 def test_a_late_sink_is_made_once_and_gets_what_was_said_before():

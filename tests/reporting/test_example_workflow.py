@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,12 +16,14 @@ WORKFLOW = ROOT / "examples" / "ci" / "driftline.yml"
 NEEDS_NETWORK = ("install",)
 
 
-def steps_of(job: dict[str, object], folder: Path, **more: str) -> dict[str, tuple[int, str]]:
+def steps_of(
+    job: dict[str, object], folder: Path, python: str, **more: str
+) -> dict[str, tuple[int, str]]:
     """Exit code and output of each step with commands; a failing one is followed by `always()`."""
     tools = folder / "tools"
     tools.mkdir()
     for name, words in (("driftline", "-m driftline"), ("python", "")):
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (tools / name).write_text(f'#!/bin/sh\nexec "{python}" {words} "$@"\n')
         (tools / name).chmod(0o755)
     environment = {
         **os.environ,
@@ -53,12 +54,12 @@ def steps_of(job: dict[str, object], folder: Path, **more: str) -> dict[str, tup
     "fault", [pytest.param("", marks=pytest.mark.slow), "--fault gelu --fault-layer 2"]
 )
 def test_the_example_workflow_finds_a_fault_and_lets_a_clean_model_pass(
-    fault: str, tmp_path: Path
+    fault: str, tmp_path: Path, warm_python: str
 ) -> None:
     (job,) = yaml.safe_load(WORKFLOW.read_text("utf-8"))["jobs"].values()
     shutil.copy(ROOT / "src" / "driftline" / "testing" / "demo" / "infer.py", tmp_path)
     candidate = f"{job['env']['CANDIDATE']} --tokens 1 {fault}".strip()
-    found = steps_of(job, tmp_path, CANDIDATE=candidate)
+    found = steps_of(job, tmp_path, warm_python, CANDIDATE=candidate)
     assert list(found) == ["run both programs", "compare every layer", "keep the results"]
     codes = [code for code, _ in found.values()]
     assert codes == [0, 1 if fault else 0, 0], found

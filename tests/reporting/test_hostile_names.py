@@ -6,8 +6,9 @@ import csv
 import io
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,10 +52,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(write_run(place / "a", 0.0)), str(write_run(place / "b", 0.1))
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "driftline", *words], cwd=cwd, capture_output=True, check=False
-    )
+@pytest.fixture
+def run(warm_python: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """A command in the test's own folder; its bytes are those of a terminal or a file."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        command = [warm_python, "-m", "driftline", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+
+    return run
 
 
 COMMANDS = [
@@ -78,10 +84,10 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words)[:40])
 def test_no_escape_reaches_a_terminal_or_a_file(
-    words: tuple[str, ...], runs: tuple[str, str], tmp_path: Path
+    words: tuple[str, ...], runs: tuple[str, str], tmp_path: Path, run: Callable[..., Any]
 ) -> None:
     places = {"A": runs[0], "B": runs[1]}
-    done = run(*(places.get(word, word) for word in words), cwd=tmp_path)
+    done = run(*(places.get(word, word) for word in words))
     assert b"Traceback" not in done.stderr
     for text in (done.stdout, done.stderr):
         assert not re.search(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]", text), text[:2000]
@@ -106,9 +112,9 @@ def assert_no_formula(text: str) -> None:
 
 
 def test_a_spreadsheet_finds_no_formula_and_loses_no_name(
-    runs: tuple[str, str], tmp_path: Path
+    runs: tuple[str, str], run: Callable[..., Any]
 ) -> None:
-    done = run("compare", *runs, "--format", "csv", "--all", cwd=tmp_path)
+    done = run("compare", *runs, "--format", "csv", "--all")
     rows = list(csv.DictReader(io.StringIO(done.stdout.decode())))
     assert_no_formula(done.stdout.decode())
     assert {plain(row["site"]) for row in rows} == set(SITES)

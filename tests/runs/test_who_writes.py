@@ -66,6 +66,14 @@ def writing(path: Path, *, rank: int = 0, steps: int = 1) -> Iterator[subprocess
         process.stdout.close()
 
 
+def test_facts_of_an_opened_run_are_read_again_until_its_process_has_ended(tmp_path) -> None:
+    with writing(tmp_path / "run"):
+        run = open_run(tmp_path / "run")
+        assert [facts["sealed"] for facts in run.processes()] == [False]
+    (facts,) = run.processes()
+    assert facts["sealed"] is True
+
+
 def test_a_run_that_is_still_written_is_compared_as_far_as_it_is_complete(tmp_path, capsys):
     ref = write(tmp_path / "ref")
     with writing(tmp_path / "cand") as process:

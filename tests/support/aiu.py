@@ -5,6 +5,7 @@ A factor for linear layers or embeddings is the fault that a layer debugger must
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ def sendnn(graph, inputs, **options):
 def write_package(folder: Path, *, linear: float = 1.0, embedding: float = 1.0) -> Path:
     """The package, in a folder that belongs on `sys.path`."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Bytecode of another fault, as long and of the same second, would be taken for this one's.
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     (folder / "torch_sendnn.py").write_text(PACKAGE.format(linear=linear, embedding=embedding))
     return folder
 

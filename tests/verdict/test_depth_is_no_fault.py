@@ -47,7 +47,7 @@ def test_24_layers_with_gains_do_not_fail(
     assert len({said.code for said in codes.values()}) == 1
 
 
-@pytest.mark.parametrize("gain", [0.0, 2.0])
+@pytest.mark.parametrize("gain", [pytest.param(0.0, marks=pytest.mark.slow), 2.0])
 def test_80_layers_do_not_fail(gain: float, command: Callable, tmp_path: Path) -> None:
     pair = runs_of(decoder("Qwen2", 80, width=64, gain=gain), tmp_path, tokens=16)
     codes = {verb: command(verb, *pair) for verb in ("compare", "diagnose")}

@@ -12,6 +12,7 @@ options that take several words need at least one (`options.SEVERAL`).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import shutil
@@ -368,7 +369,13 @@ def print_overview(version: str) -> None:
 
 def option_names(name: str) -> list[str]:
     """Every option spelling of a command."""
-    return list(_options(arguments_of(name)))
+    return list(_options_of(name, load(name)))
+
+
+@functools.cache
+def _options_of(name: str, function: CommandFunction) -> Mapping[str, Argument]:
+    """Every spelling and its option; kept for a program that calls many commands, as tests do."""
+    return _options(command_app(name, function).assemble_argument_collection())
 
 
 def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.BoundArguments:
@@ -377,15 +384,15 @@ def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.
     Raises:
         BadInput: The words are no command line of this command.
     """
-    app = command_app(name, function)
     # Names are looked up here first, because cyclopts also accepts what is nearly one.
-    options = _options(app.assemble_argument_collection())
+    options = _options_of(name, function)
     cut = words.index("--") if "--" in words else len(words)
     tokens = _check(name, words[:cut], options)
     takes_program = COMMANDS[name].takes_program
     if not takes_program:
         # Here the words after `--` are places like others: files whose names begin with a dash.
         tokens += words[cut:]
+    app = command_app(name, function)
     try:
         # Errors are ours to print: cyclopts would draw a box and end the process.
         _, call, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)

@@ -56,9 +56,8 @@ DOCUMENTED = (
 
 
 def look_up(table: tuple[ModelLimits, ...], model: str, *, micro: bool) -> ModelLimits | None:
-    """The limits of a model; a micro model without its own has those of the whole one."""
+    """The limits of a model; a micro model without its own has those of the full model."""
     name = model.rstrip("/")
-    # A micro model without limits of its own is held to those of the full one.
     for wanted in (True, False) if micro else (False,):
         for entry in table:
             if entry.model_id.rstrip("/") == name and entry.micro is wanted:
@@ -72,10 +71,10 @@ def read_table(path: Path) -> tuple[ModelLimits, ...]:
     Raises:
         BadFile: It is no such table.
     """
-    shown = _json(_text(path), path)
-    if not isinstance(shown, list):
+    listed = _json(_text(path), path)
+    if not isinstance(listed, list):
         raise BadFile(f"{path} is no table of limits: a list of models is expected")
-    entries = enumerate(cast("list[Any]", shown))
+    entries = enumerate(cast("list[Any]", listed))
     return tuple(_limits_of(entry, f"{path}, entry {index}") for index, entry in entries)
 
 
@@ -99,7 +98,7 @@ def seed_table(path: Path) -> bool:
 
 
 class ModelList(NamedTuple):
-    """A model of the documented list, and what was said about lines that are none."""
+    """Models of such a list, and a complaint about every line that could not be read."""
 
     models: tuple[ModelLimits, ...]
     complaints: tuple[str, ...]
@@ -157,9 +156,9 @@ def _json(text: str, path: Path) -> Any:
 def _limits_of(entry: Any, where: str) -> ModelLimits:
     if not isinstance(entry, dict):
         raise BadFile(f"{where}: an object with model_id, ce and mean_diff is expected")
-    shown = cast("dict[str, Any]", entry)
-    name, micro = shown.get("model_id"), shown.get("micro", False)
-    numbers = [shown.get(key) for key in ("ce", "mean_diff")]
+    fields = cast("dict[str, Any]", entry)
+    name, micro = fields.get("model_id"), fields.get("micro", False)
+    numbers = [fields.get(key) for key in ("ce", "mean_diff")]
     if not isinstance(name, str) or not name or not isinstance(micro, bool):
         raise BadFile(f"{where}: it names no model_id")
     # NaN as a limit would let no token fail, or every one.

@@ -36,7 +36,7 @@ _LINE = 16
 _THREAD_ROWS = 8
 """Rows below which a thread more costs what it saves."""
 _MOST_THREADS = 256
-"""As many as the kernel has hands for."""
+"""The most that the kernel can start."""
 
 
 class RowScores(NamedTuple):

@@ -24,7 +24,7 @@ GOALS: Mapping[tuple[str, str], float] = {
 SUB_NOISE_GOAL = 0.90
 ROWS_PER_ALARM = 10_000
 MEANT = 0.05
-"""Units of roundoff that a fault must change its own module's output by, to be meant at all."""
+"""A fault that changes its own module's output by fewer units of roundoff is not asked for."""
 
 
 class Job(NamedTuple):
