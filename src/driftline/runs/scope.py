@@ -149,15 +149,10 @@ def note_end(folder: Path, status: int) -> None:
 
 def scope_of(run: Run) -> RunScope:
     """The facts of a run; those of a view are the run's own."""
-    processes = run.processes()
-    own = [facts for facts in processes if _is_captured(run.manifest, facts)]
-    # A run in memory has no processes, and says of itself what a process says.
-    in_memory: Mapping[str, Any] = {}
-    if not processes and "capture" in run.manifest:
-        in_memory = run.manifest
-    if not own and not in_memory:
+    own = [facts for facts in run.processes() if _is_captured(run.manifest, facts)]
+    if not own:
         return RunScope()
-    captures = [object_of(facts.get("capture")) for facts in (own or [in_memory])]
+    captures = [object_of(facts.get("capture")) for facts in own]
     status, raised, notes, compiled = _told_by_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
@@ -169,11 +164,11 @@ def scope_of(run: Run) -> RunScope:
         True,
         status,
         exception,
-        () if ended_well else tuple(_unfinished(own or [in_memory], raised)),
+        () if ended_well else tuple(_unfinished(own, raised)),
         tuple(_name(facts) for facts in killed),
         run.growing,
         max((count_of(capture.get("steps_ran"), _MOST_STEPS) for capture in captures), default=0),
-        tuple(_filters(captures[0], (own or [in_memory])[0])),
+        tuple(_filters(captures[0], own[0])),
         notes,
         compiled,
         run.facts.world,

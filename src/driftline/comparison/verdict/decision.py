@@ -80,8 +80,15 @@ def decide(facts: Facts) -> Decision:
 
 def _nothing_compared(facts: Facts) -> Decision | None:
     # Inputs of another shape are a difference although nothing behind them could be compared.
-    if facts.coverage.compared or facts.divergence.first is not None:
+    nothing = not facts.coverage.compared or not facts.covered.elements
+    if not nothing or facts.divergence.first is not None:
         return None
+    if facts.coverage.compared:
+        return Decision(
+            "incomparable",
+            f"nothing was compared: no tensor that both sides have holds an element "
+            f"({facts.coverage})",
+        )
     finding = f"nothing could be compared: {facts.coverage}"
     if why := facts.counts.incomparable:
         finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
