@@ -164,6 +164,18 @@ def test_tensors_without_an_element_are_no_agreement(
             assert "othing was compared: no tensor that both sides have holds" in said[2]
 
 
+def test_gradients_that_one_side_alone_was_asked_for_are_named(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    whole = captured(model, tmp_path / "whole", IDS, loss=entropy, params=True)
+    calls = captured(model, tmp_path / "calls", IDS)
+    for name, pair in (("reference", (whole, calls)), ("candidate", (calls, whole))):
+        said = command("compare", *pair)
+        assert (said.code, said.word) == (0, "PASS")
+        assert f"only the {name} holds gradients and weights" in " ".join(said.out.split())
+
+
 def test_layers_that_only_the_reference_has_are_named(
     command: Callable[..., Any], tmp_path: Path
 ) -> None:

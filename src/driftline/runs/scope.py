@@ -55,6 +55,7 @@ class RunScope(NamedTuple):
         ranks: How many ranks the job had; 0 if it is not known.
         engine: What computed it, as far as known: torch, paddle, onnxruntime.
         updates: How many steps optimizers made; -1 if it is not known.
+        levels: What was captured besides calls: gradients, params.
     """
 
     captured: bool = False
@@ -71,6 +72,7 @@ class RunScope(NamedTuple):
     engine: str = ""
     updates: int = -1
     hidden: tuple[tuple[str, int], ...] = ()
+    levels: tuple[str, ...] = ()
 
     @property
     def has_modules(self) -> bool:
@@ -121,6 +123,7 @@ class RunScope(NamedTuple):
             str(facts.get("engine") or ""),
             _updates(facts),
             tuple(_hidden(facts.get("hidden"))),
+            _words(facts.get("levels")),
         )
 
 
@@ -175,6 +178,7 @@ def scope_of(run: Run) -> RunScope:
         run.facts.framework,
         max(map(_updates, captures), default=-1),
         tuple(_hidden_leaves(run, compiled)),
+        tuple(level for level in _BESIDE_CALLS if level in list_of(captures[0].get("levels"))),
     )
 
 
@@ -285,6 +289,7 @@ def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[s
         yield f"{_OPTIONS.get(name, name)} {shown}"[:_LONGEST]
 
 
+_BESIDE_CALLS = ("gradients", "params")
 RANKS = "--rank"
 _OPTIONS = {
     "sites": "--site",

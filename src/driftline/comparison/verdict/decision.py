@@ -257,10 +257,19 @@ def _narrowed(facts: Facts) -> str:
         words.append(f"{spans(covered.steps)} of {of}")
     if selected := facts.sides[0].selected:
         words.append(f"only {', '.join(selected)}")
-    for name, side in zip(("reference", "candidate"), facts.sides, strict=True):
+    for name, side, other in zip(
+        ("reference", "candidate"), facts.sides, reversed(facts.sides), strict=True
+    ):
+        alone = [level for level in side.scope.levels if level not in other.scope.levels]
+        if alone and other.scope.captured:
+            words.append(f"only the {name} holds {' and '.join(map(_called, alone))}")
         if side.scope.filters:
             words.append(f"the {name} holds only {', '.join(side.scope.filters)}")
     return "".join(f"; {word}" for word in words)
+
+
+def _called(level: str) -> str:
+    return "weights" if level == "params" else level
 
 
 def _endings(facts: Facts) -> str:
