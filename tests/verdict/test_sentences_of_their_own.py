@@ -153,6 +153,69 @@ def test_inputs_of_another_shape(command: Callable[..., Any], tmp_path: Path) ->
     )
 
 
+def test_tensors_without_an_element_are_no_agreement(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    empty = captured(model, tmp_path / "empty", IDS[:0])
+    for other in (empty, captured(model, tmp_path / "full", IDS)):
+        for said in findings(command, empty, other).values():
+            assert (said[0], said[1]) == (2, "incomparable")
+            assert "othing was compared: no tensor that both sides have holds" in said[2]
+
+
+def test_gradients_that_one_side_alone_was_asked_for_are_named(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    whole = captured(model, tmp_path / "whole", IDS, loss=entropy, params=True)
+    calls = captured(model, tmp_path / "calls", IDS)
+    for name, pair in (("reference", (whole, calls)), ("candidate", (calls, whole))):
+        said = command("compare", *pair)
+        assert (said.code, said.word) == (0, "PASS")
+        assert f"only the {name} holds gradients and weights" in " ".join(said.out.split())
+
+
+def test_layers_that_only_the_reference_has_are_named(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    whole = captured(model, tmp_path / "whole", IDS)
+    model.layers = model.layers[:4]
+    told = findings(command, whole, captured(model, tmp_path / "short", IDS))
+    assert {said[:2] for said in told.values()} == {(1, "fail")}
+    assert "'layers.4' and 1 more run before it in the reference only" in told["compare"][2]
+
+
+def generated(model: Model, path: Path) -> Path:
+    """Nine words, each the likeliest after those before it, and read alone in the next step."""
+    word = torch.tensor([[7]])
+    with torch.no_grad(), driftline.capture(model, path, steps=range(9)):
+        for number in range(9):
+            word = model(word, torch.tensor([[number]])).argmax(-1)
+    return path
+
+
+def test_what_follows_from_another_word_comes_after_the_fault_that_chose_it(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = model_of()
+    right = generated(model, tmp_path / "right")
+    with torch.no_grad():
+        model.layers[3].down.weight.mul_(-20)
+    wrong = generated(model, tmp_path / "wrong")
+    told = json.loads(command("compare", right, wrong, "--format", "json").out)
+    table = driftline.compare(right, wrong)
+    later = table.only(sites=["(root)"], ports=["input"]).rows
+    first_other = min(row.step for row in later if row.status == "fail")
+    assert (told["first_site"], table.first.step, first_other > 0) == ("layers.3.down", 0, True)
+    assert f"from step {first_other} on the model is given other inputs" in told["finding"]
+    # Rows that are farther off are there, in later steps; none of them leads.
+    worst = table.worst(12, compared=True)
+    assert all(row.step < first_other for row in worst)
+    assert max(row.severity for row in table.rows) > worst[0].severity
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_another_loss_is_a_wrong_gradient_that_arrives(
     dtype: torch.dtype, command: Callable[..., Any], tmp_path: Path

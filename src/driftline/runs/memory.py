@@ -121,6 +121,7 @@ class MemorySink:
             self._tree,
             dict(self._facts),
             dict(self._sheets),
+            self.rank,
         )
 
     def _fits(self, length: int) -> bool:
@@ -137,6 +138,7 @@ class _MemoryRun(Run):
         tree: Mapping[str, JSON] | None,
         facts: Mapping[str, JSON],
         sheets: Mapping[str, str],
+        rank: int,
     ) -> None:
         self.name = name
         self._records = records
@@ -145,6 +147,7 @@ class _MemoryRun(Run):
         self._tree = tree
         self._facts = facts
         self._sheets = sheets
+        self._rank = rank
 
     @property
     def records(self) -> Sequence[Record]:
@@ -172,6 +175,12 @@ class _MemoryRun(Run):
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         return iter(self._events)
+
+    def processes(self) -> list[Mapping[str, Any]]:
+        # What was not captured here was converted, or put together; no process made it.
+        if "capture" not in self._facts:
+            return []
+        return [{**self._facts, "rank": self._rank, "process": 0, "sealed": True}]
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         del rank, process

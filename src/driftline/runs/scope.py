@@ -55,6 +55,7 @@ class RunScope(NamedTuple):
         ranks: How many ranks the job had; 0 if it is not known.
         engine: What computed it, as far as known: torch, paddle, onnxruntime.
         updates: How many steps optimizers made; -1 if it is not known.
+        levels: What was captured besides calls: gradients, params.
     """
 
     captured: bool = False
@@ -71,6 +72,7 @@ class RunScope(NamedTuple):
     engine: str = ""
     updates: int = -1
     hidden: tuple[tuple[str, int], ...] = ()
+    levels: tuple[str, ...] = ()
 
     @property
     def has_modules(self) -> bool:
@@ -121,6 +123,7 @@ class RunScope(NamedTuple):
             str(facts.get("engine") or ""),
             _updates(facts),
             tuple(_hidden(facts.get("hidden"))),
+            _words(facts.get("levels")),
         )
 
 
@@ -149,15 +152,10 @@ def note_end(folder: Path, status: int) -> None:
 
 def scope_of(run: Run) -> RunScope:
     """The facts of a run; those of a view are the run's own."""
-    processes = run.processes()
-    own = [facts for facts in processes if _is_captured(run.manifest, facts)]
-    # A run in memory has no processes, and says of itself what a process says.
-    in_memory: Mapping[str, Any] = {}
-    if not processes and "capture" in run.manifest:
-        in_memory = run.manifest
-    if not own and not in_memory:
+    own = [facts for facts in run.processes() if _is_captured(run.manifest, facts)]
+    if not own:
         return RunScope()
-    captures = [object_of(facts.get("capture")) for facts in (own or [in_memory])]
+    captures = [object_of(facts.get("capture")) for facts in own]
     status, raised, notes, compiled = _told_by_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
@@ -169,17 +167,18 @@ def scope_of(run: Run) -> RunScope:
         True,
         status,
         exception,
-        () if ended_well else tuple(_unfinished(own or [in_memory], raised)),
+        () if ended_well else tuple(_unfinished(own, raised)),
         tuple(_name(facts) for facts in killed),
         run.growing,
         max((count_of(capture.get("steps_ran"), _MOST_STEPS) for capture in captures), default=0),
-        tuple(_filters(captures[0], (own or [in_memory])[0])),
+        tuple(_filters(captures[0], own[0])),
         notes,
         compiled,
         run.facts.world,
         run.facts.framework,
         max(map(_updates, captures), default=-1),
         tuple(_hidden_leaves(run, compiled)),
+        tuple(level for level in _BESIDE_CALLS if level in list_of(captures[0].get("levels"))),
     )
 
 
@@ -290,6 +289,7 @@ def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[s
         yield f"{_OPTIONS.get(name, name)} {shown}"[:_LONGEST]
 
 
+_BESIDE_CALLS = ("gradients", "params")
 RANKS = "--rank"
 _OPTIONS = {
     "sites": "--site",

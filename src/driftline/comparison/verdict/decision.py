@@ -80,8 +80,15 @@ def decide(facts: Facts) -> Decision:
 
 def _nothing_compared(facts: Facts) -> Decision | None:
     # Inputs of another shape are a difference although nothing behind them could be compared.
-    if facts.coverage.compared or facts.divergence.first is not None:
+    nothing = not facts.coverage.compared or not facts.covered.elements
+    if not nothing or facts.divergence.first is not None:
         return None
+    if facts.coverage.compared:
+        return Decision(
+            "incomparable",
+            f"nothing was compared: no tensor that both sides have holds an element "
+            f"({facts.coverage})",
+        )
     finding = f"nothing could be compared: {facts.coverage}"
     if why := facts.counts.incomparable:
         finding += f"; '{why.key.site}' {why.key.port}, for one: {why.reason}"
@@ -250,10 +257,19 @@ def _narrowed(facts: Facts) -> str:
         words.append(f"{spans(covered.steps)} of {of}")
     if selected := facts.sides[0].selected:
         words.append(f"only {', '.join(selected)}")
-    for name, side in zip(("reference", "candidate"), facts.sides, strict=True):
+    for name, side, other in zip(
+        ("reference", "candidate"), facts.sides, reversed(facts.sides), strict=True
+    ):
+        alone = [level for level in side.scope.levels if level not in other.scope.levels]
+        if alone and other.scope.captured:
+            words.append(f"only the {name} holds {' and '.join(map(_called, alone))}")
         if side.scope.filters:
             words.append(f"the {name} holds only {', '.join(side.scope.filters)}")
     return "".join(f"; {word}" for word in words)
+
+
+def _called(level: str) -> str:
+    return "weights" if level == "params" else level
 
 
 def _endings(facts: Facts) -> str:

@@ -24,6 +24,8 @@ _NEARLY_ALL = 0.8
 _MOST_FUSED = 12
 _IDENTITY = ("relative_l2", "reference_l2", "candidate_l2")
 _SELVES = {**dict.fromkeys(ROOT, "the model itself"), "(program)": "the program itself"}
+_ABSENT = ("only in the reference", "no site of ")
+"""Begin the reasons of rows for whose module the candidate has none."""
 _PLACES = {
     "output": "its output",
     "grad_input": "the gradient of its input",
@@ -69,7 +71,7 @@ def find_divergence(
     else:
         what = "differs" if compared == 1 else "is the first in the file that differs"
         site, where = first.key.site, f"'{first.key.site}' {what}"
-    scope = f"{counts.failing} of {compared} compared tensors fail"
+    scope = counts.failed
     if ordered and (after := other_inputs_from(rows, first)) is not None:
         scope += (
             f"; from step {after} on the model is given other inputs, and what is off there follows"
@@ -137,12 +139,43 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
     parent = _enclosing(first, rows)
     if parent is None:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
+    # Calls of the reference alone made it: the candidate has left them out.
+    if lone := _alone_before(first, rows):
+        return parent, (
+            f"the drift starts inside {_around(parent, rows)}{when}, before it calls {name}: input "
+            f"'{key.slot}' is off, and {lone} before it in the reference only"
+        )
     # Where no outputs were kept, another child of the parent may have made it.
     whose = "in its own code " if any(row.key.port == "output" for row in rows) else ""
     return parent, (
         f"the drift starts inside {_around(parent, rows)}{when}, {whose}before it "
         f"calls {name}: input '{key.slot}' is off and no captured output that could feed it is"
     )
+
+
+def _alone_before(failing: Row, rows: Sequence[Row]) -> str:
+    """Which modules only the reference has called between what was compared last and a failing row.
+
+    In words, containers instead of their parts; empty if there is none.
+    """
+    alone: list[str] = []
+    for row in rows:
+        key = row.key
+        if key.port != "output" or not (row.order < failing.order and _belongs(row, failing)):
+            continue
+        if row.status == "missing" and row.reason.startswith(_ABSENT):
+            alone = [site for site in alone if not site.startswith(f"{key.site}.")] + [key.site]
+        elif row.compared:
+            alone.clear()
+    if not alone:
+        return ""
+    more = f" and {len(alone) - 1} more run" if len(alone) > 1 else " runs"
+    return f"'{alone[0]}'{more}"
+
+
+def _belongs(row: Row, other: Row) -> bool:
+    place = other.key
+    return (row.key.step, row.key.rank, row.key.process) == (place.step, place.rank, place.process)
 
 
 def _nearly_outside(failing: Row, rows: Sequence[Row]) -> list[Row]:

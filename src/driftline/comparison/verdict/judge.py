@@ -201,9 +201,8 @@ def _reworded(
 ) -> Divergence:
     """The finding, with what is known besides of where error is added and what would have shown."""
     if certain is not None:
-        scope = f"{counts.failing} of {counts.compared} compared tensors fail"
         first = next((row for row in rows if row.key == certain.row.key), certain.row)
-        return Divergence(first, certain.site, f"{certain.sentence}; {scope}")
+        return Divergence(first, certain.site, f"{certain.sentence}; {counts.failed}")
     if judgement is None:
         return divergence
     finding = divergence.finding

@@ -63,6 +63,13 @@ class RowCounts:
     def only_inputs(self) -> bool:
         return self._outputs and not self._others
 
+    @property
+    def failed(self) -> str:
+        """How many of the compared tensors fail, in words."""
+        if not self.compared:
+            return "no tensor behind them could be compared"
+        return f"{self.failing} of {self.compared} compared tensors fail"
+
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The same rows, counted."""
         for row in rows:
