@@ -433,6 +433,14 @@ class ModelPair:
             return Relation("")
         return relation_of(first, second)
 
+    def sites(self, side: int) -> Iterable[str]:
+        """Sites of the reference's modules (0) or the candidate's (1), by the reference's names."""
+        return self._candidate_sites if side else self.reference.modules
+
+    def has(self, site: str) -> bool:
+        """Whether either side has a module here; of what is no module's, whether it is known."""
+        return not site or site in self.reference.modules or site in self._candidate_sites
+
     def has_both(self, path: str) -> bool:
         """Whether both models have a tensor of this name; another framework has parts of its own.
 
@@ -543,7 +551,7 @@ def folded(differences: Iterable[Difference]) -> list[Difference]:
     for difference in differences:
         key: tuple[Any, ...] = (
             difference.kind,
-            _DIGITS.sub("*", difference.name),
+            _without_numbers(difference.name),
             difference.reference,
             difference.candidate,
             difference.relation,
@@ -557,6 +565,12 @@ def folded(differences: Iterable[Difference]) -> list[Difference]:
             key += (_DIGITS.sub("*", difference.site),)
         groups.setdefault(key, []).append(difference)
     return [_one(group) for group in groups.values()]
+
+
+def _without_numbers(name: str) -> str:
+    # Ranks behind a name tell differences apart.
+    head, mark, ranks = name.partition(" (rank")
+    return _DIGITS.sub("*", head) + mark + ranks
 
 
 def _one(group: list[Difference]) -> Difference:
