@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -744,3 +745,68 @@ def test_a_counter_of_a_longer_program_is_no_difference(tmp_path: Path) -> None:
     first = _run_of_steps(tmp_path / "ref", lambda *_: None)
     second = _run_of_steps(tmp_path / "cand", lambda *_: None, steps=13)
     assert not _differences_that_count(first, second)
+
+
+# Ranks.
+
+
+class Stage(nn.Module):
+    """Some of the layers of a model, by the names that they have in the whole."""
+
+    def __init__(self, numbers: range, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): nn.LayerNorm(16, eps=eps) for n in numbers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def on_ranks(monkeypatch: pytest.MonkeyPatch, path: Path, models: list[Stage]) -> Path:
+    """What a launcher's processes would leave: each has its folder in the run."""
+    monkeypatch.setenv("WORLD_SIZE", str(len(models)))
+    for rank, model in enumerate(models):
+        monkeypatch.setenv("RANK", str(rank))
+        place = path if rank == 0 else path.with_name(f"{path.name}-{rank}")
+        with driftline.capture(model, place), torch.no_grad():
+            model(torch.ones(2, 16))
+        if rank:
+            about = json.loads((place / f"rank{rank}" / "process.json").read_text())
+            # It says to which run it belongs, and moves to another one.
+            kept = {name: value for name, value in about.items() if name not in ("run", "job")}
+            (place / f"rank{rank}").rename(path / f"rank{rank}")
+            (path / f"rank{rank}" / "process.json").write_text(json.dumps(kept))
+    return path
+
+
+LAYERS = {"whole": [range(4)], "stages": [range(2), range(2, 4)], "copies": [range(4), range(4)]}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "faulty", "name"),
+    [
+        (("stages", "stages"), 1, "layers.2.eps"),
+        (("whole", "stages"), 1, "layers.2.eps"),
+        (("copies", "copies"), 1, "layers.0.eps (rank 1)"),
+        (("whole", "copies"), 1, "layers.0.eps (rank 1)"),
+        (("whole", "copies"), 0, "layers.0.eps (rank 0)"),
+    ],
+)
+def test_what_one_rank_differs_in_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kinds: tuple[str, str],
+    faulty: int,
+    name: str,
+) -> None:
+    numbers = LAYERS[kinds[1]]
+    on_ranks(monkeypatch, tmp_path / "ref", [Stage(own) for own in LAYERS[kinds[0]]])
+    on_ranks(monkeypatch, tmp_path / "same", [Stage(own) for own in numbers])
+    models = [Stage(own, 1e-3 if r == faulty else 1e-5) for r, own in enumerate(numbers)]
+    on_ranks(monkeypatch, tmp_path / "cand", models)
+    reference = open_run(tmp_path / "ref")
+    assert not own(differences_of(reference, open_run(tmp_path / "same")) or ())
+    named = own(differences_of(reference, open_run(tmp_path / "cand")) or ())
+    assert list(named) == [name]
+    assert (named[name].reference, named[name].candidate) == ("1e-05", "0.001")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import logging
 import random
+import threading
 import time
+import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +22,7 @@ import driftline
 from driftline.captures.ladder import StepBudget, is_rung
 from driftline.comparison.differences.difference import counted
 from driftline.comparison.differences.find import differences_of
+from driftline.comparison.differences.models import is_same_value
 from driftline.runs.layout import STEPS
 from driftline.runs.sidecars.step_facts import read_step_facts
 
@@ -152,7 +160,16 @@ class Named(nn.Module):
         return self.layer(x)
 
 
-SAME = {
+@dataclasses.dataclass
+class Place:
+    """A configuration that says where a program runs."""
+
+    data: str
+    seed: int
+    hidden: int = 4
+
+
+SAME: dict[str, tuple[Any, Any]] = {
     "path": ("/home/a/model", "/data/b/model"),
     "cache_dir": ("~/.cache/one", "~/.cache/two"),
     "name_or_path": ("org/model", "/models/copy"),
@@ -165,7 +182,42 @@ SAME = {
     "owner": ("<Thing at 0x7f01aa>", "<Thing at 0x7f02bb>"),
     "members": ({"a", "b", "c"}, {"c", "b", "a"}),
     "file": ("file:///x/y", "file:///z"),
+    "output_dir": ("runs/a", "runs/b/c"),
+    "cache": (None, "/data/cache"),
+    "message": ("weights read from /data/a/b", "weights read from /mnt/c"),
+    "url": ("tcp://127.0.0.1:29501", "tcp://127.0.0.1:29502"),
+    "label": ("run-" + str(uuid.UUID(int=1)), "run-" + str(uuid.UUID(int=2))),
+    "since": (1795100052.33, 1795100059.7),
+    "gpu": (None, 0),
+    "use_cuda": (False, True),
+    "map": ({"layer": "cpu"}, {"layer": 0}),
+    "pid": (300, 400),
+    "config": (Place("/data/a", 1), Place("/mnt/b", 2)),
+    "function": (
+        functools.partial(max, default=object()),
+        functools.partial(max, default=object()),
+    ),
+    "things": (
+        [threading.Lock(), iter([1]), logging.getLogger("a"), np.arange(3), weakref.ref(Named)],
+        [threading.Lock(), iter([2]), logging.getLogger("b"), np.arange(4), weakref.ref(Named)],
+    ),
 }
+OTHER = {
+    "mask": (-1e30, -1e38),
+    "cache": ("static", "dynamic"),
+    "since": (10000, 1000000),
+    "parameters": (1_300_000_000, 1_500_000_000),
+    "ratio": ("1/2", "1/3"),
+    "layers": (None, 3),
+    "use_bias": (False, True),
+    "kind": ("cpu_offload", "none"),
+}
+"""Values of the same look that are settings."""
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_settings_that_look_like_places_are_differences(name: str):
+    assert not is_same_value(name, *OTHER[name])
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -8,6 +8,7 @@ nothing of the program runs. What is no scalar, or too long, is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import hashlib
@@ -196,7 +197,9 @@ def attributes_of(table: Mapping[str, Any], skipped: Any = frozenset[str]()) -> 
     scalars: dict[str, Any] = {}
     functions: dict[str, str] = {}
     for name, value in list(table.items()):
-        if name in skipped or type(name) is not str or name.startswith(_MARKS):
+        if type(name) is not str or len(name) > _LONGEST_TEXT or name in skipped:
+            continue
+        if name.startswith(_MARKS):
             continue
         if len(scalars) + len(functions) >= _MOST_ATTRIBUTES:
             break
@@ -258,9 +261,14 @@ def config_lines(
 ) -> Iterator[str]:
     """A line for each configuration among a module's attributes; `seen` has those with a line."""
     for name, value in list(table.items()):
-        if name in own or not looks_like_config(name, value):
+        if name in own or type(name) is not str:
             continue
-        if values := flat_config(value, seen, "" if site == ROOT else site):
+        values: dict[str, Any] = {}
+        # Classes of a program may raise when they are asked for their name.
+        with contextlib.suppress(Exception):
+            if looks_like_config(name, value):
+                values = flat_config(value, seen, "" if site == ROOT else site)
+        if values:
             yield line_of("config", site=site, name=name, values=values)
 
 

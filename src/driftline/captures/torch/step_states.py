@@ -222,9 +222,11 @@ class Averages:
         """Averages before a step, with how the update before it has moved them."""
         self._places = [p for p in self._places if p.table is None or not p.table.is_alone()]
         living = [(place, t) for place in self._places if (t := place.tensor()) is not None]
+        if not living:
+            return []
         shapes = {tensor.shape for _, tensor in living}
         weights = [(path, weight) for path, weight in self._weights() if weight.shape in shapes]
-        if not living or not weights:
+        if not weights:
             return []
         values = _samples([tensor for _, tensor in living] + [weight for _, weight in weights])
         sources: dict[torch.Size, list[tuple[str, Any]]] = {}

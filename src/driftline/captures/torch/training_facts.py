@@ -132,9 +132,11 @@ class TrainingFacts(TrainingRecords):
         # A program that leaves at once has no time for a last look.
         if threading.current_thread().name != GOODBYE:
             step = self._session.clock.now
+            if self._updates == 1:
+                self._search(step, averages=False)
             # After an update that was not looked at, weights are not known to compare with.
-            if self._looked == step - 1:
-                self._look_at_averages(step)
+            elif self._looked == step - 1:
+                self._look_around(step)
         super().finish()
 
     # --- what the session tells
@@ -253,7 +255,7 @@ class TrainingFacts(TrainingRecords):
         if self._is_inner(optimizer):
             return
         self._updating = step = self._session.clock.concluding
-        self._look_at_averages(step)
+        self._look_around(step)
         number = self.number_of(optimizer)
         if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
@@ -288,55 +290,52 @@ class TrainingFacts(TrainingRecords):
             state = ", ".join(self._states_at_first.get(number, ()))
             self.updated(optimizer, step, groups, state)
             self._updates += 1
-            if self._updates == 1:
-                self._search_settings()
         weights, owner = self._weights(optimizer, number)
         self.states.after_update(weights, owner, step)
 
-    def _search_settings(self) -> None:
-        """Schedulers and scalers are known by nobody: living objects are asked, once."""
+    # --- what nobody registers: schedulers, scalers, averages of weights
+
+    def _look_around(self, step: int) -> None:
+        """Once a step, before its update: after whatever follows the last one."""
+        if self._looked == step:
+            return
+        self._looked = step
+        wanted = self._session.watches_state(step)
+        with undisturbed():
+            moves = self._averages.look(step) if wanted else []
+            if self._updates >= self._next_search:
+                self._search(step, averages=wanted)
+        if moves:
+            self._note_rates(moves, step)
+            named = [(_average_path(move), move.tensor) for move in moves]
+            self.states.averages(named, step)
+
+    def _search(self, step: int, *, averages: bool) -> None:
+        """Ask living objects: after the first update, and for averages, which may begin late, again
+        where it takes little of the time.
+        """
+        begun = time.monotonic()
+        first, self._next_search = self._next_search == 1, 2 * self._updates
+        averages = averages and (first or self._took * _SHARE <= begun - self._begun)
         scheduler: Any = torch.optim.lr_scheduler.LRScheduler
-        wanted: Any = scheduler, torch.amp.GradScaler
-        # Objects refer to their classes.
-        living = gc.get_referrers(*_subclasses(*wanted))
-        for thing in [thing for thing in living if issubclass(type(thing), wanted)][:16]:
+        settings: Any = (scheduler, torch.amp.GradScaler) if first else ()
+        kinds = [*_subclasses(*settings), *((torch.Tensor, nn.Parameter) if averages else ())]
+        # Objects refer to their classes. A tuple: a list would be found as a table of tensors.
+        living = tuple(gc.get_referrers(*kinds)) if kinds else ()
+        for thing in [thing for thing in living if issubclass(type(thing), settings)][:16]:
             kind = type(thing)
             about = attributes_of(thing.__dict__, frozenset({"optimizer"}))
             self.write(
                 "scheduler" if issubclass(kind, scheduler) else "scaler",
                 **{"class": f"{kind.__module__}.{kind.__qualname__}"},
                 values={**about.scalars, **about.functions},
-                step=self._session.clock.concluding,
+                step=step,
             )
-
-    # --- averages of weights
-
-    def _look_at_averages(self, step: int) -> None:
-        """Once a step, before its update: after whatever follows the last one."""
-        if self._looked == step or not self._session.watches_state(step):
-            return
-        self._looked = step
-        with undisturbed():
-            moves = self._averages.look(step)
-            self._search_averages(step)
-        if moves:
-            self._note_rates(moves, step)
-            named = [(_average_path(move), move.tensor) for move in moves]
-            self.states.averages(named, step)
-
-    def _search_averages(self, step: int) -> None:
-        """After the first update, and later if it takes little of the time: they may begin late."""
-        begun = time.monotonic()
-        is_quick = self._took * _SHARE <= begun - self._begun
-        if self._updates < self._next_search or not is_quick:
-            return
-        self._next_search = 2 * self._updates
-        # A tuple, because a list would be found as a table of tensors.
-        living = tuple(gc.get_referrers(torch.Tensor, nn.Parameter))
-        optimizers = [entry.reference() for entry in self._optimizers.values()]
-        others = {id(value) for optimizer in optimizers for value in _states_of(optimizer)}
-        self._averages.search(living, others, step)
-        self._took = time.monotonic() - begun
+        if averages:
+            optimizers = [entry.reference() for entry in self._optimizers.values()]
+            others = {id(value) for optimizer in optimizers for value in _states_of(optimizer)}
+            self._averages.search(living, others, step)
+            self._took = time.monotonic() - begun
 
     def _watched(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters of the models that were seen."""

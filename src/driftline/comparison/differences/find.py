@@ -40,6 +40,7 @@ MOST = 1000
 """Differences of two runs that are listed; models that differ in more have little in common."""
 _TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "average", "order"})
 _MOST_PROCESSES = 64
+_MOST_RANKS = 8
 _AFTER_UPDATE = ("param", "param_grad", "optimizer_grad")
 
 
@@ -65,16 +66,114 @@ def differences_of(
         _add_other_ranks(reference, first)
         _add_other_ranks(candidate, second)
     pair = ModelPair(first, second, names, same_ranks=same_ranks)
-    of_models = list(pair.differences())
-    differences = [
-        *of_models,
-        *_later(pair, of_models),
-        *of_config(pair),
-        *of_process(first, second),
-        *of_training(pair),
-    ]
+    differences = _of_ranks(reference, candidate, pair, list(_of_pair(pair)))
     listed = folded(differences)[:MOST]
     return tuple(difference.moved("", explanation(difference)) for difference in listed)
+
+
+def _of_pair(pair: ModelPair) -> Iterator[Difference]:
+    """All differences of two processes."""
+    of_models = list(pair.differences())
+    yield from of_models
+    yield from _later(pair, of_models)
+    yield from of_config(pair)
+    yield from of_process(pair.reference, pair.candidate)
+    yield from of_training(pair)
+
+
+# Ranks.
+
+
+def _of_ranks(
+    reference: Run, candidate: Run, first: ModelPair, differences: list[Difference]
+) -> list[Difference]:
+    """The differences of the first processes, with those of the others.
+
+    What only some of the ranks differ in has their numbers behind its name. A module that another
+    rank holds is not missing: stages and experts are dealt out.
+    """
+    pairs = [((0, 0), first)]
+    listed = {_identity_of(difference): difference for difference in differences}
+    ranks: dict[tuple[str, ...], list[tuple[int, int]]] = {key: [(0, 0)] for key in listed}
+    for places, place in _other_places(reference, candidate):
+        facts = [
+            read_model_facts(run, *where, weights=first.same_ranks)
+            for run, where in zip((reference, candidate), places, strict=True)
+        ]
+        if not all(facts):
+            continue
+        pair = ModelPair(facts[0], facts[1], first.names, same_ranks=first.same_ranks)
+        pairs.append((place, pair))
+        for difference in _of_pair(pair):
+            # Of one process against many, what it holds and how it trains was put together.
+            if first.same_ranks or difference.kind in _OF_EVERY_RANK:
+                key = _identity_of(difference)
+                listed.setdefault(key, difference)
+                ranks.setdefault(key, []).append(place)
+    if len(pairs) == 1:
+        return differences
+    held = [{site for _, pair in pairs for site in pair.sites(side)} for side in (0, 1)]
+    return [
+        _with_ranks(difference, ranks[key], [p for p, pair in pairs if pair.has(difference.site)])
+        for key, difference in listed.items()
+        if not (difference.relation in ("missing", "extra") and _is_held(difference, held))
+    ]
+
+
+_OF_EVERY_RANK = frozenset({"attribute", "function", "hook", "mode", "process", "config"})
+
+
+def _identity_of(difference: Difference) -> tuple[str, ...]:
+    kind, own = difference.kind, (difference.reference, difference.candidate)
+    # The loss of every rank is another one, and parameters are dealt out.
+    values = () if kind == "loss" else own
+    relation = "" if kind in _TRAINING else difference.relation
+    return (kind, difference.site, difference.name, *values, relation)
+
+
+def _other_places(
+    reference: Run, candidate: Run
+) -> Iterator[tuple[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]]:
+    """Processes besides the first that belong together, and which one of many it is."""
+    first, second = _places(reference), _places(candidate)
+    if reference.facts.world == candidate.facts.world:
+        yield from (((place, place), place) for place in first if place in second)
+    elif len(first) == 0:
+        yield from ((((0, 0), place), place) for place in second)
+    elif len(second) == 0:
+        yield from (((place, (0, 0)), place) for place in first)
+
+
+def _places(run: Run) -> list[tuple[int, int]]:
+    """Rank and process of all processes but the first."""
+    places = [
+        (about.get("rank", 0), about.get("process", 0))
+        for about in run.processes()[:_MOST_PROCESSES]
+    ]
+    return [
+        (rank, process)
+        for rank, process in places
+        if type(rank) is int and type(process) is int and (rank, process) != (0, 0)
+    ]
+
+
+def _is_held(difference: Difference, held: Sequence[set[str]]) -> bool:
+    """Whether another rank of the side that lacks a module has it."""
+    side = 1 if difference.relation == "missing" else 0
+    return difference.kind == "module" and difference.site in held[side]
+
+
+def _with_ranks(
+    difference: Difference, own: Sequence[tuple[int, int]], holders: Sequence[tuple[int, int]]
+) -> Difference:
+    """The difference, with the ranks that have it where others do not."""
+    if len(own) >= len(holders):
+        return difference
+    numbers = sorted({rank for rank, _ in own})
+    word = "rank" if len(numbers) == 1 else "ranks"
+    listed = ", ".join(map(str, numbers[:_MOST_RANKS]))
+    more = ", ..." if len(numbers) > _MOST_RANKS else ""
+    return replace(difference, name=f"{difference.name} ({word} {listed}{more})".lstrip())
 
 
 def _add_other_ranks(run: Run, facts: ModelFacts) -> None:
@@ -82,10 +181,7 @@ def _add_other_ranks(run: Run, facts: ModelFacts) -> None:
     optimizers = {
         record.get("number"): record for record in facts.training if record.get("kind") == OPTIMIZER
     }
-    for about in run.processes()[:_MOST_PROCESSES]:
-        rank, process = about.get("rank", 0), about.get("process", 0)
-        if type(rank) is not int or type(process) is not int or (rank, process) == (0, 0):
-            continue
+    for rank, process in _places(run):
         other = read_model_facts(run, rank, process, weights=False)
         for site, module in other.modules.items():
             facts.modules.setdefault(site, module)

@@ -26,7 +26,6 @@ from driftline.runs.sidecars.model_facts import (
     tensor_path,
 )
 
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 _ADDRESSES = 1 << 40
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|~[\\/]|\.{0,2}/|file:).*")
 _PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s?$")
@@ -34,8 +33,21 @@ _PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s
 _DEVICE = re.compile(
     r"(?:cpu|cuda|xpu|mps|npu|hpu|meta|gpu|Place\(.*\))(?::\d+)?|[a-z][a-z0-9_]*:\d+"
 )
-_SEED = re.compile(r"(?i)(?:^|[_.])seeds?$")
-_VERSION = re.compile(r"(?i)(?:version|commit_hash|timestamp|created_at|date)$")
+# What stands in a text for where something is, or which run of many this is.
+_PLACES = re.compile(
+    r"0x[0-9a-fA-F]{4,}"
+    r"|[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}"
+    r"|(?<![\w.:/])(?:/[\w.+-]+){2,}/?"
+    r"|(?<=localhost:)\d+|(?<=127\.0\.0\.1:)\d+"
+)
+_DIRECTORY_NAMES = re.compile(r"(?i)(?:dir|folder|file)s?$")
+_DEVICE_NAMES = re.compile(r"(?i)(?:^|_)(?:device|gpu|cuda|npu)s?(?:_(?:id|index|idx)s?)?$")
+_RUN_NAMES = re.compile(r"(?i)(?:^|[_.])(?:seeds?|pid|port|host(?:name)?|run_(?:id|name))$")
+_VERSION = re.compile(
+    r"(?i)(?:version|commit_hash|timestamp|created(?:_at)?|started(?:_at)?|start_time|date)$"
+)
+_TIMES = (1e9, 4e9)
+"""Fractions of seconds since 1970: no setting is a float of this size."""
 _DIGITS = re.compile(r"\d+")
 _LIBRARIES = ("torch.", "paddle.")
 _LAYOUT_CODE = "torch.distributed."
@@ -102,12 +114,16 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
     (True, False)
     >>> is_same_value("key", -(2**60), 2**59), is_same_value("limit", 2**63 - 1, 4096)
     (True, False)
-    >>> is_same_value("mask_value", -1e30, -1e38)
-    False
+    >>> is_same_value("mask_value", -1e30, -1e38), is_same_value("gpu", None, 0)
+    (False, True)
+    >>> is_same_value("note", "read from /data/a", "read from /mnt/b")
+    True
     """
     if reference == candidate and type(reference) is type(candidate):
         return True
-    if _SEED.search(name) or _VERSION.search(name):
+    if _RUN_NAMES.search(name) or _VERSION.search(name):
+        return True
+    if _is_place(name, reference, candidate):
         return True
     if _is_number(reference) and _is_number(candidate):
         return _is_same_number(reference, candidate)
@@ -120,6 +136,21 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
     return _is_same_text(name, reference, candidate)
 
 
+def _is_place(name: str, reference: Any, candidate: Any) -> bool:
+    """Whether two values of different types say on which device, or in which folder."""
+    values = (reference, candidate)
+    numbers = [value is None or isinstance(value, int) for value in values]
+    if all(numbers):
+        return bool(_DEVICE_NAMES.search(name))
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) != 1 or not any(numbers):
+        return False
+    # A map of devices says `cpu` or the number of an accelerator.
+    on_device = bool(_DEVICE.fullmatch(texts[0])) and type(values[numbers.index(True)]) is int
+    is_path = bool(_PATH.fullmatch(texts[0])) and bool(_PATH_NAMES.search(name))
+    return on_device or (is_path and None in values)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -129,16 +160,21 @@ def _is_same_number(reference: float, candidate: float) -> bool:
         return True
     # No whole number of a setting is that large: these are addresses, or hashes that every process
     # salts anew. Floats are: attention masks are filled with -1e30.
+    numbers = reference, candidate
+    if all(isinstance(n, float) and _TIMES[0] < n < _TIMES[1] for n in numbers):
+        return not any(n.is_integer() for n in map(float, numbers))
     whole_numbers = isinstance(reference, int) and isinstance(candidate, int)
     return whole_numbers and min(abs(reference), abs(candidate)) >= _ADDRESSES
 
 
 def _is_same_text(name: str, reference: str, candidate: str) -> bool:
-    if _ADDRESS.sub("0x", reference) == _ADDRESS.sub("0x", candidate):
+    if _PLACES.sub("0x", reference) == _PLACES.sub("0x", candidate):
         return True
     if _DEVICE.fullmatch(reference) and _DEVICE.fullmatch(candidate):
         return True
     paths = [bool(_PATH.fullmatch(text)) for text in (reference, candidate)]
+    if all("/" in text for text in (reference, candidate)) and _DIRECTORY_NAMES.search(name):
+        return True
     return all(paths) or (any(paths) and bool(_PATH_NAMES.search(name)))
 
 
@@ -433,6 +469,14 @@ class ModelPair:
             return Relation("")
         return relation_of(first, second)
 
+    def sites(self, side: int) -> Iterable[str]:
+        """Sites of the reference's modules (0) or the candidate's (1), by the reference's names."""
+        return self._candidate_sites if side else self.reference.modules
+
+    def has(self, site: str) -> bool:
+        """Whether either side has a module here; of what is no module's, whether it is known."""
+        return not site or site in self.reference.modules or site in self._candidate_sites
+
     def has_both(self, path: str) -> bool:
         """Whether both models have a tensor of this name; another framework has parts of its own.
 
@@ -543,7 +587,7 @@ def folded(differences: Iterable[Difference]) -> list[Difference]:
     for difference in differences:
         key: tuple[Any, ...] = (
             difference.kind,
-            _DIGITS.sub("*", difference.name),
+            _without_numbers(difference.name),
             difference.reference,
             difference.candidate,
             difference.relation,
@@ -557,6 +601,12 @@ def folded(differences: Iterable[Difference]) -> list[Difference]:
             key += (_DIGITS.sub("*", difference.site),)
         groups.setdefault(key, []).append(difference)
     return [_one(group) for group in groups.values()]
+
+
+def _without_numbers(name: str) -> str:
+    # Ranks behind a name tell differences apart.
+    head, mark, ranks = name.partition(" (rank")
+    return _DIGITS.sub("*", head) + mark + ranks
 
 
 def _one(group: list[Difference]) -> Difference:

@@ -42,7 +42,19 @@ _NEVER = 1 << 62
 _CONVERSION = "ToCopyBackward0"
 """A loss that is computed in float32 begins with it where the model gives another format."""
 # Counters and results of a schedule; its learning rates are compared as the optimizer sees them.
-_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "base_lrs", "_growth_tracker"})
+_PROGRESS = frozenset(
+    {
+        "last_epoch",
+        "_step_count",
+        "_last_lr",
+        "base_lrs",
+        "_growth_tracker",
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
+        "T_cur",
+    }
+)
 
 
 def of_config(pair: ModelPair) -> Iterator[Difference]:
