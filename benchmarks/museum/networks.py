@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
-FILES = ("positions", "attention", "norms", "decoders", "ports", "training", "ranks")
+FILES = (
+    *("positions", "attention", "norms", "decoders", "ports", "training", "ranks"),
+    "compiled",
+)
 """Files of cases."""
 
 
