@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class BasicBlock(nn.Module):
@@ -98,6 +99,53 @@ class Mobilenet(nn.Module):
         return self.classifier(self.dropout(self.features(x).mean([2, 3])))
 
 
+class Rectified(nn.Module):
+    """A convolution with its norm and rectifier in its own code, as torchvision writes them."""
+
+    def __init__(self, into: int, out: int, size: int, stride: int = 1, padding: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(into, out, size, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(out, eps=0.001)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.bn(self.conv(x)), inplace=True)
+
+
+class Inception(nn.Module):
+    """Four ways from one value to a concatenation."""
+
+    def __init__(self, into: int, pooled: int) -> None:
+        super().__init__()
+        self.branch1 = Rectified(into, 8, 1)
+        self.branch5 = nn.Sequential(Rectified(into, 6, 1), Rectified(6, 8, 5, padding=2))
+        self.branch3 = nn.Sequential(
+            *(Rectified(into, 8, 1), Rectified(8, 12, 3, padding=1)),
+            Rectified(12, 12, 3, padding=1),
+        )
+        self.branch_pool = Rectified(into, pooled, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.branch_pool(functional.avg_pool2d(x, 3, 1, 1))
+        return torch.cat([self.branch1(x), self.branch5(x), self.branch3(x), pooled], 1)
+
+
+class InceptionNet(nn.Module):
+    """The blocks of inception_v3, a few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(Rectified(3, 8, 3, 2), Rectified(8, 16, 3, padding=1))
+        self.maxpool = nn.MaxPool2d(3, 2)
+        self.mixed = nn.Sequential(Inception(16, 4), Inception(32, 8))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.dropout = nn.Dropout()
+        self.fc = nn.Linear(36, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixed(self.maxpool(self.stem(x)))
+        return self.fc(torch.flatten(self.dropout(self.avgpool(x)), 1))
+
+
 class Attention(nn.Module):
     """Self-attention with separate projections."""
 
@@ -181,4 +229,14 @@ def encoder() -> tuple[nn.Module, Tensor]:
     return _alive(Encoder()), torch.randint(0, 100, (2, 12))
 
 
-NETWORKS = {"resnet18-shaped": resnet18, "mobilenet-shaped": mobilenet, "encoder": encoder}
+def inception() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    return _alive(InceptionNet()), torch.randn(2, 3, 48, 48)
+
+
+NETWORKS = {
+    "resnet18-shaped": resnet18,
+    "mobilenet-shaped": mobilenet,
+    "inception-shaped": inception,
+    "encoder": encoder,
+}

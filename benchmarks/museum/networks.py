@@ -25,7 +25,10 @@ FRESH = (
     *("retrieval", "serving", "losses", "processes"),
 )
 """Files of cases that no rule was tuned on: once one was, a file leaves this list for good."""
-FILES = ("positions", "attention", "norms", "decoders", "ports", "training", "ranks", *FRESH)
+FILES = (
+    *("positions", "attention", "norms", "decoders", "ports", "training", "ranks"),
+    *("compiled", *FRESH),
+)
 """Files of cases."""
 
 

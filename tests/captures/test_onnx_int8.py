@@ -209,6 +209,20 @@ def test_a_norm_is_compared_with_what_a_dropped_rectifier_has_left_of_it(
     assert faulty.first_site == "left.1.bn", faulty.finding
 
 
+def test_a_file_with_open_axes_is_given_what_the_other_file_takes(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from driftline.cli.main import main
+
+    fixed, loose = files.plain(dynamo=False), tmp_path / "loose.onnx"
+    model = onnx.load(str(fixed))
+    for axis in (2, 3):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = f"size{axis}"
+    onnx.save(model, str(loose))
+    assert main(["compare", str(loose), str(fixed)]) == 0
+    assert "none differs" in capsys.readouterr().out
+
+
 def test_two_files_are_compared_straight_from_the_command_line(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

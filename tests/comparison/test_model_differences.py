@@ -482,6 +482,12 @@ def plain() -> nn.Module:
     return Text().eval()
 
 
+def compiled_in_place() -> nn.Module:
+    model = Text().eval()
+    model.compile(backend="eager")
+    return model
+
+
 PROGRAMS: dict[str, Callable[[int], nn.Module]] = {
     "text": lambda n: Text().eval(),
     "text in bfloat16": lambda n: Text().bfloat16().eval(),
@@ -495,6 +501,7 @@ PROGRAMS: dict[str, Callable[[int], nn.Module]] = {
     "compiled wrapper": lambda n: (
         torch.compile(Text().eval(), backend="eager") if n else Text().eval()
     ),
+    "compiled in place": lambda n: compiled_in_place() if n else Text().eval(),
     "wrapped for data parallelism": lambda n: (
         nn.DataParallel(Text().eval()) if n else Text().eval()
     ),

@@ -328,22 +328,30 @@ def _list(names: Iterable[str]) -> str:
 # Inputs by chance, for a comparison of two files that nobody has inputs at hand for.
 
 BATCH, LENGTH = 2, 8
-"""Sizes that a file leaves open: of the first axis, and of any other."""
+"""Sizes that files leave open: of the first axis, and of any other."""
 
 
-def random_inputs(model: str | os.PathLike[str], seed: int = 0) -> dict[str, AnyArray]:
+def random_inputs(
+    model: str | os.PathLike[str], seed: int = 0, beside: str | os.PathLike[str] | None = None
+) -> dict[str, AnyArray]:
     """Arrays for every input that a model declares, drawn by chance.
 
     Numbers are normal; whole numbers are rows of the tables that they are looked up in, so that
     they are valid ids, and ones where nothing is looked up (masks, flags). An axis of one name has
-    one size everywhere.
+    one size everywhere; one that a file leaves open has the size that the other file declares.
+
+    Args:
+        model: The file.
+        seed: Of the numbers.
+        beside: Another file that is given the same.
 
     Raises:
-        BadFile: The file is no ONNX model.
+        BadFile: A file is no ONNX model.
         BadInput: It takes something that cannot be drawn.
     """
     graph = Graph(load_graph(Path(model)))
     rng = np.random.default_rng(seed)
+    others = Graph(load_graph(Path(beside))).shapes if beside is not None else {}
     sizes: dict[str, int] = {}
     arrays: dict[str, AnyArray] = {}
     for name in graph.inputs:
@@ -352,7 +360,10 @@ def random_inputs(model: str | os.PathLike[str], seed: int = 0) -> dict[str, Any
             raise BadInput(f"input '{name}' is no tensor of numbers", hint="give --inputs x.npz")
         shape: list[int] = []
         for axis, size in enumerate(graph.shapes.get(name, ())):
-            usual = LENGTH if axis else BATCH
+            usual = next(
+                (n for n in others.get(name, ())[axis : axis + 1] if isinstance(n, int)), 0
+            )
+            usual = usual or (LENGTH if axis else BATCH)
             if isinstance(size, str):
                 size = sizes.setdefault(size, usual)
             shape.append(size or usual)

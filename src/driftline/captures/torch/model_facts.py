@@ -55,8 +55,8 @@ from driftline.runs.sinks import Sheets
 if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession
 
-_OWN_TABLES = frozenset(nn.Module().__dict__) | {"forward"}
-"""What every module has in its `__dict__`: tables of hooks and children, no attributes."""
+_OWN_TABLES = frozenset(nn.Module().__dict__) | {"forward", "_compiled_call_impl"}
+"""What every module may have in its `__dict__`: tables of hooks and children, its compiled call."""
 _HOOKS = {
     "forward": "_forward_hooks",
     "forward_pre": "_forward_pre_hooks",

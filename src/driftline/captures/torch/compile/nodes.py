@@ -135,7 +135,7 @@ class Naming:
             # What a placeholder holds was saved by the forward pass, not computed here.
             again = node.op != "placeholder" and meta.get("partitioner_tag") == "is_forward"
             phase = "recompute" if again else "backward"
-        calls = tuple(self._calls(_stack(meta), base))
+        calls = tuple(self._calls(_stack(meta) or _stack_of_results(node), base))
         module = calls[-1].partition("@")[0] if calls else base
         shape, dtype = _value(meta)
         owner = owner_of(node, owners)
@@ -244,6 +244,16 @@ def _stack(meta: Mapping[str, Any]) -> Mapping[str, Any]:
         or meta.get(call_origins.STACK)
         or {}
     )
+
+
+def _stack_of_results(node: Any) -> Mapping[str, Any]:
+    """The modules around the results of a node that a pass of the compiler put in.
+
+    A pass says where the values stand that it has replaced, not where a node of several results is.
+    """
+    stacks = [_stack(user.meta) for user in node.users if user.target is operator.getitem]
+    is_same = len(stacks) == len(node.users) and all(stack == stacks[0] for stack in stacks)
+    return stacks[0] if stacks and is_same else {}
 
 
 def _by_path(path: str, base: str) -> str:
