@@ -98,7 +98,7 @@ def _sum_of(case: Case, made: F64, terms: dict[str, F64]) -> dict[str, float] | 
             if best is None or left < best[0]:
                 best = left, chosen, factors
         if best is not None and best[0] <= (1e-9 + (3.0 * case.noise) ** 2) * size:
-            return {names[at]: float(x) for at, x in zip(best[1], best[2], strict=True)}
+            return {names[number]: float(x) for number, x in zip(best[1], best[2], strict=True)}
     return None
 
 
@@ -162,16 +162,16 @@ def shares(case: Case) -> Clue | None:
     parts, few = np.stack(parts, axis=-1), replace(case, r=r, c=c)
     made, moved, left = np.zeros_like(r), np.zeros(len(r)), np.zeros(2)
     for row, terms in enumerate(parts):
-        given = terms[:, np.any(terms != 0.0, axis=0)]
-        if not 0 < given.shape[1] <= r.shape[1] // 4:
+        active = terms[:, np.any(terms != 0.0, axis=0)]
+        if not 0 < active.shape[1] <= r.shape[1] // 4:
             continue
-        found = [solve(given[::2], values[row, ::2]) for values in (r, c)]
+        factors = [solve(active[::2], values[row, ::2]) for values in (r, c)]
         rest = [
-            values[row, 1::2] - given[1::2] @ x for values, x in zip((r, c), found, strict=True)
+            values[row, 1::2] - active[1::2] @ x for values, x in zip((r, c), factors, strict=True)
         ]
         left += [float(values @ values) for values in rest]
-        made[row] = given @ (found[1] - found[0])
-        moved[row] = float(np.abs(found[1] - found[0]).max())
+        made[row] = active @ (factors[1] - factors[0])
+        moved[row] = float(np.abs(factors[1] - factors[0]).max())
     # Both sides must be such sums.
     if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None

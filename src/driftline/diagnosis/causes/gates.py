@@ -117,12 +117,12 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
     width = shape[axis]
     if width > _MOST_CHANNELS:
         return
-    whole: dict[str, F64] = {}
+    full: dict[str, F64] = {}
     for name, x in tensors.items():
         if not np.isfinite(x).all():
             continue
         if x.shape == shape:
-            whole[name] = _few(x, axis)
+            full[name] = _few(x, axis)
         elif x.ndim == len(shape) and x.shape[axis] == 2 * width and x.size == 2 * np.prod(shape):
             rows = _few(x, axis)
             cuts = {
@@ -132,13 +132,11 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
             for cut, (first, second) in cuts.items():
                 yield from _products(first, second, f"of the first of {cut} of '{name}'")
                 yield from _products(second, first, f"of the second of {cut} of '{name}'")
-    names = list(whole)[-_MOST_TENSORS:]
+    names = list(full)[-_MOST_TENSORS:]
     for gated in names:
         for through in names:
             if gated != through:
-                yield from _products(
-                    whole[gated], whole[through], f"of '{gated}' (and '{through}')"
-                )
+                yield from _products(full[gated], full[through], f"of '{gated}' (and '{through}')")
 
 
 def _products(a: F64, b: F64, where: str) -> Iterator[_Member]:
@@ -189,9 +187,9 @@ def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Memb
         for x in tensors.values():
             if not x.ndim or x.shape[-1] != count * width or len(x) != rows or x.ndim > 3:
                 continue
-            here = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
+            steps = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
             # What the input gives and what the state gives are added up.
-            sums += [*here, *(one + other for one in sums for other in here)]
+            sums += [*steps, *(first + other for first in sums for other in steps)]
         for gates in sums:
             parts = gates.reshape(rows, count, width)
             yield from _four_gates(parts) if count == 4 else _three_gates(parts)

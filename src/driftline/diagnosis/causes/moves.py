@@ -159,8 +159,8 @@ def moved(case: Case) -> Clue | None:
     """Both sides hold exactly the numbers they were given, and the order differs."""
     if case.ratio < 8.0 or not 32 <= case.r.size <= _MOST_ELEMENTS:
         return None
-    given = [(case.right_parts, case.parts), (case.inputs, case.inputs)]
-    for rights, wrongs in given:
+    sources = [(case.right_parts, case.parts), (case.inputs, case.inputs)]
+    for rights, wrongs in sources:
         for name in reversed(list(rights)):
             if name in wrongs and _only_moved(case.r, rights[name], case.c, wrongs[name]):
                 return _of_rows(case, name) or Clue(
@@ -180,8 +180,8 @@ def _only_moved(r: F64, right: F64, c: F64, wrong: F64) -> bool:
     if min(right.size, wrong.size) < 32 or max(right.size, wrong.size) > r.size:
         return False
     return all(
-        np.array_equal(np.sort(made[made != 0.0]), np.sort(given[given != 0.0]))
-        for made, given in ((r, right), (c, wrong))
+        np.array_equal(np.sort(made[made != 0.0]), np.sort(source[source != 0.0]))
+        for made, source in ((r, right), (c, wrong))
     )
 
 
