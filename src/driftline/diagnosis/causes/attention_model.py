@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from driftline.diagnosis.causes.case import F64, Case, Flags
 
@@ -597,7 +596,7 @@ def _step(weights: F64, values: F64, left: F64, damping: F64) -> F64:
     for head in range(heads):
         slopes = np.zeros((sequences, queries, values.shape[-1], count))
         for query in range(queries):
-            places: npt.NDArray[np.intp] = np.arange(keys) - (query + keys - queries) + middle
+            places = np.arange(keys, dtype=np.intp) - query - keys + queries + middle
             apart = values[:, head] - made[:, head, query, None]
             moves = weights[:, head, query, :, None] * apart
             slopes[:, query][:, :, places] = moves.transpose(0, 2, 1)

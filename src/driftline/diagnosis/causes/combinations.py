@@ -46,8 +46,8 @@ def combination(case: Case) -> Clue | None:
         key=lambda clue: clue.score,
         default=None,
     )
-    if best is not None and best.score < _MOST_OF_IT:
-        best = None
+    if best is None or best.score < _MOST_OF_IT:
+        best = _added_by_channel(case, {name: terms[name] for name in names})
     # The sum itself says more; fewer terms are the better explanation, because more of them fit
     # anything a little better.
     for count in (1, 2, 3):
@@ -112,6 +112,32 @@ def _added(case: Case, name: str, term: F64) -> Clue:
     factor = float(np.sum(values * case.e)) / size if size > 0.0 else 0.0
     what = f"{factor:+.4g} times what '{name}' gave is added to what is right"
     return Clue("scale", case.fitted(case.r + factor * values), what, "term")
+
+
+def _added_by_channel(case: Case, terms: dict[str, F64]) -> Clue | None:
+    """A multiple of one term, another one in every channel: a scale of a layer.
+
+    The factors are fitted on every other token and judged on the rest.
+    """
+    e = case.rows(case.e)
+    if len(e) < 8:
+        return None
+    best: Clue | None = None
+    for name, term in terms.items():
+        values = case.rows(np.where(case.finite, term, 0.0))
+        sizes = np.maximum(np.einsum("ij,ij->j", values[::2], values[::2]), 1e-300)
+        factors = np.einsum("ij,ij->j", values[::2], e[::2]) / sizes
+        r = case.rows(case.r)[1::2]
+        rest = replace(case, r=r, c=r + e[1::2], inputs={}, parts={}, right_parts={}, spread={})
+        score = min(rest.fitted(r + factors * values[1::2]), 0.98)
+        if score >= _MOST_OF_IT and (best is None or score > best.score):
+            low, high = float(factors.min()), float(factors.max())
+            what = (
+                f"what '{name}' gave is added to what is right once more, times a factor of each "
+                f"channel ({low:+.4g} to {high:+.4g})"
+            )
+            best = Clue("scale", score, what, "term")
+    return best
 
 
 def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | None:

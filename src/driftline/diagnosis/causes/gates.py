@@ -9,7 +9,7 @@ mistake. Nothing is fitted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,8 @@ from driftline.diagnosis.causes.case import F64, Case, Clue
 _MOST_ROWS = 64
 _MOST_CHANNELS = 1024
 _MOST_TENSORS = 6
-_EXACT = 1e-9
+_MOST_ELEMENTS = 1 << 18
+_EXACT, _AS_NEAR = 1e-9, 1.2
 
 
 class _Member(NamedTuple):
@@ -29,10 +30,16 @@ class _Member(NamedTuple):
     Attributes:
         settings: What it does, in words, by the cause that another word there has.
         values: Its result.
+        source: Which of the tensors it is a function of, where settings do not say so.
     """
 
     settings: Mapping[str, str]
     values: F64
+    source: int = 0
+
+    def other_than(self, other: _Member) -> list[str]:
+        """The causes whose settings differ."""
+        return [cause for cause in self.settings if self.settings[cause] != other.settings[cause]]
 
 
 def gate(case: Case) -> Clue | None:
@@ -52,7 +59,7 @@ def gate(case: Case) -> Clue | None:
 
 def along_an_axis(case: Case) -> Clue | None:
     """Softmax and its like: of rows, along another axis, or of every element."""
-    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > 1 << 22:
+    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > _MOST_ELEMENTS:
         return None
     for sources in (case.right_parts, case.inputs):
         right = _of_axes(sources, case.r.shape)
@@ -72,12 +79,19 @@ def _compared(
     if right is None:
         return None
     members = list(wrongs)
-    wrong = _read(case, c, iter(members))
-    same = next((m.values for m in members if m.settings == right.settings), None)
+    wrong = _read(case, c, members, right)
+    same = next(
+        (
+            member.values
+            for member in members
+            if member.settings == right.settings and wrong and member.source == wrong.source
+        ),
+        None,
+    )
     if wrong is None or same is None or wrong.settings == right.settings:
         return None
     energy, left = float(np.sum((c - r) ** 2)), float(np.sum((c - r - wrong.values + same) ** 2))
-    other = [cause for cause in right.settings if right.settings[cause] != wrong.settings[cause]]
+    other = right.other_than(wrong)
     noise = case.noise**2 * float(np.sum(r * r))
     if len(other) != 1 or energy <= 4.0 * noise:
         return None
@@ -90,20 +104,26 @@ def _words(member: _Member) -> str:
     return " ".join(member.settings.values())
 
 
-def _read(case: Case, made: F64, members: Iterator[_Member]) -> _Member | None:
-    """The member that gives some values, to within noise."""
-    size = float(np.sum(made * made))
-    best: tuple[float, _Member] | None = None
+def _read(
+    case: Case, made: F64, members: Iterable[_Member], like: _Member | None = None
+) -> _Member | None:
+    """The member that gives some values, to within noise; of equals the one most like another."""
+    enough = (_EXACT + (3.0 * case.noise) ** 2) * float(np.sum(made * made))
+    near: list[tuple[float, _Member]] = []
     for member in members:
-        if member.values.shape != made.shape:
-            continue
-        with np.errstate(all="ignore"):
-            left = float(np.sum((member.values - made) ** 2))
-        if np.isfinite(left) and (best is None or left < best[0]):
-            best = left, member
-    if best is None or best[0] > (_EXACT + (3.0 * case.noise) ** 2) * size:
-        return None
-    return best[1]
+        if member.values.shape == made.shape:
+            with np.errstate(all="ignore"):
+                left = float(np.sum((member.values - made) ** 2))
+            if left <= enough:
+                near.append((left, member))
+    least = min((left for left, _ in near), default=0.0)
+    # In coarse formats some functions are the same but for rounding.
+    alike = [entry for entry in near if entry[0] <= _AS_NEAR * least + _EXACT * enough]
+    if like is not None:
+        alike.sort(key=lambda entry: (len(entry[1].other_than(like)), entry[0]))
+    else:
+        alike.sort(key=lambda entry: entry[0])
+    return alike[0][1] if alike else None
 
 
 def _few(values: F64, axis: int) -> F64:
@@ -163,10 +183,10 @@ def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Me
                 "log softmax": x - x.max(axis=axis, keepdims=True) - np.log(total),
                 "sigmoids that add up to one": bent / bent.sum(axis=axis, keepdims=True),
                 "vectors of length one": x / np.maximum(sizes, 1e-12),
+                "sigmoid, of every number by itself,": bent,
+                "nothing but the numbers": x,
             }.items():
                 yield _Member({"activation": label, "scale": where}, values)
-        yield _Member({"activation": "sigmoid", "scale": f"of '{name}'"}, 1.0 / (1.0 + np.exp(-x)))
-        yield _Member({"activation": "nothing", "scale": f"to '{name}'"}, x)
 
 
 # The first step of a recurrence, whose state was zero.
@@ -190,9 +210,10 @@ def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Memb
             steps = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
             # What the input gives and what the state gives are added up.
             sums += [*steps, *(first + other for first in sums for other in steps)]
-        for gates in sums:
+        for number, gates in enumerate(sums):
             parts = gates.reshape(rows, count, width)
-            yield from _four_gates(parts) if count == 4 else _three_gates(parts)
+            for member in _four_gates(parts) if count == 4 else _three_gates(parts):
+                yield member._replace(source=number)
 
 
 def _four_gates(parts: F64) -> Iterator[_Member]:

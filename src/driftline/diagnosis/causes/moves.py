@@ -87,6 +87,11 @@ def _orders(shape: tuple[int, ...]) -> Iterator[_Order]:
     for axis, length in enumerate(shape):
         if length > 1:
             yield from _orders_of_axis(shape, axis)
+    straight = tuple(range(len(shape)))
+    for axes in itertools.permutations(straight) if 2 < len(shape) < 6 else ():
+        if axes != straight:
+            what = f"axes stand in the order {', '.join(map(str, axes))} of the right ones"
+            yield _Order("transpose", what, shape, axes)
     for a, b in itertools.combinations(range(len(shape)), 2):
         if shape[a] > 1 and shape[b] > 1:
             yield from _orders_of_two(shape, a, b)

@@ -153,7 +153,7 @@ def _slice_factors(
             continue
         moves = float(np.sum((factors * (r[:, judged] - middle)) ** 2))
         low, high = float(1.0 + factors.min()), float(1.0 + factors.max())
-        if float(np.abs(1.0 + factors).min()) < 0.02:
+        if not np.any(r + e, axis=1).all():
             return None  # a slice that is gone is another fault
         if centred and moves < 0.01 * part.energy:
             what = f"a constant is added to each {name}"
