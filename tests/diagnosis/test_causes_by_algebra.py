@@ -314,6 +314,23 @@ def resized_by_chance() -> Sides:
     return Sides(right, right + drawn(2, 4, 14, 18, seed=4), {"x": x})
 
 
+def stretched_in_parts() -> Sides:
+    paces = 1000.0 ** (-torch.arange(12).double() / 12)
+    slow = torch.where(torch.arange(12) > 5, paces / 8, paces)
+    places = torch.arange(30).double()[None, :, None]
+    return Sides((places * paces).cos().repeat(1, 1, 2), (places * slow).cos().repeat(1, 1, 2))
+
+
+def places_left_out() -> Sides:
+    x, table = drawn(3, 20, 24), drawn(20, 24, seed=1)
+    return Sides(x + table, x)
+
+
+def added_by_chance() -> Sides:
+    x = drawn(3, 20, 24)
+    return Sides(x, x + drawn(3, 20, 24, seed=4))
+
+
 # Attention.
 
 
@@ -386,6 +403,8 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     kernel_turned: "permutation",
     corners: "positions",
     antialias: "positions",
+    stretched_in_parts: "positions",
+    places_left_out: "positions",
     distances_left_out: "positions",
     one_direction_for_both: "positions",
     sinks_left_out: "scale",
@@ -398,6 +417,7 @@ RIVALS = (
     sum_of_something_else,
     kernel_of_another,
     resized_by_chance,
+    added_by_chance,
     any_scores,
 )
 

@@ -231,7 +231,7 @@ class CaseBuilder:
             if entered is None or len(other.shape) != 2 or other.shape[1] != width:
                 continue
             values, x = (read_whole(self.runs.candidate, each) for each in (other, entered))
-            if values is None or x is None or len(values) != len(x) or not len(x) < rows:
+            if values is None or x is None or x.ndim != 2 or len(values) != len(x):
                 continue
             rows_of = [places.get(row.tobytes(), -1) for row in x]
             if min(rows_of) >= 0:
