@@ -128,6 +128,17 @@ def lengths_ignored() -> Sides:
     return Sides(x[torch.arange(4), ends], x[:, -1], parts={"body": x})
 
 
+def padding_in_a_mean() -> Sides:
+    x, ends = drawn(4, 9, 64), torch.tensor([3, 8, 5, 6])
+    inside = (torch.arange(9) < ends[:, None]).double()[..., None]
+    return Sides((x * inside).sum(1) / inside.sum(1), x.mean(1), parts={"body": x})
+
+
+def mean_of_something_else() -> Sides:
+    x = drawn(4, 9, 64)
+    return Sides(x.mean(1), x.amax(1), parts={"body": x})
+
+
 def noise_of_its_size() -> Sides:
     x = drawn(3, 14, 24)
     return Sides(x, drawn(3, 14, 24, seed=7), {"x": x})
@@ -382,6 +393,7 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     tokens_backwards: "shift",
     first_for_last: "shift",
     lengths_ignored: "stale",
+    padding_in_a_mean: "mask",
     gate_and_value_swapped: "permutation",
     gate_of_channels_first: "permutation",
     another_gate: "activation",
@@ -418,6 +430,7 @@ RIVALS = (
     kernel_of_another,
     resized_by_chance,
     added_by_chance,
+    mean_of_something_else,
     any_scores,
 )
 

@@ -63,8 +63,14 @@ def combination(case: Case) -> Clue | None:
 
 def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
     """Both sides are sums of a few terms, and other ones: a residual taken at another place."""
-    rights = {name: case.right_parts.get(name, values) for name, values in terms.items()}
-    right, wrong = _sum_of(case, case.r, rights), _sum_of(case, case.c, terms)
+    right = wrong = None
+    rights = terms
+    for sources, _ in case.sources:
+        rights = {name: sources.get(name, values) for name, values in terms.items()}
+        right = _sum_of(case, case.r, rights)
+        if right is not None:
+            wrong = _sum_of(case, case.c, terms)
+            break
     if right is None or wrong is None or set(right) == set(wrong):
         return None
     made = sum(factor * rights[name] for name, factor in wrong.items())

@@ -48,10 +48,9 @@ def gate(case: Case) -> Clue | None:
         return None
     for axis in {case.r.ndim - 1, 1}:
         r, c = (_few(values, axis) for values in (case.r, case.c))
-        for sources in (case.right_parts, case.inputs):
-            right = _gates(sources, case.r.shape, axis)
-            wrong = _gates({**case.inputs, **case.parts}, case.r.shape, axis)
-            clue = _compared(case, (r, c), right, wrong)
+        for rights, wrongs in case.sources:
+            members = (_gates(tensors, case.r.shape, axis) for tensors in (rights, wrongs))
+            clue = _compared(case, (r, c), *members)
             if clue is not None:
                 return clue
     return None
@@ -61,10 +60,9 @@ def along_an_axis(case: Case) -> Clue | None:
     """Softmax and its like: of rows, along another axis, or of every element."""
     if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > _MOST_ELEMENTS:
         return None
-    for sources in (case.right_parts, case.inputs):
-        right = _of_axes(sources, case.r.shape)
-        wrong = _of_axes({**case.inputs, **case.parts}, case.r.shape)
-        clue = _compared(case, (case.r, case.c), right, wrong)
+    for rights, wrongs in case.sources:
+        members = (_of_axes(tensors, case.r.shape) for tensors in (rights, wrongs))
+        clue = _compared(case, (case.r, case.c), *members)
         if clue is not None:
             return clue
     return None
@@ -196,8 +194,12 @@ def recurrence(case: Case) -> Clue | None:
     """Gates of a recurrence that are read in another order."""
     if case.ratio < 8.0 or case.r.ndim != 2 or case.r.size < 32:
         return None
-    right = _steps(case.right_parts, case.r.shape)
-    return _compared(case, (case.r, case.c), right, _steps(case.parts, case.r.shape))
+    for rights, wrongs in case.sources:
+        members = (_steps(tensors, case.r.shape) for tensors in (rights, wrongs))
+        clue = _compared(case, (case.r, case.c), *members)
+        if clue is not None:
+            return clue
+    return None
 
 
 def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Member]:

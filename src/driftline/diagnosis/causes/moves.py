@@ -15,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.linear_solve import solve
 
 _PLACES = 512
 _LIKELY = 0.6
 _MOST_ELEMENTS = 1 << 22
 _MOST_ROWS = 1 << 13
 _MOST_FACTORS = 48
+_MOST_SAMPLES = 64
+_MADE = 1e-3
+"""Share of its energy that a sum of tokens may leave of what it should be."""
 _SMALL = (2, 3, 4)
 """One of three factors is small: halves, colours, queries with keys and values."""
 Places = npt.NDArray[np.intp]
@@ -164,16 +168,10 @@ def moved(case: Case) -> Clue | None:
     """Both sides hold exactly the numbers they were given, and the order differs."""
     if case.ratio < 8.0 or not 32 <= case.r.size <= _MOST_ELEMENTS:
         return None
-    sources = [(case.right_parts, case.parts), (case.inputs, case.inputs)]
-    for rights, wrongs in sources:
-        for name in reversed(list(rights)):
-            if name in wrongs and _only_moved(case.r, rights[name], case.c, wrongs[name]):
-                return _of_rows(case, name) or Clue(
-                    "permutation",
-                    0.95,
-                    f"it holds the numbers of '{name}', every one of them, in another order",
-                    "moved",
-                )
+    for name, right, wrong in _shared(case):
+        if _only_moved(case.r, right, case.c, wrong):
+            what = f"it holds the numbers of '{name}', every one of them, in another order"
+            return _of_rows(case, name) or Clue("permutation", 0.95, what, "moved")
     return None
 
 
@@ -215,9 +213,8 @@ def picked(case: Case) -> Clue | None:
     if case.ratio < 8.0 or case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     r, c = case.rows(case.r), case.rows(case.r + case.e)
-    for name, right in reversed(list(case.right_parts.items())):
-        wrong = case.parts.get(name)
-        if wrong is None or not _may_hold(case, right, wrong):
+    for name, right, wrong in _shared(case):
+        if not _may_hold(case, right, wrong):
             continue
         rows = case.rows(right) if right.shape == case.r.shape else right.reshape(-1, r.shape[1])
         places = nearest(rows, r), nearest(wrong.reshape(rows.shape), c)
@@ -242,6 +239,14 @@ def picked(case: Case) -> Clue | None:
     return None
 
 
+def _shared(case: Case) -> Iterator[tuple[str, F64, F64]]:
+    """Tensors that both sides had, latest first, by name."""
+    for rights, wrongs in case.sources:
+        for name in reversed(list(rights)):
+            if name in wrongs:
+                yield name, rights[name], wrongs[name]
+
+
 def _may_hold(case: Case, right: F64, wrong: F64) -> bool:
     if right.shape != wrong.shape or right.ndim < 2 or right.shape[-1] != case.r.shape[-1]:
         return False
@@ -252,3 +257,43 @@ def _may_hold(case: Case, right: F64, wrong: F64) -> bool:
 def _are(case: Case, rows: F64, r: F64) -> bool:
     left = float(np.sum((rows - r) ** 2))
     return left <= (1e-10 + (2.0 * case.noise) ** 2) * case.size
+
+
+def pooled(case: Case) -> Clue | None:
+    """Both sides add up tokens of one tensor, with other shares: pads in a mean, other tokens.
+
+    The shares of every sample are fitted on one half of the channels and judged on the other.
+    """
+    if case.ratio < 8.0 or case.r.ndim != 2 or not 1 <= len(case.r) <= _MOST_SAMPLES:
+        return None
+    c = case.r + case.e
+    for name, right, wrong in _shared(case):
+        if right.shape != wrong.shape or right.ndim != 3:
+            continue
+        if (right.shape[0], right.shape[2]) != case.r.shape or 4 * right.shape[1] > right.shape[2]:
+            continue
+        shares, made = _shares(right, case.r)
+        others, _ = _shares(wrong, c)
+        if shares is None or others is None:
+            continue
+        score = case.explained(case.r - made + np.einsum("bt,btc->bc", others, right))
+        counts = [np.count_nonzero(np.abs(x) > 0.01 * np.abs(x).max()) for x in (shares, others)]
+        what = (
+            f"of '{name}' it adds up {counts[1]} tokens in all, where the reference adds up "
+            f"{counts[0]}, with shares of {float(others.max()):.3g} and {float(shares.max()):.3g} "
+            "at most"
+        )
+        cause = "mask" if counts[0] != counts[1] else "scale"
+        return Clue(cause, score, what, "shares")
+    return None
+
+
+def _shares(tokens: F64, made: F64) -> tuple[F64 | None, F64]:
+    """What is taken of every token of every sample, and what that gives; None if it does not."""
+    shares = np.stack(
+        [solve(x[:, ::2].T, y[::2]) for x, y in zip(tokens, made, strict=True)], axis=0
+    )
+    again = np.einsum("bt,btc->bc", shares, tokens)
+    left = again[:, 1::2] - made[:, 1::2]
+    enough = _MADE * float(np.sum(made[:, 1::2] ** 2))
+    return (shares if float(np.sum(left * left)) <= enough else None), again

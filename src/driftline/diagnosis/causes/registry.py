@@ -86,7 +86,7 @@ _TABLE = (
           _in("values:activation", "gates:gate", "gates:along_an_axis", "gates:recurrence"),
           "another activation function", "a wrong activation",
           freedom=1, exact=True),
-    Cause("mask", _in("regions:mask"),
+    Cause("mask", _in("regions:mask", "moves:pooled"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
     Cause("soft-cap", _in("values:soft_cap"),
