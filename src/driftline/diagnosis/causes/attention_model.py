@@ -29,7 +29,7 @@ _SLOPES = (0.0, *(sign * 2.0**-power for power in range(9) for sign in (1.0, -1.
 _MOST_READINGS, _MOST_FITTED = 96, 2
 _NEARER = 0.5
 """Share of what is left that the best of a few values must do away with to be worth a search."""
-_STEPS = 25
+_STEPS, _FIRST_STEPS, _SLOW = 25, 5, 0.5
 _ENOUGH = 3
 """Outputs that there must be for each amount by distance."""
 _HIDDEN = -1e4
@@ -571,7 +571,10 @@ def solved_distances(
 
     damping = np.full(len(table), 1e-3)
     weights, left, rest = off(table)
-    for _ in range(_STEPS):
+    begun = float(rest.sum())
+    for number in range(_STEPS):
+        if number == _FIRST_STEPS and float(rest.sum()) > _SLOW * begun:
+            return None
         proposed = table + _step(weights, values, left, damping)
         others = off(proposed)
         better = others[2] < rest

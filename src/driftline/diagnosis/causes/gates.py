@@ -17,7 +17,7 @@ import numpy as np
 from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
 from driftline.diagnosis.causes.case import F64, Case, Clue
 
-_MOST_ROWS = 64
+_MOST_ROWS = 32
 _MOST_CHANNELS = 1024
 _MOST_TENSORS = 6
 _MOST_ELEMENTS = 1 << 18
