@@ -112,10 +112,16 @@ def pixels() -> Sides:
     return Sides(F.pixel_shuffle(x, 3), wrong, {"x": x})
 
 
-def tokens_backwards() -> Sides:
+def tokens_in_any_order() -> Sides:
     x = drawn(3, 14, 24)
     order = torch.randperm(42, generator=torch.Generator().manual_seed(1))
     return Sides(x, x.reshape(42, 24)[order].view(x.shape), {"x": x})
+
+
+def rolled_without_its_padding() -> Sides:
+    x = drawn(3, 14, 24)
+    right, wrong = (F.pad(x.roll(before, 1), (0, 0, 0, 2)).roll(3 - before, 1) for before in (0, 3))
+    return Sides(right, wrong, {"x": x})
 
 
 def first_for_last() -> Sides:
@@ -230,6 +236,17 @@ def residual_of_another_place() -> Sides:
     x, y = drawn(2, 14, 32), drawn(2, 14, 32, seed=1)
     normal, made = F.layer_norm(x, (32,)), drawn(2, 14, 32, seed=2)
     return Sides(x + y + made, normal + made, parts={"a": x, "b": y, "norm": normal, "d": made})
+
+
+def skip_of_another_layer() -> Sides:
+    x, y = drawn(2, 14, 32), drawn(2, 14, 32, seed=1)
+    return Sides(x, y, parts={"a": x, "b": y})
+
+
+def norm_left_out() -> Sides:
+    x = drawn(2, 14, 32) * (1 + drawn(2, 14, 1, seed=5).abs())
+    normal = F.layer_norm(x, (32,)) * (1 + 0.1 * drawn(32))
+    return Sides(normal, x, parts={"x": x, "norm": normal})
 
 
 def scale_of_a_layer_left_out() -> Sides:
@@ -390,7 +407,10 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     channels_last: "transpose",
     groups_of_channels: "permutation",
     pixels: "permutation",
-    tokens_backwards: "shift",
+    tokens_in_any_order: "permutation",
+    rolled_without_its_padding: "shift",
+    skip_of_another_layer: "permutation",
+    norm_left_out: "scale",
     first_for_last: "shift",
     lengths_ignored: "stale",
     padding_in_a_mean: "mask",

@@ -76,7 +76,24 @@ def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
     made = sum(factor * rights[name] for name, factor in wrong.items())
     had = sum(factor * rights[name] for name, factor in right.items())
     what = f"it is the sum of {_listed(wrong)}, where the reference adds {_listed(right)}"
-    return Clue("scale", case.explained(case.r + made - had), what, "term")
+    # One thing in place of another is another module's result, unless it is the same but for a
+    # factor of each token, as what a norm was given.
+    cause = "permutation" if len(right) == len(wrong) == 1 and not _alike(case) else "scale"
+    return Clue(cause, case.explained(case.r + made - had), what, "term")
+
+
+def _alike(case: Case) -> bool:
+    """Whether the candidate is, token by token, about a line in what is right."""
+    r, c = (
+        rows - rows.mean(axis=1, keepdims=True)
+        for rows in (case.rows(values) for values in (case.r, case.r + case.e))
+    )
+    sizes = np.maximum(np.einsum("ij,ij->i", r, r), 1e-300)
+    left = c - (np.einsum("ij,ij->i", r, c) / sizes)[:, None] * r
+    return float(np.sum(left * left)) < _MOSTLY * float(np.sum(c * c))
+
+
+_MOSTLY = 0.3
 
 
 def _listed(factors: dict[str, float]) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 from driftline.diagnosis.causes.linear_solve import solve
 
 _PLACES = 512
@@ -23,6 +23,9 @@ _MOST_ELEMENTS = 1 << 22
 _MOST_ROWS = 1 << 13
 _MOST_FACTORS = 48
 _MOST_SAMPLES = 64
+_NAMED = 0.9
+_TOGETHER = 0.25
+"""Share of neighbouring tokens that are neighbours still where a block was moved."""
 _MADE = 1e-3
 """Share of its energy that a sum of tokens may leave of what it should be."""
 _SMALL = (2, 3, 4)
@@ -168,6 +171,9 @@ def moved(case: Case) -> Clue | None:
     """Both sides hold exactly the numbers they were given, and the order differs."""
     if case.ratio < 8.0 or not 32 <= case.r.size <= _MOST_ELEMENTS:
         return None
+    order = rearranged(case)
+    if order is not None and order.score >= _NAMED:
+        return None  # an order with a name says more
     for name, right, wrong in _shared(case):
         if _only_moved(case.r, right, case.c, wrong):
             what = f"it holds the numbers of '{name}', every one of them, in another order"
@@ -189,14 +195,18 @@ def _only_moved(r: F64, right: F64, c: F64, wrong: F64) -> bool:
 
 
 def _of_rows(case: Case, name: str) -> Clue | None:
-    """Whole tokens at other places."""
+    """Whole tokens at other places, in blocks that stayed together: a shift."""
     r, c = case.rows(case.r), case.rows(case.c)
-    if case.r.ndim < 2 or r.shape[1] < 4 or not 2 <= len(r) <= _MOST_ROWS:
+    if case.r.ndim > 3 or r.shape[1] < 4 or not 2 <= len(r) <= _MOST_ROWS:
         return None
     off = np.flatnonzero(np.einsum("ij,ij->i", c - r, c - r) > 0.0)
     sources = np.arange(len(r), dtype=np.intp)
     sources[off] = nearest(r, c[off])
-    if case.explained(r[sources].reshape(case.r.shape)) < 0.9:
+    if case.r.ndim < 2 or case.explained(r[sources].reshape(case.r.shape)) < _NAMED:
+        return None
+    off = off[np.any(c[off] != 0.0, axis=1)]  # empty places have come from anywhere
+    neighbours: Flags = np.diff(sources[off]) == np.diff(off)
+    if np.count_nonzero(neighbours) < _TOGETHER * max(neighbours.size, 1):
         return None
     what = f"it holds the tokens of '{name}', every one of them, at other places"
     return Clue("shift", 0.95, what, "moved")

@@ -115,6 +115,9 @@ def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F6
     return found if float(np.sum(left * left)) <= enough else None
 
 
+_MOST_PLACES = 0.8
+
+
 def by_place(case: Case) -> Clue | None:
     """What every place has added, whatever stands there: embeddings of positions.
 
@@ -128,6 +131,10 @@ def by_place(case: Case) -> Clue | None:
     axes = tuple(range(added.ndim - 1))
     # One constant per channel is a bias; and samples must differ to tell anything.
     varying = float(np.sum((added - added.mean(axis=axes)) ** 2))
+    places: F64 = np.sum(added * added, axis=-1)
+    touched = np.count_nonzero(places > 0.01 * float(places.mean()))
+    if touched < _MOST_PLACES * places.size:
+        return None  # a matter of which places
     apart = float(np.sum((case.r - case.r.mean(axis=0)) ** 2))
     if varying <= 0.5 * size or apart <= 0.1 * case.size:
         return None
