@@ -569,7 +569,7 @@ def test_one_dimensional_and_tiny_tensors_raise_nothing() -> None:
 
 
 def _attention(seed: int = 0, *, rope: bool = True, causal: bool = True) -> Any:
-    from driftline.diagnosis.causes.attention.read_attention import Attention, Turn
+    from driftline.diagnosis.causes.attention_model import Attention, Turn
 
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((2, 24, 4, 16)) * 2

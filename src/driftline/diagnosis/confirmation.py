@@ -27,7 +27,8 @@ from driftline.comparison.table.row import Row
 from driftline.comparison.verdict.noise import NoiseFloor, Variant, margin_of
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.status import SiteStatus
-from driftline.diagnosis.causes.case_builder import NamedCause, Runs
+from driftline.diagnosis.causes.case_builder import Runs
+from driftline.diagnosis.causes.named_cause import NamedCause
 from driftline.diagnosis.causes.precision import TF32, convolves
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey

@@ -18,9 +18,9 @@ from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
 from driftline.comparison.verdict.sites import ROOTS, Place, Site, sites_of
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis import confirmation, texts
-from driftline.diagnosis.causes.case_builder import NamedCause, Runs, name_cause, name_certain
+from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.causes.differences import by_difference
-from driftline.diagnosis.causes.execution import name_update
+from driftline.diagnosis.causes.named_cause import NamedCause, name_cause, name_certain, name_update
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,

@@ -16,7 +16,7 @@ from driftline.comparison.verdict.noise import NoiseFloor
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import Place, Site
 from driftline.comparison.verdict.status import SiteStatus
-from driftline.diagnosis.causes.case_builder import NamedCause
+from driftline.diagnosis.causes.named_cause import NamedCause
 from driftline.diagnosis.causes.registry import CAUSES
 from driftline.diagnosis.confirmation import Confirmation
 from driftline.diagnosis.evidence.files import Substitution

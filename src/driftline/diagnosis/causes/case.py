@@ -170,6 +170,12 @@ class Case:
         return share if left <= _LEFT else min(share, 0.75)
 
     @cached_property
+    def sources(self) -> tuple[tuple[Mapping[str, F64], Mapping[str, F64]], ...]:
+        """What both sides were given and what parts gave; in a replay both are the candidate's."""
+        own = {**self.inputs, **self.parts}
+        return ((self.right_parts, own), (own, own)) if self.right_parts else ((own, own),)
+
+    @cached_property
     def tokens(self) -> int | None:
         """Which axis the tokens are on; None for a tensor that has none."""
         if self.r.ndim < 2:

@@ -19,14 +19,11 @@ from driftline.alignment.recipe import Recipe
 from driftline.alignment.recipe_steps import Step
 from driftline.comparison.evidence.error_stats import index, read_whole
 from driftline.comparison.measure.recipes import open_recipes
-from driftline.comparison.verdict.certain_failures import CertainFailure
 from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import FINE, Call, Place, Site, ancestors, contains
 from driftline.comparison.verdict.status import SiteStatus
-from driftline.diagnosis.causes.case import F64, Case, Codes, Flags, other_mask
-from driftline.diagnosis.causes.linear_solve import implied_input
-from driftline.diagnosis.causes.registry import Clue, best_clue, rules_for_inputs
+from driftline.diagnosis.causes.case import F64, Case, Codes, Flags
 from driftline.diagnosis.evidence.files import Replay
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
@@ -38,8 +35,6 @@ from driftline.runs.run import Run
 _OTHERS = 12
 _EARLIER = 2
 _MOST_PARTS = 32
-_RISING = 0.4
-"""Share of neighbours that differ by one in numbers of positions; pads have one number."""
 _NEARLY = 0.1
 """Relative error up to which an earlier tensor counts as right."""
 _MOST_STEPS = 64
@@ -62,149 +57,6 @@ class Runs(NamedTuple):
     replay: Replay | None
     repeats: Sequence[Run]
     plan: Plan
-
-
-class NamedCause(NamedTuple):
-    """The kind of bug at a site.
-
-    Attributes:
-        cause: Name of the cause, or `unknown`.
-        sentence: The evidence for it, or why none was named.
-        score: Share of the error that it explains.
-        detail: The exact variant.
-        others: Other causes that were considered, with scores.
-        picture: The tensor that was examined.
-    """
-
-    cause: str
-    sentence: str = ""
-    score: float = 0.0
-    detail: str = ""
-    others: tuple[tuple[str, float], ...] = ()
-    picture: str = ""
-
-
-def name_cause(
-    runs: Runs,
-    sites: Mapping[Place, Site],
-    place: Place,
-    standing: SiteStatus,
-    judged: ReplayResult | None,
-) -> NamedCause:
-    """Ask every detector about a guilty site."""
-    builder = CaseBuilder(runs, sites)
-    tried: list[NamedCause] = []
-    for case, picture in builder.cases(place, standing, judged):
-        clue, clues = best_clue(case)
-        naming = _named(clue, clues, picture)
-        if naming.cause != "unknown":
-            return naming
-        tried.append(naming)
-        # A linear map can be inverted: sometimes the error is simple in terms of the input it
-        # implies.
-        seen = implied_input(case)
-        if seen is not None:
-            clue, clues = best_clue(seen, rules_for_inputs())
-            naming = _named(clue, clues, picture)
-            if clue is not None:
-                return naming._replace(
-                    sentence=f"its result is that of another input, of which {naming.sentence}"
-                )
-    if tried:
-        return max(tried, key=lambda naming: naming.others[0][1] if naming.others else 0.0)
-    return NamedCause("unknown", "the values at this site were not kept")
-
-
-def name_certain(runs: Runs, certain: CertainFailure) -> NamedCause:
-    """The kind of a failure that no site is to blame for."""
-    row = certain.row
-    if certain.kind == "inputs":
-        return NamedCause("input", "nothing that is computed of them can be judged", 1.0)
-    if certain.kind in ("codes", "nonfinite") and (masked := _of_masks(runs, row.key)) is not None:
-        return masked
-    if certain.kind == "codes":
-        return _of_codes(runs, row.key)
-    if certain.kind != "gradient":
-        return NamedCause("unknown", "nothing known fits")
-    builder = CaseBuilder(runs, {})
-    unit = DTYPES[row.candidate_dtype].unit_roundoff
-    case = builder.plain(row.key, row.site, row.class_name, unit)
-    clue, clues = (None, []) if case is None else best_clue(case)
-    naming = _named(clue, clues, str(row.key))
-    if clue is None or clue.cause in ("weights", "missing-reduction"):
-        sentence = "the model's output agrees and its gradient does not"
-        return naming._replace(cause="loss", sentence=sentence)
-    return naming
-
-
-def _of_masks(runs: Runs, key: TensorKey) -> NamedCause | None:
-    """A mask that a model's own code laid out otherwise; None if the tensors are no masks."""
-    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == key), None)
-    if pair is None or key.port != "input" or pair.reference.shape != pair.candidate.shape:
-        return None
-    sides = (runs.reference, pair.reference), (runs.candidate, pair.candidate)
-    tensors: list[F64] = []
-    for run, record in sides:
-        values = read_whole(run, record)
-        if record.dtype == "bool" and record.kept == "full":
-            try:
-                flags = np.asarray(run.raw(record)).reshape(record.shape) != 0
-            except (DriftlineError, OSError, ValueError):
-                return None
-            # Whether a flag hides or shows what it marks, it is another one.
-            values = np.where(flags, -np.inf, 0.0)
-        if values is None:
-            return None
-        tensors.append(values)
-    words = other_mask(*tensors)
-    return NamedCause("mask", f"of '{key.slot}' {words}", 1.0) if words else None
-
-
-def _of_codes(runs: Runs, key: TensorKey) -> NamedCause:
-    """Integers that a model's own code made: positions that are late, or others."""
-    pair = next((pair for pair in runs.plan.pairs if pair.reference.key == key), None)
-    if pair is None:
-        return NamedCause("unknown", "the values at this site were not kept")
-    if pair.reference.shape != pair.candidate.shape:
-        shapes = [list(record.shape) for record in (pair.candidate, pair.reference)]
-        sentence = f"the candidate has another number of tokens ({shapes[0]} for {shapes[1]})"
-        return NamedCause("input", sentence, 1.0)
-    try:
-        tensors = [
-            np.asarray(run.raw(record), dtype=np.int64).reshape(record.shape)
-            for run, record in ((runs.reference, pair.reference), (runs.candidate, pair.candidate))
-        ]
-    except (DriftlineError, OSError, ValueError):
-        return NamedCause("unknown", "the values at this site were not kept")
-    r, c = tensors
-    apart = np.unique(c - r)
-    if len(apart) == 1:
-        return NamedCause("shift", f"every number is {int(apart[0]):+d} of what it should be", 1.0)
-    rising = [
-        np.count_nonzero(x[..., 1:] - x[..., :-1] == 1) / max(x[..., 1:].size, 1)
-        for x in tensors
-        if x.ndim
-    ]
-    if rising and min(rising) > _RISING:
-        sentence = (
-            f"positions are counted differently, by {int(apart[0]):+d} to {int(apart[-1]):+d}"
-        )
-        return NamedCause("positions", sentence, 1.0)
-    return NamedCause("unknown", "they are no numbers of positions")
-
-
-def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause:
-    others = tuple((other.cause, round(other.score, 3)) for other in clues if other is not clue)[:4]
-    if clue is None:
-        nearest = list({other.cause: other for other in reversed(clues)}.values())[::-1][:2]
-        if nearest:
-            shares = [f"'{other.cause}' with {other.score:.0%} of the error" for other in nearest]
-            are = "are" if len(shares) > 1 else "is"
-            why = f"nothing known fits clearly; nearest {are} {' and '.join(shares)}"
-        else:
-            why = "nothing known fits"
-        return NamedCause("unknown", why, 0.0, "", others, picture)
-    return NamedCause(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
 
 
 class CaseBuilder:
@@ -351,8 +203,8 @@ class CaseBuilder:
             of_reference: The reference's, under the candidate's names.
         """
         tensors: dict[str, F64] = {}
-        given, _, made = self._around(record, parent)
-        for other in given:
+        entering, _, made = self._around(record, parent)
+        for other in entering:
             values = self._value(other, of_reference=of_reference)
             if values is not None:
                 tensors[other.key.slot] = values
@@ -365,9 +217,9 @@ class CaseBuilder:
     def _spread(self, record: Record, parent: str) -> dict[str, F64]:
         """What parts gave that were handed some rows of a container's input, at these rows."""
         rows, width = math.prod(record.shape[:-1]), record.shape[-1] if record.shape else 0
-        given, handed, made = self._around(record, parent)
+        entering, handed, made = self._around(record, parent)
         places: dict[bytes, int] = {}
-        for other in given:
+        for other in entering:
             values = read_whole(self.runs.candidate, other)
             if values is not None and values.ndim and values.size == rows * values.shape[-1]:
                 flat = values.reshape(rows, -1)
@@ -379,12 +231,12 @@ class CaseBuilder:
             if entered is None or len(other.shape) != 2 or other.shape[1] != width:
                 continue
             values, x = (read_whole(self.runs.candidate, each) for each in (other, entered))
-            if values is None or x is None or len(values) != len(x) or not len(x) < rows:
+            if values is None or x is None or x.ndim != 2 or len(values) != len(x):
                 continue
-            at = [places.get(row.tobytes(), -1) for row in x]
-            if min(at) >= 0:
+            rows_of = [places.get(row.tobytes(), -1) for row in x]
+            if min(rows_of) >= 0:
                 tensor = np.zeros((rows, width))
-                np.add.at(tensor, at, values)
+                np.add.at(tensor, rows_of, values)
                 spread[other.key.site] = tensor.reshape(record.shape)
         return spread
 
@@ -392,7 +244,7 @@ class CaseBuilder:
         self, record: Record, parent: str
     ) -> tuple[list[Record], dict[str, Record], list[Record]]:
         """A container's inputs, what its parts were given first, and what they gave."""
-        given: list[Record] = []
+        entering: list[Record] = []
         handed: dict[str, Record] = {}
         made: list[Record] = []
         for other in self.runs.candidate.records:
@@ -402,14 +254,14 @@ class CaseBuilder:
             if other.order >= record.order:
                 continue
             if of.port == "input" and of.site == parent:
-                given.append(other)
+                entering.append(other)
             elif of.port in ("input", "output") and self._is_part(of.site, parent):
                 if of.port == "output":
                     made.append(other)
                 else:
                     handed.setdefault(of.site, other)
         # A model may have a hundred layers; what is passed on was made by the last of them.
-        return given, handed, made[-_MOST_PARTS:]
+        return entering, handed, made[-_MOST_PARTS:]
 
     def _case(
         self, key: TensorKey, site: Site, standing: SiteStatus, judged: ReplayResult | None

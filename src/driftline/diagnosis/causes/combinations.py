@@ -46,8 +46,8 @@ def combination(case: Case) -> Clue | None:
         key=lambda clue: clue.score,
         default=None,
     )
-    if best is not None and best.score < _MOST_OF_IT:
-        best = None
+    if best is None or best.score < _MOST_OF_IT:
+        best = _added_by_channel(case, {name: terms[name] for name in names})
     # The sum itself says more; fewer terms are the better explanation, because more of them fit
     # anything a little better.
     for count in (1, 2, 3):
@@ -63,14 +63,37 @@ def combination(case: Case) -> Clue | None:
 
 def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
     """Both sides are sums of a few terms, and other ones: a residual taken at another place."""
-    rights = {name: case.right_parts.get(name, values) for name, values in terms.items()}
-    right, wrong = _sum_of(case, case.r, rights), _sum_of(case, case.c, terms)
+    right = wrong = None
+    rights = terms
+    for sources, _ in case.sources:
+        rights = {name: sources.get(name, values) for name, values in terms.items()}
+        right = _sum_of(case, case.r, rights)
+        if right is not None:
+            wrong = _sum_of(case, case.c, terms)
+            break
     if right is None or wrong is None or set(right) == set(wrong):
         return None
     made = sum(factor * rights[name] for name, factor in wrong.items())
     had = sum(factor * rights[name] for name, factor in right.items())
     what = f"it is the sum of {_listed(wrong)}, where the reference adds {_listed(right)}"
-    return Clue("scale", case.explained(case.r + made - had), what, "term")
+    # One thing in place of another is another module's result, unless it is the same but for a
+    # factor of each token, as what a norm was given.
+    cause = "permutation" if len(right) == len(wrong) == 1 and not _alike(case) else "scale"
+    return Clue(cause, case.explained(case.r + made - had), what, "term")
+
+
+def _alike(case: Case) -> bool:
+    """Whether the candidate is, token by token, about a line in what is right."""
+    r, c = (
+        rows - rows.mean(axis=1, keepdims=True)
+        for rows in (case.rows(values) for values in (case.r, case.r + case.e))
+    )
+    sizes = np.maximum(np.einsum("ij,ij->i", r, r), 1e-300)
+    left = c - (np.einsum("ij,ij->i", r, c) / sizes)[:, None] * r
+    return float(np.sum(left * left)) < _MOSTLY * float(np.sum(c * c))
+
+
+_MOSTLY = 0.3
 
 
 def _listed(factors: dict[str, float]) -> str:
@@ -98,7 +121,7 @@ def _sum_of(case: Case, made: F64, terms: dict[str, F64]) -> dict[str, float] | 
             if best is None or left < best[0]:
                 best = left, chosen, factors
         if best is not None and best[0] <= (1e-9 + (3.0 * case.noise) ** 2) * size:
-            return {names[at]: float(x) for at, x in zip(best[1], best[2], strict=True)}
+            return {names[number]: float(x) for number, x in zip(best[1], best[2], strict=True)}
     return None
 
 
@@ -112,6 +135,32 @@ def _added(case: Case, name: str, term: F64) -> Clue:
     factor = float(np.sum(values * case.e)) / size if size > 0.0 else 0.0
     what = f"{factor:+.4g} times what '{name}' gave is added to what is right"
     return Clue("scale", case.fitted(case.r + factor * values), what, "term")
+
+
+def _added_by_channel(case: Case, terms: dict[str, F64]) -> Clue | None:
+    """A multiple of one term, another one in every channel: a scale of a layer.
+
+    The factors are fitted on every other token and judged on the rest.
+    """
+    e = case.rows(case.e)
+    if len(e) < 8:
+        return None
+    best: Clue | None = None
+    for name, term in terms.items():
+        values = case.rows(np.where(case.finite, term, 0.0))
+        sizes = np.maximum(np.einsum("ij,ij->j", values[::2], values[::2]), 1e-300)
+        factors = np.einsum("ij,ij->j", values[::2], e[::2]) / sizes
+        r = case.rows(case.r)[1::2]
+        rest = replace(case, r=r, c=r + e[1::2], inputs={}, parts={}, right_parts={}, spread={})
+        score = min(rest.fitted(r + factors * values[1::2]), 0.98)
+        if score >= _MOST_OF_IT and (best is None or score > best.score):
+            low, high = float(factors.min()), float(factors.max())
+            what = (
+                f"what '{name}' gave is added to what is right once more, times a factor of each "
+                f"channel ({low:+.4g} to {high:+.4g})"
+            )
+            best = Clue("scale", score, what, "term")
+    return best
 
 
 def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | None:
@@ -162,16 +211,16 @@ def shares(case: Case) -> Clue | None:
     parts, few = np.stack(parts, axis=-1), replace(case, r=r, c=c)
     made, moved, left = np.zeros_like(r), np.zeros(len(r)), np.zeros(2)
     for row, terms in enumerate(parts):
-        given = terms[:, np.any(terms != 0.0, axis=0)]
-        if not 0 < given.shape[1] <= r.shape[1] // 4:
+        active = terms[:, np.any(terms != 0.0, axis=0)]
+        if not 0 < active.shape[1] <= r.shape[1] // 4:
             continue
-        found = [solve(given[::2], values[row, ::2]) for values in (r, c)]
+        factors = [solve(active[::2], values[row, ::2]) for values in (r, c)]
         rest = [
-            values[row, 1::2] - given[1::2] @ x for values, x in zip((r, c), found, strict=True)
+            values[row, 1::2] - active[1::2] @ x for values, x in zip((r, c), factors, strict=True)
         ]
         left += [float(values @ values) for values in rest]
-        made[row] = given @ (found[1] - found[0])
-        moved[row] = float(np.abs(found[1] - found[0]).max())
+        made[row] = active @ (factors[1] - factors[0])
+        moved[row] = float(np.abs(factors[1] - factors[0]).max())
     # Both sides must be such sums.
     if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None

@@ -22,7 +22,8 @@ from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.verdict.sites import ROOTS
 from driftline.diagnosis.causes.case import F64
-from driftline.diagnosis.causes.case_builder import NamedCause, Runs
+from driftline.diagnosis.causes.case_builder import Runs
+from driftline.diagnosis.causes.named_cause import NamedCause
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run

@@ -9,7 +9,7 @@ mistake. Nothing is fitted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +17,11 @@ import numpy as np
 from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
 from driftline.diagnosis.causes.case import F64, Case, Clue
 
-_MOST_ROWS = 64
+_MOST_ROWS = 32
 _MOST_CHANNELS = 1024
 _MOST_TENSORS = 6
-_EXACT = 1e-9
+_MOST_ELEMENTS = 1 << 18
+_EXACT, _AS_NEAR = 1e-9, 1.2
 
 
 class _Member(NamedTuple):
@@ -29,10 +30,16 @@ class _Member(NamedTuple):
     Attributes:
         settings: What it does, in words, by the cause that another word there has.
         values: Its result.
+        source: Which of the tensors it is a function of, where settings do not say so.
     """
 
     settings: Mapping[str, str]
     values: F64
+    source: int = 0
+
+    def other_than(self, other: _Member) -> list[str]:
+        """The causes whose settings differ."""
+        return [cause for cause in self.settings if self.settings[cause] != other.settings[cause]]
 
 
 def gate(case: Case) -> Clue | None:
@@ -41,10 +48,9 @@ def gate(case: Case) -> Clue | None:
         return None
     for axis in {case.r.ndim - 1, 1}:
         r, c = (_few(values, axis) for values in (case.r, case.c))
-        for sources in (case.right_parts, case.inputs):
-            right = _gates(sources, case.r.shape, axis)
-            wrong = _gates({**case.inputs, **case.parts}, case.r.shape, axis)
-            clue = _compared(case, (r, c), right, wrong)
+        for rights, wrongs in case.sources:
+            members = (_gates(tensors, case.r.shape, axis) for tensors in (rights, wrongs))
+            clue = _compared(case, (r, c), *members)
             if clue is not None:
                 return clue
     return None
@@ -52,12 +58,11 @@ def gate(case: Case) -> Clue | None:
 
 def along_an_axis(case: Case) -> Clue | None:
     """Softmax and its like: of rows, along another axis, or of every element."""
-    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > 1 << 22:
+    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > _MOST_ELEMENTS:
         return None
-    for sources in (case.right_parts, case.inputs):
-        right = _of_axes(sources, case.r.shape)
-        wrong = _of_axes({**case.inputs, **case.parts}, case.r.shape)
-        clue = _compared(case, (case.r, case.c), right, wrong)
+    for rights, wrongs in case.sources:
+        members = (_of_axes(tensors, case.r.shape) for tensors in (rights, wrongs))
+        clue = _compared(case, (case.r, case.c), *members)
         if clue is not None:
             return clue
     return None
@@ -72,12 +77,19 @@ def _compared(
     if right is None:
         return None
     members = list(wrongs)
-    wrong = _read(case, c, iter(members))
-    same = next((m.values for m in members if m.settings == right.settings), None)
+    wrong = _read(case, c, members, right)
+    same = next(
+        (
+            member.values
+            for member in members
+            if member.settings == right.settings and wrong and member.source == wrong.source
+        ),
+        None,
+    )
     if wrong is None or same is None or wrong.settings == right.settings:
         return None
     energy, left = float(np.sum((c - r) ** 2)), float(np.sum((c - r - wrong.values + same) ** 2))
-    other = [cause for cause in right.settings if right.settings[cause] != wrong.settings[cause]]
+    other = right.other_than(wrong)
     noise = case.noise**2 * float(np.sum(r * r))
     if len(other) != 1 or energy <= 4.0 * noise:
         return None
@@ -90,20 +102,26 @@ def _words(member: _Member) -> str:
     return " ".join(member.settings.values())
 
 
-def _read(case: Case, made: F64, members: Iterator[_Member]) -> _Member | None:
-    """The member that gives some values, to within noise."""
-    size = float(np.sum(made * made))
-    best: tuple[float, _Member] | None = None
+def _read(
+    case: Case, made: F64, members: Iterable[_Member], like: _Member | None = None
+) -> _Member | None:
+    """The member that gives some values, to within noise; of equals the one most like another."""
+    enough = (_EXACT + (3.0 * case.noise) ** 2) * float(np.sum(made * made))
+    near: list[tuple[float, _Member]] = []
     for member in members:
-        if member.values.shape != made.shape:
-            continue
-        with np.errstate(all="ignore"):
-            left = float(np.sum((member.values - made) ** 2))
-        if np.isfinite(left) and (best is None or left < best[0]):
-            best = left, member
-    if best is None or best[0] > (_EXACT + (3.0 * case.noise) ** 2) * size:
-        return None
-    return best[1]
+        if member.values.shape == made.shape:
+            with np.errstate(all="ignore"):
+                left = float(np.sum((member.values - made) ** 2))
+            if left <= enough:
+                near.append((left, member))
+    least = min((left for left, _ in near), default=0.0)
+    # In coarse formats some functions are the same but for rounding.
+    alike = [entry for entry in near if entry[0] <= _AS_NEAR * least + _EXACT * enough]
+    if like is not None:
+        alike.sort(key=lambda entry: (len(entry[1].other_than(like)), entry[0]))
+    else:
+        alike.sort(key=lambda entry: entry[0])
+    return alike[0][1] if alike else None
 
 
 def _few(values: F64, axis: int) -> F64:
@@ -117,12 +135,12 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
     width = shape[axis]
     if width > _MOST_CHANNELS:
         return
-    whole: dict[str, F64] = {}
+    full: dict[str, F64] = {}
     for name, x in tensors.items():
         if not np.isfinite(x).all():
             continue
         if x.shape == shape:
-            whole[name] = _few(x, axis)
+            full[name] = _few(x, axis)
         elif x.ndim == len(shape) and x.shape[axis] == 2 * width and x.size == 2 * np.prod(shape):
             rows = _few(x, axis)
             cuts = {
@@ -132,13 +150,11 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
             for cut, (first, second) in cuts.items():
                 yield from _products(first, second, f"of the first of {cut} of '{name}'")
                 yield from _products(second, first, f"of the second of {cut} of '{name}'")
-    names = list(whole)[-_MOST_TENSORS:]
+    names = list(full)[-_MOST_TENSORS:]
     for gated in names:
         for through in names:
             if gated != through:
-                yield from _products(
-                    whole[gated], whole[through], f"of '{gated}' (and '{through}')"
-                )
+                yield from _products(full[gated], full[through], f"of '{gated}' (and '{through}')")
 
 
 def _products(a: F64, b: F64, where: str) -> Iterator[_Member]:
@@ -165,10 +181,10 @@ def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Me
                 "log softmax": x - x.max(axis=axis, keepdims=True) - np.log(total),
                 "sigmoids that add up to one": bent / bent.sum(axis=axis, keepdims=True),
                 "vectors of length one": x / np.maximum(sizes, 1e-12),
+                "sigmoid, of every number by itself,": bent,
+                "nothing but the numbers": x,
             }.items():
                 yield _Member({"activation": label, "scale": where}, values)
-        yield _Member({"activation": "sigmoid", "scale": f"of '{name}'"}, 1.0 / (1.0 + np.exp(-x)))
-        yield _Member({"activation": "nothing", "scale": f"to '{name}'"}, x)
 
 
 # The first step of a recurrence, whose state was zero.
@@ -178,8 +194,12 @@ def recurrence(case: Case) -> Clue | None:
     """Gates of a recurrence that are read in another order."""
     if case.ratio < 8.0 or case.r.ndim != 2 or case.r.size < 32:
         return None
-    right = _steps(case.right_parts, case.r.shape)
-    return _compared(case, (case.r, case.c), right, _steps(case.parts, case.r.shape))
+    for rights, wrongs in case.sources:
+        members = (_steps(tensors, case.r.shape) for tensors in (rights, wrongs))
+        clue = _compared(case, (case.r, case.c), *members)
+        if clue is not None:
+            return clue
+    return None
 
 
 def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Member]:
@@ -189,12 +209,13 @@ def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Memb
         for x in tensors.values():
             if not x.ndim or x.shape[-1] != count * width or len(x) != rows or x.ndim > 3:
                 continue
-            here = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
+            steps = [x] if x.ndim == 2 else [x[:, 0], x[:, -1]]
             # What the input gives and what the state gives are added up.
-            sums += [*here, *(one + other for one in sums for other in here)]
-        for gates in sums:
+            sums += [*steps, *(first + other for first in sums for other in steps)]
+        for number, gates in enumerate(sums):
             parts = gates.reshape(rows, count, width)
-            yield from _four_gates(parts) if count == 4 else _three_gates(parts)
+            for member in _four_gates(parts) if count == 4 else _three_gates(parts):
+                yield member._replace(source=number)
 
 
 def _four_gates(parts: F64) -> Iterator[_Member]:

@@ -14,13 +14,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+from driftline.diagnosis.causes.linear_solve import solve
 
 _PLACES = 512
 _LIKELY = 0.6
 _MOST_ELEMENTS = 1 << 22
 _MOST_ROWS = 1 << 13
 _MOST_FACTORS = 48
+_MOST_SAMPLES = 64
+_NAMED = 0.9
+_TOGETHER = 0.25
+"""Share of neighbouring tokens that are neighbours still where a block was moved."""
+_MADE = 1e-3
+"""Share of its energy that a sum of tokens may leave of what it should be."""
 _SMALL = (2, 3, 4)
 """One of three factors is small: halves, colours, queries with keys and values."""
 Places = npt.NDArray[np.intp]
@@ -87,6 +94,11 @@ def _orders(shape: tuple[int, ...]) -> Iterator[_Order]:
     for axis, length in enumerate(shape):
         if length > 1:
             yield from _orders_of_axis(shape, axis)
+    straight = tuple(range(len(shape)))
+    for axes in itertools.permutations(straight) if 2 < len(shape) < 6 else ():
+        if axes != straight:
+            what = f"axes stand in the order {', '.join(map(str, axes))} of the right ones"
+            yield _Order("transpose", what, shape, axes)
     for a, b in itertools.combinations(range(len(shape)), 2):
         if shape[a] > 1 and shape[b] > 1:
             yield from _orders_of_two(shape, a, b)
@@ -159,16 +171,13 @@ def moved(case: Case) -> Clue | None:
     """Both sides hold exactly the numbers they were given, and the order differs."""
     if case.ratio < 8.0 or not 32 <= case.r.size <= _MOST_ELEMENTS:
         return None
-    given = [(case.right_parts, case.parts), (case.inputs, case.inputs)]
-    for rights, wrongs in given:
-        for name in reversed(list(rights)):
-            if name in wrongs and _only_moved(case.r, rights[name], case.c, wrongs[name]):
-                return _of_rows(case, name) or Clue(
-                    "permutation",
-                    0.95,
-                    f"it holds the numbers of '{name}', every one of them, in another order",
-                    "moved",
-                )
+    order = rearranged(case)
+    if order is not None and order.score >= _NAMED:
+        return None  # an order with a name says more
+    for name, right, wrong in _shared(case):
+        if _only_moved(case.r, right, case.c, wrong):
+            what = f"it holds the numbers of '{name}', every one of them, in another order"
+            return _of_rows(case, name) or Clue("permutation", 0.95, what, "moved")
     return None
 
 
@@ -180,20 +189,24 @@ def _only_moved(r: F64, right: F64, c: F64, wrong: F64) -> bool:
     if min(right.size, wrong.size) < 32 or max(right.size, wrong.size) > r.size:
         return False
     return all(
-        np.array_equal(np.sort(made[made != 0.0]), np.sort(given[given != 0.0]))
-        for made, given in ((r, right), (c, wrong))
+        np.array_equal(np.sort(made[made != 0.0]), np.sort(source[source != 0.0]))
+        for made, source in ((r, right), (c, wrong))
     )
 
 
 def _of_rows(case: Case, name: str) -> Clue | None:
-    """Whole tokens at other places."""
+    """Whole tokens at other places, in blocks that stayed together: a shift."""
     r, c = case.rows(case.r), case.rows(case.c)
-    if case.r.ndim < 2 or r.shape[1] < 4 or not 2 <= len(r) <= _MOST_ROWS:
+    if case.r.ndim > 3 or r.shape[1] < 4 or not 2 <= len(r) <= _MOST_ROWS:
         return None
     off = np.flatnonzero(np.einsum("ij,ij->i", c - r, c - r) > 0.0)
     sources = np.arange(len(r), dtype=np.intp)
     sources[off] = nearest(r, c[off])
-    if case.explained(r[sources].reshape(case.r.shape)) < 0.9:
+    if case.r.ndim < 2 or case.explained(r[sources].reshape(case.r.shape)) < _NAMED:
+        return None
+    off = off[np.any(c[off] != 0.0, axis=1)]  # empty places have come from anywhere
+    neighbours: Flags = np.diff(sources[off]) == np.diff(off)
+    if np.count_nonzero(neighbours) < _TOGETHER * max(neighbours.size, 1):
         return None
     what = f"it holds the tokens of '{name}', every one of them, at other places"
     return Clue("shift", 0.95, what, "moved")
@@ -210,9 +223,8 @@ def picked(case: Case) -> Clue | None:
     if case.ratio < 8.0 or case.r.ndim < 2 or case.r.shape[-1] < 8:
         return None
     r, c = case.rows(case.r), case.rows(case.r + case.e)
-    for name, right in reversed(list(case.right_parts.items())):
-        wrong = case.parts.get(name)
-        if wrong is None or not _may_hold(case, right, wrong):
+    for name, right, wrong in _shared(case):
+        if not _may_hold(case, right, wrong):
             continue
         rows = case.rows(right) if right.shape == case.r.shape else right.reshape(-1, r.shape[1])
         places = nearest(rows, r), nearest(wrong.reshape(rows.shape), c)
@@ -237,6 +249,14 @@ def picked(case: Case) -> Clue | None:
     return None
 
 
+def _shared(case: Case) -> Iterator[tuple[str, F64, F64]]:
+    """Tensors that both sides had, latest first, by name."""
+    for rights, wrongs in case.sources:
+        for name in reversed(list(rights)):
+            if name in wrongs:
+                yield name, rights[name], wrongs[name]
+
+
 def _may_hold(case: Case, right: F64, wrong: F64) -> bool:
     if right.shape != wrong.shape or right.ndim < 2 or right.shape[-1] != case.r.shape[-1]:
         return False
@@ -247,3 +267,43 @@ def _may_hold(case: Case, right: F64, wrong: F64) -> bool:
 def _are(case: Case, rows: F64, r: F64) -> bool:
     left = float(np.sum((rows - r) ** 2))
     return left <= (1e-10 + (2.0 * case.noise) ** 2) * case.size
+
+
+def pooled(case: Case) -> Clue | None:
+    """Both sides add up tokens of one tensor, with other shares: pads in a mean, other tokens.
+
+    The shares of every sample are fitted on one half of the channels and judged on the other.
+    """
+    if case.ratio < 8.0 or case.r.ndim != 2 or not 1 <= len(case.r) <= _MOST_SAMPLES:
+        return None
+    c = case.r + case.e
+    for name, right, wrong in _shared(case):
+        if right.shape != wrong.shape or right.ndim != 3:
+            continue
+        if (right.shape[0], right.shape[2]) != case.r.shape or 4 * right.shape[1] > right.shape[2]:
+            continue
+        shares, made = _shares(right, case.r)
+        others, _ = _shares(wrong, c)
+        if shares is None or others is None:
+            continue
+        score = case.explained(case.r - made + np.einsum("bt,btc->bc", others, right))
+        counts = [np.count_nonzero(np.abs(x) > 0.01 * np.abs(x).max()) for x in (shares, others)]
+        what = (
+            f"of '{name}' it adds up {counts[1]} tokens in all, where the reference adds up "
+            f"{counts[0]}, with shares of {float(others.max()):.3g} and {float(shares.max()):.3g} "
+            "at most"
+        )
+        cause = "mask" if counts[0] != counts[1] else "scale"
+        return Clue(cause, score, what, "shares")
+    return None
+
+
+def _shares(tokens: F64, made: F64) -> tuple[F64 | None, F64]:
+    """What is taken of every token of every sample, and what that gives; None if it does not."""
+    shares = np.stack(
+        [solve(x[:, ::2].T, y[::2]) for x, y in zip(tokens, made, strict=True)], axis=0
+    )
+    again = np.einsum("bt,btc->bc", shares, tokens)
+    left = again[:, 1::2] - made[:, 1::2]
+    enough = _MADE * float(np.sum(made[:, 1::2] ** 2))
+    return (shares if float(np.sum(left * left)) <= enough else None), again

@@ -21,6 +21,8 @@ _FEW_EPSILONS = (0.0, 1e-8, 1e-6, 1e-5)
 _MOST_ELEMENTS = 1 << 20
 _MOST_GROUPS = 64
 _SEARCHED = tuple(10.0 ** (power / 2.0) for power in range(-26, 1))
+_HARDLY = 0.9
+"""Share that a normalisation leaves at least if it is none of this input."""
 _FITS = 1e-7
 """Share of its energy that a normalisation may leave unexplained of the reference's output."""
 
@@ -83,19 +85,24 @@ def _nearest_norm(
 ) -> _Norm | None:
     """The way to normalise that gives the reference's output; None if none does."""
     best: tuple[float, _Norm] | None = None
+    varying = float(np.sum((r - r.mean(axis=0)) ** 2))
     for statistics in ways:
-        for epsilon in epsilons:
+        # From both ends: where neither helps, it is no norm of this kind, whatever its epsilon.
+        least = math.inf
+        for number, epsilon in enumerate((epsilons[-1], *epsilons[:-1])):
+            if number >= 2 and least > _HARDLY * varying:
+                break
             with np.errstate(all="ignore"):
                 normal = statistics.normal(epsilon)
             if not np.isfinite(normal).all():
                 continue
             weight, left = _line(normal, r, statistics.axis)
+            least = min(least, left)
             if best is None or left < best[0]:
                 best = left, _Norm(statistics, epsilon, weight)
     if best is None:
         return None
     # The reference may have had a slightly other input: that much may be left.
-    varying = float(np.sum((r - r.mean(axis=0)) ** 2))
     allowed = (_FITS + (3.0 * case.noise) ** 2) * case.size
     return best[1] if best[0] <= allowed and best[0] < 0.01 * max(varying, 1e-300) else None
 

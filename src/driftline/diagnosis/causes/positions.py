@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,89 @@ def angles(case: Case) -> Clue | None:
             clues = _mistakes(case, right, positions)
             return max(clues, key=lambda clue: clue.score, default=None)
     return None
+
+
+def frequencies(case: Case) -> Clue | None:
+    """Tables of angles whose frequencies are others in some channels: stretched, or in parts."""
+    if case.r.ndim < 2 or case.r.shape[-2] < 8 or case.r.shape[-1] > 512 or case.ratio < 1.5:
+        return None
+    if not (np.abs(case.r) <= 1.01).all():
+        return None
+    positions = next(
+        (x.reshape(-1, x.shape[-1])[0] for x in _positions(case) if np.ptp(x) > 0.0), None
+    )
+    if positions is None:
+        return None
+    r, c = (x.reshape(-1, *x.shape[-2:])[0] for x in (case.r, case.c))
+    for wave in (np.cos, np.sin):
+        right, wrong = (_by_channel(case, values, positions, wave) for values in (r, c))
+        if right is None or wrong is None:
+            continue
+        made = np.asarray(wave(positions[:, None] * wrong) - wave(positions[:, None] * right))
+        moved = np.abs(wrong - right) > 1e-3 * np.abs(right)
+        if not moved.any():
+            return None
+        ratios = wrong[moved] / np.maximum(right[moved], 1e-300)
+        what = (
+            f"{int(moved.sum())} of {moved.size} channels have angles that grow "
+            f"{float(ratios.min()):.4g} to {float(ratios.max()):.4g} times as fast"
+        )
+        return Clue("positions", case.explained(case.r + made), what, "frequencies")
+    return None
+
+
+_PACES_TRIED = 2048
+
+
+def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F64]) -> F64 | None:
+    """The frequency of every channel of a table; None if some channel has none."""
+    paces = np.concatenate([[0.0], np.geomspace(1e-7, math.pi, _PACES_TRIED)])
+    waves = np.asarray(wave(positions[:, None] * paces))
+    # Nearest by distance: the energies of the waves, less what they have in common.
+    apart = np.einsum("ij,ij->j", waves, waves)[:, None] - 2.0 * (waves.T @ table)
+    nearest = paces[np.argmin(apart, axis=0)]
+    step = math.log(math.pi / 1e-7) / _PACES_TRIED
+    low, high = nearest * math.exp(-step), nearest * math.exp(step)
+    for _ in range(30):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        left = [np.sum((wave(positions[:, None] * x) - table) ** 2, axis=0) for x in (a, b)]
+        worse = left[0] > left[1]
+        low, high = np.where(worse, a, low), np.where(worse, high, b)
+    found = (low + high) / 2
+    left = np.asarray(wave(positions[:, None] * found)) - table
+    enough = (_FITS + (3.0 * case.noise) ** 2) * float(np.sum(table * table))
+    return found if float(np.sum(left * left)) <= enough else None
+
+
+_MOST_PLACES = 0.8
+
+
+def by_place(case: Case) -> Clue | None:
+    """What every place has added, whatever stands there: embeddings of positions.
+
+    Half of the samples say what it is, the other half are judged by it.
+    """
+    if case.ratio < 4.0 or case.r.ndim < 3 or len(case.r) < 2 or not case.finite.all():
+        return None
+    first, rest = slice(0, None, 2), slice(1, None, 2)
+    added = case.e[first].mean(axis=0)
+    size = float(np.sum(added * added))
+    axes = tuple(range(added.ndim - 1))
+    # One constant per channel is a bias; and samples must differ to tell anything.
+    varying = float(np.sum((added - added.mean(axis=axes)) ** 2))
+    places: F64 = np.sum(added * added, axis=-1)
+    touched = np.count_nonzero(places > 0.01 * float(places.mean()))
+    if touched < _MOST_PLACES * places.size:
+        return None  # a matter of which places
+    apart = float(np.sum((case.r - case.r.mean(axis=0)) ** 2))
+    if varying <= 0.5 * size or apart <= 0.1 * case.size:
+        return None
+    judged = replace(
+        case, r=case.r[rest], c=case.c[rest], inputs={}, parts={}, right_parts={}, spread={}
+    )
+    score = min(judged.fitted(judged.r + added), 0.98)
+    what = "every place has something added that is the same for all samples"
+    return Clue("positions", score, what, "places")
 
 
 def _positions(case: Case) -> Iterator[F64]:

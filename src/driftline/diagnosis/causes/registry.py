@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from driftline.diagnosis.causes.attention.read_attention import RECOMPUTED
+from driftline.diagnosis.causes.attention_model import RECOMPUTED
 from driftline.diagnosis.causes.case import Case, Clue, Rule
 from driftline.registry import Address
 
@@ -80,19 +80,20 @@ _TABLE = (
           "the right numbers in the wrong order: channels, heads, sequences, modules",
           "a permutation", freedom=8, exact=True, on_inputs=True),
     # The detector of attentions answers with the cause it recognised: mask, scale or another.
-    Cause("attention", _in("attention.mistakes:attention"),
+    Cause("attention", _in("attention:attention"),
           "a mistake inside an attention, named by its own cause"),
     Cause("activation",
           _in("values:activation", "gates:gate", "gates:along_an_axis", "gates:recurrence"),
           "another activation function", "a wrong activation",
           freedom=1, exact=True),
-    Cause("mask", _in("regions:mask"),
+    Cause("mask", _in("regions:mask", "moves:pooled"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
           "a wrong mask", freedom=9),
     Cause("soft-cap", _in("values:soft_cap"),
           "scores, or what a head gives, are capped differently, or not at all",
           "a wrong soft cap", freedom=1, exact=True),
-    Cause("positions", _in("positions:angles", "resizes:resize"),
+    Cause("positions",
+          _in("positions:angles", "positions:frequencies", "positions:by_place", "windows:resize"),
           "angles or distances of positions are others: base, pace, slopes, direction",
           "wrong positions", freedom=1, exact=True),
     Cause("scale",

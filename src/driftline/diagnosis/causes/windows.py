@@ -1,4 +1,4 @@
-"""Sliding windows: convolutions and pools, with their borders, steps and distances.
+"""Sliding windows, as of convolutions and pools, and resizes: borders, steps, distances, grids.
 
 The reference's output is read as a function of windows of an input: their mean, their largest
 number, or a product with a kernel, which is taken from the captured weights or solved for. Then the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,14 +53,14 @@ class _Window(NamedTuple):
         axes = x.ndim - 2
         for axis in range(axes):
             length = x.shape[2 + 2 * axis]
-            at = np.arange(shape[2 + axis])[:, None] * self.step - self.before
-            at = at + np.arange(self.width) * self.distance
-            inside, filled = (at >= 0) & (at < length), _filled(at, length, self.filling)
+            index = np.arange(shape[2 + axis])[:, None] * self.step - self.before
+            index = index + np.arange(self.width) * self.distance
+            inside, filled = (index >= 0) & (index < length), _filled(index, length, self.filling)
             x = np.take(x, filled.reshape(-1), axis=2 + 2 * axis)
-            x = x.reshape(*x.shape[: 2 + 2 * axis], *at.shape, *x.shape[3 + 2 * axis :])
+            x = x.reshape(*x.shape[: 2 + 2 * axis], *index.shape, *x.shape[3 + 2 * axis :])
             if self.filling == _FILLINGS[0]:
                 behind = (1,) * (x.ndim - 4 - 2 * axis)
-                x = np.where(inside.reshape(*at.shape, *behind), x, np.nan)
+                x = np.where(inside.reshape(*index.shape, *behind), x, np.nan)
         order = (0, 1, *range(2, x.ndim, 2), *range(3, x.ndim, 2))
         return x.transpose(order).reshape(*x.shape[:2], math.prod(shape[2:]), -1)
 
@@ -82,13 +82,13 @@ class _Window(NamedTuple):
         return (zeros.sum(axis=-1) / count).reshape(shape)
 
 
-def _filled(at: npt.NDArray[np.intp], length: int, filling: str) -> npt.NDArray[np.intp]:
+def _filled(index: npt.NDArray[np.intp], length: int, filling: str) -> npt.NDArray[np.intp]:
     if filling == _FILLINGS[1] and length > 1:
-        turns = np.abs(at) % (2 * length - 2)
+        turns = np.abs(index) % (2 * length - 2)
         return np.where(turns < length, turns, 2 * length - 2 - turns)
     if filling == _FILLINGS[3]:
-        return at % length
-    return np.clip(at, 0, length - 1)
+        return index % length
+    return np.clip(index, 0, length - 1)
 
 
 def window(case: Case) -> Clue | None:
@@ -153,7 +153,7 @@ def _shapes(x: F64, r: F64) -> Iterator[_Window]:
     steps = sorted({max(1, first // made), max(1, -(-first // made))})
     for width, step in itertools.product(range(1, _WIDEST + 1), steps):
         middle = (width - 1) // 2
-        for before in sorted(range(width), key=lambda number, at=middle: abs(number - at)):
+        for before in sorted(range(width), key=lambda number, index=middle: abs(number - index)):
             for distance in (1, 2) if width > 1 else (1,):
                 edge = before * distance
                 # Outputs must lie where the input is, but for the border.
@@ -184,8 +184,8 @@ def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
     if channels * taps <= _MOST_TAPS and count >= 2 * channels * taps:
         rows = places.transpose(0, 2, 1, 3).reshape(count, -1)
         values = by_output.transpose(0, 2, 1).reshape(count, made)
-        found = solve(np.hstack([rows, ones])[::every], values[::every])[:-1]
-        yield found.T.reshape(made, channels, taps)
+        solution = solve(np.hstack([rows, ones])[::every], values[::every])[:-1]
+        yield solution.T.reshape(made, channels, taps)
     if channels == made > 1 and count >= 2 * taps:
         # Every channel by itself; all are solved for at once.
         rows = places.transpose(1, 0, 2, 3).reshape(channels, count, -1)
@@ -233,3 +233,117 @@ def _mistakes(case: Case, x: F64, right: _Window, kernel: F64 | None) -> Iterato
         if kind != right.kind != "largest":
             what = f"of its windows it takes the {kind} in place of the {right.kind}"
             yield clue("scale", right._replace(kind=kind), what)
+
+
+# Resizes of pictures and of tables of positions. A resize is a product with one matrix for every
+# axis; a few grids and weights are in use, and both sides are read as one of them.
+
+
+_MOST_RESIZED = 1 << 18
+
+
+class _Resize(NamedTuple):
+    """One way to resize.
+
+    Attributes:
+        grid: Where the places of the output lie.
+        weights: How places of the input are weighed.
+        smooth: Whether weights are as wide as the steps, where these are wide.
+    """
+
+    grid: str
+    weights: str
+    smooth: bool
+
+    def of(self, x: F64, shape: tuple[int, ...]) -> F64:
+        for axis, (length, made) in enumerate(zip(x.shape, shape, strict=True)):
+            if length != made:
+                x = np.moveaxis(np.moveaxis(x, axis, -1) @ self.matrix(length, made).T, -1, axis)
+        return x
+
+    def matrix(self, length: int, made: int) -> F64:
+        pace = length / made
+        if self.grid == "of ends that meet":
+            pace = (length - 1) / max(made - 1, 1)
+        positions = np.arange(made) * pace
+        if self.grid == "of middles that meet":
+            positions = (np.arange(made) + 0.5) * pace - 0.5
+        wide = max(pace, 1.0) if self.smooth else 1.0
+        if self.weights == "the place before":
+            return np.eye(length)[
+                np.clip(np.floor(positions + 1e-9), 0, length - 1).astype(np.intp)
+            ]
+        if self.weights == "the nearest place":
+            return np.eye(length)[np.clip(np.rint(positions), 0, length - 1).astype(np.intp)]
+        taps = np.arange(-math.ceil(2 * wide) - 1, length + math.ceil(2 * wide) + 1)
+        shares = _WEIGHTS[self.weights]((taps[None] - positions[:, None]) / wide)
+        inside = (taps >= 0) & (taps < length)
+        if self.smooth:
+            shares = np.where(inside, shares, 0.0)
+        shares = shares / shares.sum(axis=1, keepdims=True)
+        matrix = np.zeros((made, length))
+        for tap, share in zip(np.clip(taps, 0, length - 1), shares.T, strict=True):
+            matrix[:, tap] += share
+        return matrix
+
+    def __str__(self) -> str:
+        smooth = ", smoothed" if self.smooth else ""
+        return f"with {self.weights} on a grid {self.grid}{smooth}"
+
+
+def _cubic(a: float) -> Callable[[F64], F64]:
+    def weights(far: F64) -> F64:
+        x = np.abs(far)
+        near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
+        return np.where(
+            x < 1.0, near, np.where(x < 2.0, a * (((x - 5.0) * x + 8.0) * x - 4.0), 0.0)
+        )
+
+    return weights
+
+
+_WEIGHTS: dict[str, Callable[[F64], F64]] = {
+    "linear weights": lambda far: np.maximum(1.0 - np.abs(far), 0.0),
+    "cubic weights of -0.75": _cubic(-0.75),
+    "cubic weights of -0.5": _cubic(-0.5),
+    "cubic weights of -1": _cubic(-1.0),
+}
+_WAYS = tuple(
+    _Resize(grid, weights, smooth)
+    for grid, weights, smooth in itertools.product(
+        ("of middles that meet", "of ends that meet", "of first places that meet"),
+        ("the place before", "the nearest place", *_WEIGHTS),
+        (False, True),
+    )
+    if not smooth or (weights in _WEIGHTS and grid == "of middles that meet")
+)
+
+
+def resize(case: Case) -> Clue | None:
+    """Another grid, or other weights, of a resize."""
+    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > _MOST_RESIZED:
+        return None
+    for x in {**case.inputs, **case.parts, **case.params}.values():
+        for source in _turned(x, case.r.shape):
+            made = [(way, way.of(source, case.r.shape)) for way in _WAYS]
+            right, wrong = (_nearest(case, side, made) for side in (case.r, case.c))
+            if right is None or wrong is None or right[0] == wrong[0]:
+                continue
+            what = f"it is resized {wrong[0]}, where the reference is {right[0]}"
+            return Clue("positions", case.explained(case.r + wrong[1] - right[1]), what, "resize")
+    return None
+
+
+def _turned(x: F64, shape: tuple[int, ...]) -> Iterator[F64]:
+    """A tensor whose axes can be resized to a shape: one or two of them differ."""
+    if x.ndim != len(shape) or x.size > _MOST_RESIZED or not np.isfinite(x).all():
+        return
+    differing = [axis for axis in range(x.ndim) if x.shape[axis] != shape[axis]]
+    if 1 <= len(differing) <= 2 and all(min(x.shape[axis], shape[axis]) > 1 for axis in differing):
+        yield x
+
+
+def _nearest(case: Case, side: F64, made: list[tuple[_Resize, F64]]) -> tuple[_Resize, F64] | None:
+    best = min(made, key=lambda entry: float(np.sum((entry[1] - side) ** 2)))
+    left = float(np.sum((best[1] - side) ** 2))
+    return best if left <= (1e-8 + (3.0 * case.noise) ** 2) * case.size else None

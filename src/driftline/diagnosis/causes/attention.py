@@ -1,6 +1,6 @@
 """Mistakes inside an attention, found by computing it again from what its parts gave.
 
-Once the attention is read (`read_attention`), every parameter of it (factor, cap, slopes, mask,
+Once the attention is read (`attention_model`), every parameter of it (factor, cap, slopes, mask,
 window, rotation, grouping) is changed by itself, and the change that gives the candidate's output
 is the mistake.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from driftline.diagnosis.causes.attention.read_attention import (
+from driftline.diagnosis.causes.attention_model import (
     CAPS,
     RECOMPUTED,
     Attention,
