@@ -20,10 +20,10 @@ def shell_blocks(page: Path) -> list[str]:
     return re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def run_words(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_words(words: list[str], folder: Path, python: str) -> subprocess.CompletedProcess[str]:
     assert words[0] == "driftline"
     return subprocess.run(
-        [sys.executable, "-m", "driftline", *words[1:]],
+        [python, "-m", "driftline", *words[1:]],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -43,6 +43,7 @@ def test_the_commands_of_the_readme_work_on_a_script_that_knows_nothing(
         run_words(
             [word.replace("python ", f"{warm_python} ") for word in shlex.split(command)],
             tmp_path,
+            warm_python,
         )
         for command in commands
     ]
@@ -62,12 +63,16 @@ def test_each_fault_the_demo_can_plant_is_named_at_its_module(
     tmp_path: Path, fault: str, culprit: str, warm_python: str
 ) -> None:
     script = f"{warm_python} {DEMO / 'infer.py'} --tokens 1"
-    reference = run_words(["driftline", "dump", "-o", "ref", "--exec", script], tmp_path)
+    reference = run_words(
+        ["driftline", "dump", "-o", "ref", "--exec", script], tmp_path, warm_python
+    )
     assert reference.returncode == 0, reference.stderr
     broken = f"{script} --dtype bfloat16 --fault {fault} --fault-layer 2"
-    candidate = run_words(["driftline", "dump", "-o", "cand", "--exec", broken], tmp_path)
+    candidate = run_words(
+        ["driftline", "dump", "-o", "cand", "--exec", broken], tmp_path, warm_python
+    )
     assert candidate.returncode == 0, candidate.stderr
-    compared = run_words(["driftline", "compare", "ref", "cand"], tmp_path)
+    compared = run_words(["driftline", "compare", "ref", "cand"], tmp_path, warm_python)
     assert compared.returncode == 1
     assert (
         f"starts at '{culprit}'" in compared.stdout
@@ -114,6 +119,7 @@ def test_the_commands_of_the_examples_page_find_the_fault(tmp_path: Path, warm_p
         run_words(
             [word.replace("python ", f"{warm_python} ") for word in shlex.split(command)],
             tmp_path,
+            warm_python,
         ).returncode
         for command in commands
     ]

@@ -196,6 +196,7 @@ def run(words: list[str]) -> int:
         trace = trouble.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next  # the program alone, as where it was started cold
+        sys.last_type, sys.last_value, sys.last_traceback = type(trouble), trouble, trace
         sys.excepthook(type(trouble), trouble.with_traceback(trace), trace)
         return -signal.SIGINT if isinstance(trouble, KeyboardInterrupt) else 1
     return 0

@@ -79,10 +79,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/runs",
         "tests/stores",
         "tests/captures/test_capture_entry.py",
-        # Facts beside the tensors, and sinks before the disk.
+        # Facts beside the tensors, states of a training, and sinks before the disk.
         "tests/captures/test_model_facts.py",
         "tests/comparison/test_model_differences.py",
         "tests/launch/test_launch_reasons.py",
+        "tests/training/test_training_order.py",
     ),
     "runs/stores": ("tests/stores",),
 }

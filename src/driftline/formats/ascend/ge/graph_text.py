@@ -72,6 +72,10 @@ def graph_text_of(file: str) -> GraphText | None:
     )
 
 
+_ATTRIBUTE_KEY = ("op", "output_desc", "attr", "key")
+_ATTRIBUTE_TEXT = ("op", "output_desc", "attr", "value", "s")
+
+
 def parse_graph(text: str) -> list[GraphNode]:
     """The operators of a graph, in order.
 
@@ -110,11 +114,10 @@ def parse_graph(text: str) -> list[GraphNode]:
                 class_name = unquoted(token)
             elif field == "input" and (edge := _edge(unquoted(token))) is not None:
                 inputs.append(edge)
-        elif path[:3] == ["op", "output_desc", "attr"]:
-            if len(path) == 3 and field == "key":
-                key = unquoted(token)
-            elif path[3:] == ["value"] and field == "s":
-                value = unquoted(token)
+        elif (*path, field) == _ATTRIBUTE_KEY:
+            key = unquoted(token)
+        elif (*path, field) == _ATTRIBUTE_TEXT:
+            value = unquoted(token)
     # A text of the right form without operators is another kind of message.
     if not nodes:
         raise NotText("it holds no operator")
