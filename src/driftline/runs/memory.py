@@ -121,7 +121,6 @@ class MemorySink:
             self._tree,
             dict(self._facts),
             dict(self._sheets),
-            self.rank,
         )
 
     def _fits(self, length: int) -> bool:
@@ -138,7 +137,6 @@ class _MemoryRun(Run):
         tree: Mapping[str, JSON] | None,
         facts: Mapping[str, JSON],
         sheets: Mapping[str, str],
-        rank: int,
     ) -> None:
         self.name = name
         self._records = records
@@ -147,7 +145,6 @@ class _MemoryRun(Run):
         self._tree = tree
         self._facts = facts
         self._sheets = sheets
-        self._rank = rank
 
     @property
     def records(self) -> Sequence[Record]:
@@ -180,7 +177,8 @@ class _MemoryRun(Run):
         # What was not captured here was converted, or put together; no process made it.
         if "capture" not in self._facts:
             return []
-        return [{**self._facts, "rank": self._rank, "process": 0, "sealed": True}]
+        rank = self._records[0].key.rank if self._records else 0
+        return [{**self._facts, "rank": rank, "process": 0, "sealed": True}]
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
         del rank, process
