@@ -381,6 +381,9 @@ class TorchFacts:
                 later.append(weight)
         if later:
             self._weights.begin(later)
+            if self._training.is_updating:
+                # The step that called this model changes its weights next.
+                self._weights.wait()
 
     # --- the process
 
