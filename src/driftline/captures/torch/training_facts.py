@@ -260,7 +260,8 @@ class TrainingFacts(TrainingRecords):
         if self._within.count(id(optimizer)) > 1:
             return
         self._updating = step
-        self._look_around(step)
+        # By itself: weights and gradients are written whatever living objects are like.
+        self._session.guarded("averages of weights", self._look_around, step)
         number = self.number_of(optimizer)
         if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
