@@ -232,3 +232,94 @@ def test_parameters_are_stored_after_every_update_that_is_captured(tmp_path: Pat
     assert sorted(after) == [*range(STEPS)] and len(set(after.values())) == STEPS
     before = [r for r in heads if r.key.moment == "before"]
     assert {r.key.step for r in before} == {0} and all(r.kept == "full" for r in heads)
+
+
+def with_closure(path: Path, fault: str = "") -> Path:
+    """A training whose model is called within the optimizer's step, as Lightning does it."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    with driftline.capture(model, path):
+        for step in range(STEPS):
+            tokens = torch.randint(0, 32, (4, 6), generator=generator)
+            labels = torch.randint(0, 8, (24,), generator=generator)
+
+            def closure(tokens: Any = tokens, labels: Any = labels, step: int = step) -> Any:
+                if fault != "zero_grad" or step < 2:
+                    model.zero_grad()
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05 if fault == "clip" else 0.5)
+                return loss
+
+            optimizer.step(closure)
+    return path
+
+
+def test_gradients_that_a_closure_computes_are_those_of_its_step(tmp_path: Path):
+    reference = with_closure(tmp_path / "good")
+    table = driftline.compare(reference, with_closure(tmp_path / "same"))
+    assert table.verdict == "pass", table.finding
+    assert not [difference for difference in table.differences if difference.counts]
+    table = driftline.compare(reference, with_closure(tmp_path / "clip", "clip"))
+    # Adam's update hardly changes with the size of gradients.
+    assert table.finding.startswith("the loss agrees in step 0, the gradients that the optimizer")
+    assert "max_norm: 0.5 → 0.05" in table.finding
+    table = driftline.compare(reference, with_closure(tmp_path / "zero", "zero_grad"))
+    assert table.finding.startswith("the loss agrees in step 2, the gradients that the optimizer")
+    assert "zero_grad in the reference only" in table.finding
+
+
+class Decoupled(torch.optim.SGD):
+    """Weight decay before the step of the base class: a step within a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(1 - group["lr"] * group["decay"])
+        return super().step(closure)
+
+
+def stepped(path: Path, fault: str) -> Path:
+    """A training by two optimizers, one of them with a step within its step."""
+    torch.manual_seed(0)
+    model = Net()
+    own, others = list(model.embed.parameters()), [*model.norm.parameters()]
+    rest = [*model.hidden.parameters(), *model.head.parameters()]
+    if fault == "other optimizer":
+        others.append(rest.pop(0))
+    decay = 0.5 if fault == "decay" else 0.1
+    # Any instance has the step of its class watched, and so the one within.
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(own, lr=0.1),
+        Decoupled([{"params": rest, "decay": decay}], lr=0.5, momentum=0.9),
+        torch.optim.RMSprop(others, lr=1e-3),
+    ]
+    generator = torch.Generator().manual_seed(1)
+    with driftline.capture(model, path):
+        for _ in range(STEPS):
+            model.zero_grad()
+            tokens = torch.randint(0, 32, (4, 6), generator=generator)
+            labels = torch.randint(0, 8, (24,), generator=generator)
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("decay", "Decoupled decay: 0.1 → 0.5, for all parameters"),
+        (
+            "other optimizer",
+            "optimizer and its lr: Decoupled 0.5 → RMSprop 0.001, for 1 parameters: hidden.weight",
+        ),
+    ],
+)
+def test_faults_of_several_optimizers_are_named(tmp_path: Path, fault: str, words: str):
+    table = driftline.compare(stepped(tmp_path / "good", ""), stepped(tmp_path / "bad", fault))
+    assert table.finding.startswith("gradients agree in step 0, weights differ after it")
+    assert words in table.finding

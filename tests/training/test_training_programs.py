@@ -130,6 +130,9 @@ def with_average(folder: Path, kind: str, decay: float, *, autocast: bool = Fals
     )
     copied, shadow = copy.deepcopy(model), Shadow(model)
     listed = [p.detach().clone() for p in model.parameters()]
+    # Of a weight's shape, and without memory, as sharded models leave them.
+    freed = torch.empty(16, 8)
+    freed.untyped_storage().resize_(0)
     x, y = torch.randn(16, 8), torch.randint(0, 4, (16,))
     with driftline.capture(model, path):
         for _ in range(4):
@@ -152,6 +155,8 @@ def with_average(folder: Path, kind: str, decay: float, *, autocast: bool = Fals
                 # A copy that moves, and not towards the weights.
                 for own in copied.parameters():
                     own.data.add_(torch.randn_like(own), alpha=1 - decay)
+    faults = [e for e in driftline.open_run(path).events() if e.get("kind") == "capture-fault"]
+    assert freed.shape == (16, 8) and not faults
     return path
 
 

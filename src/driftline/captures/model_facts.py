@@ -223,7 +223,8 @@ def _take(name: str, value: Any, scalars: dict[str, Any], functions: dict[str, s
         names = [qualified(member) for member in held[:_MOST_ITEMS]]
         # A list of functions, as schedulers have it; anything else in it is no setting.
         if names and all(names):
-            functions[name] = redacted(name, ", ".join(names))
+            # Often one function for each parameter group.
+            functions[name] = redacted(name, ", ".join(dict.fromkeys(names)))
     elif text := qualified(value):
         functions[name] = redacted(name, text)
 

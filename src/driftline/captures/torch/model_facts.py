@@ -191,9 +191,8 @@ class TorchFacts:
         if any(recompute for _, recompute in self._session._visits):
             text = line_of("process", values={"recomputes_forward": True}, step=0)
             self.file.add(MODEL, text)
-        if self._attention.used:
-            values = {"sdpa_used": sorted(self._attention.used)}
-            self.file.add(MODEL, line_of("process", values=values, step=0))
+        if used := sorted(self._attention.used):
+            self.file.add(MODEL, line_of("process", values={"sdpa_used": used}, step=0))
         # A program that leaves by `os._exit` gives the capture two seconds in all.
         leaving = threading.current_thread().name == GOODBYE
         self._weights.wait(_LAST_SECONDS if leaving else None)
@@ -381,6 +380,8 @@ class TorchFacts:
                 later.append(weight)
         if later:
             self._weights.begin(later)
+        if self._training.is_updating:
+            self._weights.wait()  # the step that called this model changes its weights next
 
     # --- the process
 

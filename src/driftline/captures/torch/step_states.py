@@ -153,6 +153,11 @@ class _Place:
             value = held[key] if key < len(held) else None
         return value if type(value) in (torch.Tensor, nn.Parameter) else None
 
+    def readable(self) -> torch.Tensor | None:
+        """The tensor, if it is there and has values."""
+        tensor = self.tensor()
+        return tensor if _address(tensor) else None
+
     def seen(self, samples: Any, step: int, weights: Sequence[tuple[str, Any]]) -> float:
         """How far it has moved to one of these weights since the last update; 0.0 if to none."""
         rate = 0.0
@@ -211,7 +216,8 @@ class Averages:
             if not is_plain or id(tensor) in others:
                 continue
             address = _address(tensor)
-            if address not in memory and tensor.is_floating_point() and tensor.grad_fn is None:
+            is_own = address and address not in memory
+            if is_own and tensor.is_floating_point() and tensor.grad_fn is None:
                 memory.add(address)
                 alike.append(tensor)
         tensors = tuple(alike)
@@ -221,11 +227,12 @@ class Averages:
     def look(self, step: int) -> list[Move]:
         """Averages before a step, with how the update before it has moved them."""
         self._places = [p for p in self._places if p.table is None or not p.table.is_alone()]
-        living = [(place, t) for place in self._places if (t := place.tensor()) is not None]
-        if not living:
+        living = [(place, t) for place in self._places if (t := place.readable()) is not None]
+        # Nothing is fetched while a CUDA graph is recorded.
+        if not living or (any(tensor.is_cuda for _, tensor in living) and recording()):
             return []
         shapes = {tensor.shape for _, tensor in living}
-        weights = [(path, weight) for path, weight in self._weights() if weight.shape in shapes]
+        weights = [(path, w) for path, w in self._weights() if w.shape in shapes and _address(w)]
         if not weights:
             return []
         values = _samples([tensor for _, tensor in living] + [weight for _, weight in weights])
@@ -252,9 +259,14 @@ class Averages:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
+    """Where its values lie; 0 for a tensor without memory of its own, or whose memory is freed."""
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
     try:
-        return 0 if tensor is None or tensor.layout != torch.strided else tensor.data_ptr()
-    except RuntimeError:  # a tensor without memory
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
+    except (RuntimeError, NotImplementedError):  # of vmap, of a graph that is traced
         return 0
 
 

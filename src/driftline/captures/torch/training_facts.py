@@ -89,8 +89,8 @@ class TrainingFacts(TrainingRecords):
         # After how many updates averages are searched for again, and how long that took.
         self._updates, self._next_search, self._took = 0, 1, 0.0
         self._looked = -1
-        # Optimizers whose step is under way, with its number.
-        self._within: list[tuple[int, int]] = []
+        # Identities of optimizers whose step is under way.
+        self._within: list[int] = []
         self._rates: dict[int, float] = {}
         self._settings: dict[int, list[Any] | None] = {}
         self._states_at_first: dict[int, list[str]] = {}
@@ -247,36 +247,47 @@ class TrainingFacts(TrainingRecords):
             waiting += [following for following, _ in node.next_functions]
         return names
 
-    def _before_step(self, optimizer: Any) -> None:
+    def _before_step(self, optimizer: Any, *, has_closure: bool) -> None:
         """An optimizer is about to change weights: no thread may read them now."""
         self._wait()
+        # A closure is about to call the model, and begins the step that it concludes.
+        clock = self._session.clock
+        step = clock.now if has_closure else clock.concluding
+        if step != self._updating:
+            self._within.clear()  # a step that raised never ended
+        self._within.append(id(optimizer))
         # A subclass calls the step of its base class within its own: one update, seen from outside.
-        self._within.append((id(optimizer), self._session.clock.concluding))
-        if self._is_inner(optimizer):
+        if self._within.count(id(optimizer)) > 1:
             return
-        self._updating = step = self._session.clock.concluding
-        self._look_around(step)
+        self._updating = step
+        # By itself: weights and gradients are written whatever living objects are like.
+        self._session.guarded("averages of weights", self._look_around, step)
         number = self.number_of(optimizer)
         if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
         weights, owner = self._weights(optimizer, number)
         self.states.before_update(weights, owner, step)
+        if not has_closure:
+            self._write_gradients(weights, owner, step)
+
+    def _write_gradients(self, weights: list[Any], owner: str, step: int) -> None:
         gradients = [(path, parameter.grad) for path, parameter in weights]
         self.states.gradients(gradients, owner, step)
 
-    def _is_inner(self, optimizer: Any) -> bool:
-        """Whether a call of `step` is within another one of the same optimizer."""
-        return self._within.count((id(optimizer), self._session.clock.concluding)) > 1
+    @property
+    def is_updating(self) -> bool:
+        """Whether an optimizer's step is under way: it calls models where it has a closure."""
+        return bool(self._within)
 
     def _weights(self, optimizer: Any, number: int) -> tuple[list[Any], str]:
         groups = [group["params"] for group in optimizer.param_groups]
         return self.weights_of(groups, number), f"optimizer {number}"
 
-    def _after_step(self, optimizer: Any) -> None:
-        if self._is_inner(optimizer):
-            self._within.pop()
+    def _after_step(self, optimizer: Any, *, has_closure: bool) -> None:
+        if id(optimizer) in self._within:
+            self._within.remove(id(optimizer))
+        if id(optimizer) in self._within:
             return
-        self._within.clear()
         step, number = self._updating, self.number_of(optimizer)
         with undisturbed():
             settings = _settings(optimizer)
@@ -292,6 +303,10 @@ class TrainingFacts(TrainingRecords):
             self._updates += 1
         weights, owner = self._weights(optimizer, number)
         self.states.after_update(weights, owner, step)
+        if has_closure:
+            # They are computed within the step, as Lightning does it; it may be the first call of
+            # the model, whose parameters have their names only now.
+            self._write_gradients(weights, owner, step)
 
     # --- what nobody registers: schedulers, scalers, averages of weights
 
@@ -489,16 +504,19 @@ def _tell(me: weakref.ref[TrainingFacts], method: str, *args: Any) -> None:
         watcher._session.guarded("training facts", getattr(watcher, method), *args)
 
 
-def _guarded(me: weakref.ref[TrainingFacts], method: str, optimizer: Any) -> None:
+def _guarded(
+    me: weakref.ref[TrainingFacts], method: str, optimizer: Any, *, has_closure: bool
+) -> None:
     watcher = me()
     if watcher is not None and watcher._session.running:
-        watcher._session.guarded("training facts", getattr(watcher, method), optimizer)
+        act = functools.partial(getattr(watcher, method), has_closure=has_closure)
+        watcher._session.guarded("training facts", act, optimizer)
 
 
-def _hook_of(act: Callable[[Any], None]) -> Any:
+def _hook_of(act: Callable[..., None]) -> Any:
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        act(optimizer)
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        act(optimizer, has_closure=closure is not None)
 
     break_graphs(hook)  # a step may be compiled, hooks and all
     return hook

@@ -83,6 +83,14 @@ class Difference:
         return f"{self.site}.{self.name}" if self.name else self.site
 
     @property
+    def label(self) -> str:
+        """What differs, in words: code is a class's or a module's of Python, wherever it runs."""
+        if self.kind != "code":
+            return self.path or self.kind
+        # A function that is no method has the name of its Python module with it.
+        return f"code of {self.name if '.' in self.name else f'{self.class_name}.{self.name}'}"
+
+    @property
     def change(self) -> str:
         """The two values, or what became of a weight."""
         values = f"{self.reference} → {self.candidate}" if self.reference != self.candidate else ""

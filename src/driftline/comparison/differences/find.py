@@ -449,7 +449,7 @@ def _number(text: str) -> float | None:
 
 def summary(differences: Iterable[Difference], most: int = 3) -> str:
     """The first differences in a few words: `embed_norm.eps, (root).training and 2 more`."""
-    names = [entry.path or entry.kind for entry in differences if entry.counts]
+    names = [difference.label for difference in differences if difference.counts]
     shown = [f"'{name}'" for name in names[:most]]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(shown) + rest

@@ -51,6 +51,7 @@ _AVERAGES = 1e-5
 _NEAR_ZERO = 0.01
 """Share of the first loss below which a loss is not compared relative to itself."""
 _MOST_NAMES = 4
+_SHORT = 200
 _MOST_PROCESSES = 64
 _KINDS: dict[Stage, tuple[str, ...]] = {
     "input": (),
@@ -439,7 +440,8 @@ class _Finder:
             for difference in self._differences
             if difference.kind == kind and self._explains(difference, stage, errors.step)
         ]
-        because = "; ".join(causes[:2])
+        # A second cause is told where it is short: a schedule's functions are a line each.
+        because = "; ".join([*causes[:1], *(text for text in causes[1:2] if len(text) <= _SHORT)])
         about = f" ({why})" if why else ""
         finding = f"{words}{about}" + (f": {because}" if because else "")
         return Break(errors.step, stage, finding, error)

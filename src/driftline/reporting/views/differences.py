@@ -92,10 +92,7 @@ def _grid(differences: Sequence[Difference], title: str, left_out: int = 0) -> G
 
 def _what(difference: Difference) -> str:
     more = len(difference.sites) - 1
-    text = difference.path or difference.kind
-    if difference.kind == "code":
-        text = f"code of {difference.class_name}.{difference.name}"
-    return f"{text} (+{more})" if more > 0 else text
+    return f"{difference.label} (+{more})" if more > 0 else difference.label
 
 
 def sheet(differences: Sequence[Difference] | None) -> Sheet:
