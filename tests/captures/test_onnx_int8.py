@@ -209,6 +209,12 @@ def test_a_norm_is_compared_with_what_a_dropped_rectifier_has_left_of_it(
     assert faulty.first_site == "left.1.bn", faulty.finding
 
 
+def test_a_value_that_is_also_kept_in_blocks_is_recorded_once(branches: Exported) -> None:
+    with quiet():
+        run = driftline.run_onnx(branches.path, branches.run)
+    assert not [site for site in run.sites() if "reorder" in site.lower()]
+
+
 def test_a_file_with_open_axes_is_given_what_the_other_file_takes(
     files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

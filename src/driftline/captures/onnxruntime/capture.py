@@ -40,6 +40,7 @@ from driftline.captures.onnxruntime.stored_forms import (
     usual,
     weight_rounding,
     widened_values,
+    without_reorders,
 )
 from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import (
@@ -108,6 +109,7 @@ class ModelCapture:
         # compared.
         own_names = {stored.name: value for value, stored in in_own_form.items()}
         view.graph.rename(own_names)
+        view = view._replace(graph=without_reorders(view.graph, exported.graph))
         self._codes = {own_names.get(name, name): code for name, code in view.codes.items()}
         self._coded_weights = view.weights
         # A scale may have been multiplied with another one; the file still has it.

@@ -332,7 +332,7 @@ BATCH, LENGTH = 2, 8
 
 
 def random_inputs(
-    model: str | os.PathLike[str], seed: int = 0, beside: str | os.PathLike[str] | None = None
+    model: str | os.PathLike[str], seed: int = 0, companion: str | os.PathLike[str] | None = None
 ) -> dict[str, AnyArray]:
     """Arrays for every input that a model declares, drawn by chance.
 
@@ -343,7 +343,7 @@ def random_inputs(
     Args:
         model: The file.
         seed: Of the numbers.
-        beside: Another file that is given the same.
+        companion: Another file that is given the same.
 
     Raises:
         BadFile: A file is no ONNX model.
@@ -351,7 +351,7 @@ def random_inputs(
     """
     graph = Graph(load_graph(Path(model)))
     rng = np.random.default_rng(seed)
-    others = Graph(load_graph(Path(beside))).shapes if beside is not None else {}
+    others = Graph(load_graph(Path(companion))).shapes if companion is not None else {}
     sizes: dict[str, int] = {}
     arrays: dict[str, AnyArray] = {}
     for name in graph.inputs:

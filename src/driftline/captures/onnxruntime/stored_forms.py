@@ -85,6 +85,34 @@ def blocked_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     return stored_by_value
 
 
+def without_reorders(graph: Graph, exported: Graph) -> Graph:
+    """A graph without the nodes that lay a value of the exported graph into blocks, or out of them.
+
+    Such a value is there in its usual order, and its blocks are no other value.
+    """
+    usual_names: dict[str, str] = {}
+    gone: set[int] = set()
+    for number, node in enumerate(graph.nodes):
+        if node.domain != _DOMAIN or node.op not in ("ReorderInput", "ReorderOutput"):
+            continue
+        before, after = node.inputs[0], node.outputs[0]
+        if node.op == "ReorderOutput" and after in exported.maker and before not in exported.maker:
+            usual_names[before] = after
+            gone.add(number)
+        elif node.op == "ReorderInput" and exported.has_value(before):
+            usual_names[after] = before
+            gone.add(number)
+    nodes = [
+        node._replace(
+            inputs=tuple(usual_names.get(value, value) for value in node.inputs),
+            outputs=tuple(usual_names.get(value, value) for value in node.outputs),
+        )
+        for number, node in enumerate(graph.nodes)
+        if number not in gone
+    ]
+    return graph.rewritten(nodes, usual_names) if gone else graph
+
+
 def widened_values(exported: Graph, optimised: Graph) -> dict[str, Stored]:
     """Value of the exported graph → the one that holds it with more bits."""
     stored_by_value: dict[str, Stored] = {}

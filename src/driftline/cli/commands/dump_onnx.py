@@ -153,18 +153,18 @@ class ModelPairOptions:
             candidate = script.step("candidate", open_run, paths[1])
             return self._run(paths[0], candidate), candidate
         if is_model[0]:
-            reference = self._run(paths[0], None, beside=paths[1])
+            reference = self._run(paths[0], None, companion=paths[1])
         else:
             reference = script.step("reference", open_run, paths[0])
         return reference, self._run(paths[1], reference)
 
-    def _run(self, path: Path, other: Run | None, beside: Path | None = None) -> Run:
+    def _run(self, path: Path, other: Run | None, companion: Path | None = None) -> Run:
         from driftline.captures.onnxruntime.api import run_onnx
         from driftline.captures.onnxruntime.inputs import random_inputs
 
         inputs: Any = self.inputs or other
         if inputs is None:
-            inputs = script.part(random_inputs, path, self.seed, beside)
+            inputs = script.part(random_inputs, path, self.seed, companion)
         options: dict[str, Any] = {"optimize": self.optimize, "providers": self.providers or ()}
         return script.step("candidate" if other else "reference", run_onnx, path, inputs, **options)
 
