@@ -230,7 +230,7 @@ class CaseBuilder:
             entered = handed.get(other.key.site)
             if entered is None or len(other.shape) != 2 or other.shape[1] != width:
                 continue
-            values, x = (read_whole(self.runs.candidate, each) for each in (other, entered))
+            values, x = (read_whole(self.runs.candidate, kept) for kept in (other, entered))
             if values is None or x is None or x.ndim != 2 or len(values) != len(x):
                 continue
             rows_of = [places.get(row.tobytes(), -1) for row in x]

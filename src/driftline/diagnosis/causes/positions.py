@@ -109,10 +109,10 @@ def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F6
         left = [np.sum((wave(positions[:, None] * x) - table) ** 2, axis=0) for x in (a, b)]
         worse = left[0] > left[1]
         low, high = np.where(worse, a, low), np.where(worse, high, b)
-    found = (low + high) / 2
-    left = np.asarray(wave(positions[:, None] * found)) - table
+    middle = (low + high) / 2
+    left = np.asarray(wave(positions[:, None] * middle)) - table
     enough = (_FITS + (3.0 * case.noise) ** 2) * float(np.sum(table * table))
-    return found if float(np.sum(left * left)) <= enough else None
+    return middle if float(np.sum(left * left)) <= enough else None
 
 
 _MOST_PLACES = 0.8

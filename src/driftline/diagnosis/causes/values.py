@@ -10,7 +10,7 @@ import numpy as np
 
 from driftline.comparison.evidence.error_stats import rounded
 from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 from driftline.numerics.dtypes import DTYPES
 
 
@@ -132,8 +132,9 @@ def _slice_factors(
         np.where(case.finite, values, 0.0).reshape(shape).transpose(order).reshape(count, length)
         for values in (case.r, case.e)
     )
-    touched = np.abs(e).max(axis=1) > 0.0
-    if float(touched.mean()) < 0.5:
+    level = (3.0 * max(case.noise, case.unit)) ** 2
+    touched: Flags = np.sum(e * e, axis=1) > level * np.sum(r * r, axis=1)
+    if np.count_nonzero(touched) < _NEARLY_ALL * count:
         return None  # a matter of which slices, not of a factor
     fitted, judged = slice(0, None, 2), slice(1, None, 2)
     half = r[:, fitted], e[:, fitted]
