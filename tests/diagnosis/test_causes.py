@@ -494,6 +494,13 @@ def test_parts_of_a_sum_over_ranks_are_a_missing_reduction() -> None:
     assert found.cause == "missing-reduction"
 
 
+def test_ranks_that_hold_the_same_mean_are_not_said_to_hold_parts() -> None:
+    total = tensor()
+    found, _ = best_clue(case(total, total / 2, ranks=(total / 2,)))
+    assert found is not None
+    assert found.sentence == "it is 2 times too small: the mean over ranks for their sum"
+
+
 def test_repeats_that_differ_are_non_determinism() -> None:
     r = tensor()
     again = r + 1e-2 * tensor(3)

@@ -227,6 +227,18 @@ def heads_by_themselves() -> Sides:
     return Sides(x, (x.view(2, 10, 4, 16) * factors).reshape(x.shape))
 
 
+def much_larger_numbers() -> Sides:
+    return Sides(
+        drawn(2, 10, 64).sign() * 2 + 0.3 * drawn(2, 10, 64, seed=7), 90 * drawn(2, 10, 64)
+    )
+
+
+def another_step_of_loudness() -> Sides:
+    x = drawn(2, 40, 30).abs() * drawn(2, 40, 30, seed=1).exp()
+    loud = (x.log10().clamp(min=-1.2) + 4) / 4
+    return Sides(loud, (4 * x.log10().clamp(min=-1.2)).exp2())
+
+
 def every_number_by_itself() -> Sides:
     x = drawn(2, 10, 64)
     return Sides(x, x * (1 + drawn(2, 10, 64, seed=4).abs()))
@@ -446,6 +458,8 @@ RIVALS = (
     a_new_order_every_row,
     unknown_gate,
     every_number_by_itself,
+    much_larger_numbers,
+    another_step_of_loudness,
     sum_of_something_else,
     kernel_of_another,
     resized_by_chance,

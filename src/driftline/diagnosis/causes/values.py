@@ -415,12 +415,25 @@ def soft_cap(case: Case) -> Clue | None:
             low, high = (a, high) if left(a) > left(b) else (low, b)
         cap = (low + high) / 2.0
         apart = float(np.sum((limited - some) ** 2))
-        noise = case.noise**2 * float(np.sum(some * some))
-        if apart > 4.0 * noise and left(cap) <= 0.01 * apart + 9.0 * noise:
+        size = float(np.sum(limited * limited))
+        # A cap passes on no more than the relative error that it is given.
+        noise = case.noise**2 * size
+        # Where one side is much larger, any small tensor is near its capped values: a cap must give
+        # the tensor itself, and say more than a factor and a constant do.
+        enough = min(0.01 * min(apart, size) + 9.0 * noise, 0.25 * _left_by_a_line(some, limited))
+        if apart > 4.0 * noise and left(cap) <= enough:
             score = min(max((apart - left(cap)) / (apart - noise), 0.0), 1.0)
             # A cap far above all values is a factor of little.
             return Clue("soft-cap", score, which.format(cap), "cap")
     return None
+
+
+def _left_by_a_line(values: F64, wanted: F64) -> float:
+    """What the best factor and constant leave of a tensor, as a sum of squares."""
+    x, y = values - values.mean(), wanted - wanted.mean()
+    size = float(np.sum(x * x))
+    slope = float(np.sum(x * y)) / size if size > 0.0 else 0.0
+    return float(np.sum((y - slope * x) ** 2))
 
 
 # Saturation: values stop at a largest one, or overflow to infinity.
