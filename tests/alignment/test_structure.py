@@ -393,6 +393,10 @@ def test_an_attention_of_one_call_aligns_with_one_of_modules(tmp_path: Path) -> 
     assert partners(plan)["two.attn"] == {"stack.y.mix"}
     table_of = driftline.compare(reference, candidate, plan=plan)
     assert table_of.verdict == "pass", table_of.finding
+    # Also under the same names, where only the class says that it is another module.
+    names = torch.nn.Sequential(OrderedDict(e=table, one=inner.x, two=inner.y))
+    named_alike = twins.captured(names.eval(), tmp_path / "alike")
+    assert driftline.compare(reference, named_alike).verdict == "pass"
 
 
 class Three(torch.nn.Module):

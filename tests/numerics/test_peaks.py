@@ -62,8 +62,8 @@ def test_numpy_says_the_same_as_the_kernel(name: str, seed: int, count: int) -> 
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("path", [0, 1, 2])
 def test_every_path_finds_one_nan_wherever_it_stands(name: str, path: int) -> None:
-    doors = peaks._doors()
-    if doors is None or path > doors[2]:
+    functions = peaks._functions()
+    if functions is None or path > functions[2]:
         pytest.skip("this machine cannot take the path")
     pattern = PATTERNS[name]
     width = pattern.bits // 8
@@ -75,7 +75,7 @@ def test_every_path_finds_one_nan_wherever_it_stands(name: str, path: int) -> No
             raw[at * width : (at + 1) * width] = np.frombuffer(
                 int(nan).to_bytes(width, "little"), np.uint8
             )
-            found = doors[0](
+            found = functions[0](
                 raw.ctypes.data, pattern.bits, count, pattern.mask, pattern.odd_nan, path
             )
             assert found > pattern.top

@@ -88,6 +88,11 @@ class _Site:
         return float(min(max(self.compared), self.leaf[0]))
 
     @property
+    def made_share(self) -> float:
+        """The share of its calls whose output was compared."""
+        return self.compared[_OUTPUT] / max(self.calls[_OUTPUT], 1)
+
+    @property
     def bordered(self) -> float:
         """The share of its calls whose input and output were both compared."""
         if not self.calls[_INPUT] or not self.calls[_OUTPUT]:
@@ -110,6 +115,10 @@ class SideCalls:
         self.compared_calls: set[tuple[str, int]] = set()
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
+        # Sites whose partner is of another class.
+        self.ported: set[str] = set()
+        # Containers that the other side computes in one piece.
+        self.pieces: set[str] = set()
         # Operators of the program around the model, which compiled graphs of the model cannot hold.
         self.beside_graphs: set[str] = set()
         self._containers: set[str] | None = None
@@ -179,6 +188,25 @@ class SideCalls:
     def leaves(self) -> Iterator[str]:
         containers = self._containing()
         return (site for site in self.sites if site not in containers)
+
+    def set_pieces(self, other: SideCalls, compiled: Container[str]) -> None:
+        """Find the containers that are leaves of the other side, whose parts nobody could compare.
+
+        A class of its own may compute in one piece what another has in parts. Where a module of
+        the same class has parts here and none there, they were not looked at.
+
+        Args:
+            other: The other side.
+            compiled: Its modules that are in compiled ones, whose parts were there and not seen.
+        """
+        leaves = set(other.leaves())
+        self.pieces = {
+            site
+            for site in self.ported & self._containing()
+            if (partner := self.partners.get(site)) in leaves
+            and partner not in ROOTS
+            and partner not in compiled
+        }
 
     def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
         """Calls of leaves in a container, and how many of them were compared.
@@ -271,7 +299,7 @@ class SideCalls:
         So a run of operators is measured against one of modules: container code is no call there.
         """
         merged = SideCalls(self.name)
-        merged.classes, merged.partners = self.classes, self.partners
+        merged.classes, merged.partners, merged.ported = self.classes, self.partners, self.ported
         merged.compared_calls = set(self.compared_calls)
         for site, entry in self.sites.items():
             if "/" not in site:
@@ -305,6 +333,9 @@ class SideCalls:
         for around in _around(leaf):
             if around not in self._containing():
                 continue
+            # The other side has it in one piece, and that was compared.
+            if around in self.pieces:
+                return self.sites[around].made_share
             size, _ = self.calls_inside(around, operators=True)
             if size >= SMALL_CONTAINER * calls:
                 return 0.0
@@ -440,6 +471,7 @@ class CallCounts:
         self._are_alike = False
         self.candidate = self.reference.copied("candidate")
         self._candidate_steps = set(self.steps)
+        self.candidate.ported = set(self.reference.ported)
         for site, entry in self.reference.sites.items():
             if entry.compared[_OUTPUT]:
                 self.reference.partners[site] = self.candidate.partners[site] = site
@@ -476,6 +508,8 @@ class CallCounts:
             self._take_lone(row, port, call, compared)
             return
         self.reference.take(key.site, port, call, compared)
+        if row.candidate_class and compared and port == "output":
+            self.reference.ported.add(key.site)
         if not self._are_alike:
             self._take_candidate(row, compared)
         if compared:
@@ -516,6 +550,8 @@ class CallCounts:
         if compared and port == _port(row) == "output":
             self.reference.partners.setdefault(key.site, site)
             self.candidate.partners.setdefault(site, key.site)
+            if row.candidate_class:
+                self.candidate.ported.add(site)
 
 
 def covered_by(counts: CallCounts, reference: Side, candidate: Side) -> Covered:
@@ -566,6 +602,9 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
         )
+    if own is not other:
+        own.set_pieces(other, {*candidate.scope.compiled, *dict(candidate.scope.hidden)})
+        other.set_pieces(own, {*reference.scope.compiled, *dict(reference.scope.hidden)})
     first = _share_of(own, other, reference, modules=modules)
     # Calls that are alike are covered alike.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)

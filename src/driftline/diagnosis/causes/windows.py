@@ -95,10 +95,11 @@ def window(case: Case) -> Clue | None:
     """Another border, distance, direction or count of sliding windows."""
     if case.ratio < 4.0 or case.r.ndim not in (3, 4) or not case.finite.all():
         return None
+    samples = len(case.r)
     case = replace(case, r=case.r[:_MOST_SAMPLES], c=case.c[:_MOST_SAMPLES])
     r = case.r
     for x in case.inputs.values():
-        if x.ndim != r.ndim or x.shape[0] < r.shape[0]:
+        if x.ndim != r.ndim or len(x) != samples:
             continue
         x = x[:_MOST_SAMPLES]
         if not np.isfinite(x).all() or min(x.shape[2:]) < 3 or min(r.shape[2:]) < 2:
