@@ -51,7 +51,7 @@ def test_the_clean_pairs_are_enough_and_one_of_them_is_judged(warm_llama: str) -
             "from benchmarks.clean_pairs.trial import clean_trial\n"
             "pairs = clean_pairs()\n"
             "names = {pair.name for pair in pairs}\n"
-            "result = clean_trial(Pair('perceptron', 'bf16', steps=1, optimizer='SGD'))\n"
+            "result = clean_trial(Pair('perceptron', 'bf16', steps=2, optimizer='SGD'))\n"
             "print(json.dumps([len(names), len({p.architecture for p in pairs}), result]))",
             warm_llama,
         )

@@ -89,7 +89,9 @@ def test_a_cut_inside_the_last_page_is_no_row_of_zeros(runs: tuple[Path, Path]) 
     words = ("compare", *map(str, runs), "--format", "csv", "--all")
     done = run_while_cut("/short/", whole - 40, *words)
     (last,) = (line for line in done.stdout.splitlines() if "site.5" in line)
-    assert "incomparable" in last and "became shorter while it was read" in last
+    # Which of the two is seen first, the new length or the lost page, is a matter of threads.
+    assert "incomparable" in last
+    assert "became shorter while it was read" in last or "ends before its last byte" in last
 
 
 REWRITING = """
