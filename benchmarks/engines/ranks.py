@@ -57,6 +57,20 @@ PROGRAMS: dict[str, Parallel] = {
         4, "one", "tp", "no_reduce", "a missing all-reduce", "layers.1.self_attn.o_proj"
     ),
     "FSDP over tensor parallel": Parallel(4, "one", "mesh", "mesh_wrong", GELU, "layers.1.mlp.act"),
+    "FSDP over tensor parallel, eight": Parallel(
+        8, "one", "mesh", "mesh_wrong", GELU, "layers.1.mlp.act"
+    ),
+    "experts dealt out to eight": Parallel(
+        8, "experts_8", "experts", "experts_wrong", GELU, "layers.1.moe.experts.7.act"
+    ),
+    "ZeRO over eight": Parallel(
+        8,
+        "two_steps",
+        "zero",
+        "zero_wrong",
+        "an update that does not reach the last rank",
+        "(optimizer)",
+    ),
 }
 
 

@@ -88,6 +88,7 @@ def test_an_update_that_never_arrives_is_named_with_its_rank(alone: Path, in_two
     )
     row = next(row for row in table.rows if row.status == "fail" and row.key.port == "output")
     assert (row.key.step, row.key.site) == (1, "layers.1.mlp.up_proj")
+    assert driftline.diagnose(alone / "two_steps", in_two / "zero_wrong").cause == "stale"
 
 
 def test_one_rank_of_a_mesh_with_another_activation_is_named(alone: Path, together: Path) -> None:
@@ -95,6 +96,8 @@ def test_one_rank_of_a_mesh_with_another_activation_is_named(alone: Path, togeth
     assert table.verdict == "fail"
     assert table.first is not None and table.first.key.site == "layers.1.mlp.act"
     assert "rank 3" in str(table.finding)
+    said = driftline.diagnose(alone / "one", together / "mesh_wrong")
+    assert "class (rank 3) is GELU in the candidate, SiLU in the reference" in str(said)
 
 
 @pytest.mark.slow

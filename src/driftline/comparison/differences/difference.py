@@ -77,9 +77,11 @@ class Difference:
 
     @property
     def path(self) -> str:
-        """`site.name`, as a program would write it."""
+        """`site.name`, as a program would write it, and what only some ranks or steps have."""
         if not self.site or self.site == "(root)":
             return self.name
+        if self.name.startswith("("):
+            return f"{self.site} {self.name}"
         return f"{self.site}.{self.name}" if self.name else self.site
 
     @property

@@ -62,11 +62,13 @@ def differences_of(
         return _of_pipeline(reference, candidate, plan, reference_staged=staged[0])
     names = names_of(first, second, plan)
     same_ranks = reference.facts.world == candidate.facts.world
+    alone = ModelPair(first, second, names, same_ranks=same_ranks)
+    on_first = set(alone.sites(0)).intersection(alone.sites(1))
     if not same_ranks:
         _add_other_ranks(reference, first)
         _add_other_ranks(candidate, second)
     pair = ModelPair(first, second, names, same_ranks=same_ranks)
-    differences = _of_ranks(reference, candidate, pair, list(_of_pair(pair)))
+    differences = _of_ranks(reference, candidate, pair, on_first)
     listed = folded(differences)[:MOST]
     return tuple(difference.moved("", explanation(difference)) for difference in listed)
 
@@ -85,16 +87,26 @@ def _of_pair(pair: ModelPair) -> Iterator[Difference]:
 
 
 def _of_ranks(
-    reference: Run, candidate: Run, first: ModelPair, differences: list[Difference]
+    reference: Run, candidate: Run, first: ModelPair, on_first: set[str]
 ) -> list[Difference]:
     """The differences of the first processes, with those of the others.
 
     What only some of the ranks differ in has their numbers behind its name. A module that another
     rank holds is not missing: stages and experts are dealt out.
+
+    Args:
+        reference: The one run.
+        candidate: The other one.
+        first: The first processes; of one process against many, with what the others hold.
+        on_first: Sites of modules that the first processes themselves hold.
     """
+    differences = list(_of_pair(first))
     pairs = [((0, 0), first)]
     listed = {_identity_of(difference): difference for difference in differences}
-    ranks: dict[tuple[str, ...], list[tuple[int, int]]] = {key: [(0, 0)] for key in listed}
+    ranks: dict[tuple[str, ...], list[tuple[int, int]]] = {
+        key: [(0, 0)] if not of.site or of.site in on_first or first.same_ranks else []
+        for key, of in listed.items()
+    }
     for places, place in _other_places(reference, candidate):
         facts = [
             read_model_facts(run, *where, weights=first.same_ranks)
@@ -114,13 +126,15 @@ def _of_ranks(
         return differences
     held = [{site for _, pair in pairs for site in pair.sites(side)} for side in (0, 1)]
     return [
-        _with_ranks(difference, ranks[key], [p for p, pair in pairs if pair.has(difference.site)])
+        _with_ranks(difference, ranks[key], _holders(difference, pairs, on_first))
         for key, difference in listed.items()
         if not (difference.relation in ("missing", "extra") and _is_held(difference, held))
     ]
 
 
-_OF_EVERY_RANK = frozenset({"attribute", "function", "hook", "mode", "process", "config"})
+_OF_EVERY_RANK = frozenset(
+    {"class", "code", "attribute", "function", "hook", "mode", "process", "config"}
+)
 
 
 def _identity_of(difference: Difference) -> tuple[str, ...]:
@@ -161,6 +175,20 @@ def _is_held(difference: Difference, held: Sequence[set[str]]) -> bool:
     """Whether another rank of the side that lacks a module has it."""
     side = 1 if difference.relation == "missing" else 0
     return difference.kind == "module" and difference.site in held[side]
+
+
+def _holders(
+    difference: Difference, pairs: Sequence[tuple[tuple[int, int], ModelPair]], on_first: set[str]
+) -> list[tuple[int, int]]:
+    """The processes that could have a difference: of what both sides hold, those that do."""
+    if difference.relation in ("missing", "extra"):
+        return [place for place, pair in pairs if pair.has(difference.site)]
+    site = difference.site
+    return [
+        place
+        for place, pair in pairs
+        if not site or (site in on_first if place == (0, 0) else pair.has_both_modules(site))
+    ]
 
 
 def _with_ranks(

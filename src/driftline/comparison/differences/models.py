@@ -477,6 +477,9 @@ class ModelPair:
         """Whether either side has a module here; of what is no module's, whether it is known."""
         return not site or site in self.reference.modules or site in self._candidate_sites
 
+    def has_both_modules(self, site: str) -> bool:
+        return site in self.reference.modules and site in self._candidate_sites
+
     def has_both(self, path: str) -> bool:
         """Whether both models have a tensor of this name; another framework has parts of its own.
 

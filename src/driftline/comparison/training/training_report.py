@@ -44,12 +44,14 @@ class Break(NamedTuple):
         stage: What differs although everything before it agrees.
         finding: The sentence, with the cause where a difference of the programs explains it.
         error: Relative error; infinite where one side has something that the other has not.
+        unmoved: Ranks on which a weight is what it was before the update, that moved on others.
     """
 
     step: int
     stage: Stage
     finding: str
     error: float = math.inf
+    unmoved: tuple[int, ...] = ()
 
     @property
     def site(self) -> str:
@@ -90,6 +92,7 @@ class TrainingReport(NamedTuple):
                 "stage": broken.stage,
                 "finding": broken.finding,
                 "error": broken.error if math.isfinite(broken.error) else None,
+                "unmoved": list(broken.unmoved),
             },
             # A list of pairs: keys of JSON objects are texts.
             "weights_off": [
@@ -115,6 +118,7 @@ class TrainingReport(NamedTuple):
                 cast("Stage", about["stage"]),
                 str(about["finding"]),
                 math.inf if error is None else float(error),
+                tuple(map(int, about.get("unmoved", ()))),
             )
         return cls(
             tuple(map(int, facts.get("compared", ()))),

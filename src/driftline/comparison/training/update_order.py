@@ -317,21 +317,22 @@ def _copies_part(sides: Sequence[_Side]) -> Break | None:
                 {place[0]: weights[place][step][apart[0]] for place in ranks}
                 for step in (before, after)
             ]
+            unmoved, whom = _odd_ranks(*digests)
             words = (
                 f"gradients agree in step {before} on all ranks of the {name}, and the update "
-                f"{_on_odd_ranks(*digests)}, in {_count(apart, 'parameter')}: {_named(apart)}"
+                f"{whom}, in {_count(apart, 'parameter')}: {_named(apart)}"
             )
-            return Break(before, "update", words)
+            return Break(before, "update", words, unmoved=unmoved)
     return None
 
 
-def _on_odd_ranks(begun: Mapping[int, str], ended: Mapping[int, str]) -> str:
-    """Which ranks have another weight after an update than most, or the one they began with."""
+def _odd_ranks(begun: Mapping[int, str], ended: Mapping[int, str]) -> tuple[tuple[int, ...], str]:
+    """Ranks that have the weight they began with; in words, those or the ranks unlike most."""
     usual = Counter(ended.values()).most_common(1)[0][0]
-    still = [rank for rank in begun if begun[rank] == ended[rank]]
+    still = tuple(rank for rank in begun if begun[rank] == ended[rank])
     odd = still or [rank for rank in ended if ended[rank] != usual]
     ranks = f"rank{'' if len(odd) == 1 else 's'} {', '.join(map(str, odd))}"
-    return f"does not reach {ranks}" if still else f"leaves other weights on {ranks}"
+    return still, f"does not reach {ranks}" if still else f"leaves other weights on {ranks}"
 
 
 def _digests(facts: StepFacts, what: str) -> dict[int, dict[str, str]]:

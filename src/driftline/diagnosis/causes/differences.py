@@ -94,7 +94,9 @@ def _sentence(difference: Difference) -> str:
     """What differs, as a clause: `norm`: attribute `eps` is 1e-05 in the candidate, ..."""
     site = difference.site or "(root)"
     what = {"mode": "mode"}.get(difference.kind, difference.kind)
-    name = f" `{difference.name}`" if difference.name else ""
+    # A module's class has no name of its own, only the ranks or steps that have another.
+    own = difference.name
+    name = f" `{own}`" if own and not own.startswith("(") else f" {own}".rstrip()
     relation = difference.relation
     if difference.kind == "code":
         return f"`{site}`: the code of {difference.name} changed at {difference.source}"
