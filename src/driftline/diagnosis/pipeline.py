@@ -237,7 +237,8 @@ class Assembly:
         if training is not None and training.broken is not None:
             broken = training.broken
             if broken.unmoved:
-                return NamedCause("stale", "the weights there are those from before the update", 1.0)
+                sentence = "the weights there are those from before the update"
+                return NamedCause("stale", sentence, 1.0)
             is_update = broken.stage == "update" and self.table.verdict == "fail"
             return name_update(self.runs, broken.step) if is_update else NamedCause("unknown")
         if self.judgement is not None:
