@@ -18,7 +18,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES, to_float64
 from driftline.runs.records import Record
 from driftline.runs.run import Run
-
-if TYPE_CHECKING:
-    pass
 
 # Relative distances: below 0.05 counts as agreement, well above the rounding of half precision;
 # above 0.5 the data are unrelated. What is between is a faulty tensor, and no reason to choose
