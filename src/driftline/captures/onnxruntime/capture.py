@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from driftline.captures.onnxruntime.tensors import look
 from driftline.captures.onnxruntime.topology import (
     Integers,
     Meanings,
+    MisreadNode,
     Tensor,
     ids_of,
     module_tree,
@@ -131,10 +132,7 @@ class ModelCapture:
             lineage_of(exported.graph, view.graph),
         )
         self._tree = module_tree(self.traced)
-        self._misread = [
-            (self.traced.site(value), self.traced.names.scope(value).module, sentence)
-            for value, sentence in exported.misread.items()
-        ]
+        self._misread = exported.misread
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
         self._no_tensors: set[str] = set()
@@ -206,7 +204,10 @@ class ModelCapture:
             How often each step was executed, and whether all gave what was expected.
         """
         integers = Integers(
-            self._meanings(selected), self._rounded(), self._misread, self._rectified(selected)
+            self._meanings(selected),
+            self._rounded(),
+            list(self._misread_nodes(selected)),
+            self._rectified(selected),
         )
         sink.topology(topology(self.traced, self._tree, selected, integers))
         self._say_unseen(recorder)
@@ -259,6 +260,29 @@ class ModelCapture:
             for seen in selected
             if seen.value in clipped and seen.port == "output"
         ]
+
+    def _misread_nodes(self, selected: Sequence[Observation]) -> Iterator[MisreadNode]:
+        """Nodes that read integers for other numbers than they were made of, and at which modules
+        what they make of them is first taken or given.
+        """
+        modules = {call.site for call in self.traced.modules} | {ROOT}
+        borders: dict[str, dict[str, None]] = {}
+        for seen in selected:
+            if seen.site in modules and seen.port != "param":
+                borders.setdefault(seen.value, {})[seen.site] = None
+        graph = self.traced.exported
+        for reader, sentence in self._misread.items():
+            first: dict[str, None] = {}
+            waiting, reached = [reader], {reader}
+            while waiting:
+                value = waiting.pop(0)
+                first |= borders.get(value, {})
+                for number in () if value in borders else graph.readers.get(value, ()):
+                    made = [v for v in graph.nodes[number].outputs if v not in reached]
+                    reached.update(made)
+                    waiting += made
+            module = self.traced.names.scope(reader).module
+            yield MisreadNode(self.traced.site(reader), module, sentence, tuple(first))
 
     def _rounded(self) -> dict[str, float]:
         """What rounding of weights, and of what nodes are given, explains at every site."""
