@@ -42,7 +42,7 @@ from driftline.captures.onnxruntime.stored_forms import (
     widened_values,
     without_reorders,
 )
-from driftline.captures.onnxruntime.tensors import look
+from driftline.captures.onnxruntime.tensors import HostTensor, look
 from driftline.captures.onnxruntime.topology import (
     Integers,
     Meanings,
@@ -113,6 +113,11 @@ class ModelCapture:
         view = view._replace(graph=without_reorders(view.graph, exported.graph))
         self._codes = {own_names.get(name, name): code for name, code in view.codes.items()}
         self._coded_weights = view.weights
+        self._scaled_by = {
+            name: coded.integers
+            for coded in view.weights.values()
+            for name in (coded.scale, coded.zero)
+        }
         # A scale may have been multiplied with another one; the file still has it.
         left = {
             value: exported.holders[value]
@@ -182,7 +187,9 @@ class ModelCapture:
         Raises:
             BadInput: Nothing is.
         """
-        observations = observations_of(self.traced, levels)
+        observations = [
+            part for seen in observations_of(self.traced, levels) for part in self._parts_of(seen)
+        ]
         selected = wanted(observations, selection, ids_of(self._tree))
         if not selected:
             raise _nothing(selection, observations)
@@ -238,6 +245,18 @@ class ModelCapture:
                 del values
             sink.step_done(step)
         return executions, faithful
+
+    def _parts_of(self, seen: Observation) -> list[Observation]:
+        """A tensor as it is stored: a weight of integers, in torchao's words, as its parts."""
+        coded = self._coded_weights.get(seen.value) if seen.port == "param" else None
+        if coded is None:
+            return [seen]
+        parts = {"qdata": coded.integers, "scale": coded.scale, "zero_point": coded.zero}
+        return [
+            seen._replace(slot=f"{seen.slot}.{part}", value=value)
+            for part, value in parts.items()
+            if value
+        ]
 
     def _meanings(self, selected: Sequence[Observation]) -> Meanings:
         """What the integers among the recorded tensors mean."""
@@ -340,8 +359,10 @@ class ModelCapture:
             # Weights are read from the optimised file: an optimiser may have folded others into
             # them.
             self._weights = self._weights or Weights(self._path)
-            coded = self._coded_weights.get(observation.value)
-            tensor = self._weights.read(coded.integers if coded else observation.value)
+            tensor = self._weights.read(observation.value)
+            whose = self._scaled_by.get(observation.value)
+            if whose is not None and tensor is not None:
+                tensor = _beside(tensor, self._weights.read(whose))
         elif observation.value in self._stored and tensor is not None:
             stored = self._stored[observation.value]
             like = tuple(values[stored.like].shape()) if stored.like else ()
@@ -421,3 +442,15 @@ def _nothing(selection: Selection, observations: Sequence[Observation]) -> BadIn
         kind, text, hint = missed[0]
         return BadInput(f"no {kind} of the model matches '{text}'", hint=hint)
     return BadInput("the selection takes no tensor of the model")
+
+
+def _beside(scales: HostTensor, codes: HostTensor | None) -> HostTensor:
+    """Scales, or zero points, with the axes of the codes that they belong to.
+
+    Of two axes that they fit it is the first: weights that kept their name have torch's order.
+    """
+    size = math.prod(scales.shape)
+    sizes = codes.shape if codes is not None else ()
+    axis = sizes.index(size) if size in sizes else None
+    shape = tuple(size if place == axis else 1 for place in range(len(sizes)))
+    return HostTensor(scales.data, scales.dtype, shape) if math.prod(shape) == size else scales

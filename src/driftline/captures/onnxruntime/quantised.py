@@ -283,13 +283,13 @@ class _Rewriter:
                     self._scale_of[node.outputs[0]] = scale
         self._pass_on()
         self._made_with = dict(self._scale_of)
+        for _, integers, scale, zero in self._read:
+            self._scale_of.setdefault(integers, (scale, zero))
         for value in self._graph.weights:
             # The rows of a table may be read as integers, by nodes that take no scale.
             name = value.removesuffix("_quantized")
             if name != value and f"{name}_scale" in self._graph.weights:
                 self._scale_of.setdefault(value, (f"{name}_scale", f"{name}_zero_point"))
-        for _, integers, scale, zero in self._read:
-            self._scale_of.setdefault(integers, (scale, zero))
         self._pass_on()
 
     def _pass_on(self) -> None:
