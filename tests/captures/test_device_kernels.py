@@ -16,7 +16,7 @@ from driftline.numerics import definitions
 from driftline.numerics import definitions as digests
 from driftline.numerics.dtypes import DTYPES
 from driftline.numerics.fields import PairMoments, Summary
-from driftline.numerics.gpu.pairs import WIDENED, moments_of, pair_on_device
+from driftline.numerics.gpu.pairs import EXACT, moments_of, pair_on_device
 
 pytestmark = needs_interpreter
 summaries._FIRST_TABLE = 1024  # the interpreter takes seconds for the usual one
@@ -140,8 +140,8 @@ def test_a_pair_s_moments_are_what_the_definition_says(
     assert_same_moments(r.to(ours), c.to(theirs))
 
 
-@pytest.mark.parametrize("dtype", list(WIDENED), ids=str)
-def test_pairs_of_eight_bits_are_compared_in_a_type_that_has_their_numbers(
+@pytest.mark.parametrize("dtype", [*EXACT, *EIGHTS], ids=str)
+def test_pairs_of_eight_bits_are_compared_on_the_device(
     dtype: torch.dtype,
 ) -> None:
     codes = torch.arange(2200, dtype=torch.int32) % 256
@@ -156,6 +156,30 @@ def test_pairs_of_eight_bits_are_compared_in_a_type_that_has_their_numbers(
     r, c = (t.view(dtype) if same_size else t.to(dtype) for t in (codes, other))
     assert_same_moments(r, c)
     assert_same_moments(r, r.clone())
+
+
+@pytest.mark.parametrize("dtype", EIGHTS, ids=str)
+def test_of_8_bit_floats_every_pair_has_the_distance_of_the_definition(dtype: torch.dtype) -> None:
+    from pair_distances import distances_of_pairs
+
+    described = DTYPES[str(dtype).removeprefix("torch.")]
+    codes = np.arange(256, dtype=np.uint8)
+    values = np.array([described.value(int(code)) for code in codes])
+    ours, theirs = (side.reshape(-1) for side in np.meshgrid(codes, codes, indexing="ij"))
+    found = distances_of_pairs(ours, theirs, described.triton)
+    for side, numbers_of in ((ours, found.reference), (theirs, found.candidate)):
+        np.testing.assert_array_equal(numbers_of, values[side])
+    both = np.isfinite(values[ours]) & np.isfinite(values[theirs])
+    wanted = [
+        definitions.max_ulp(values[[r]], values[[c]], described)
+        for r, c in zip(ours[both], theirs[both], strict=True)
+    ]
+    for distances in (found.by_numbers, found.by_patterns):
+        np.testing.assert_array_equal(distances[both], wanted)
+    # The kernel itself, where all is finite and where it is not.
+    for chosen in (both, np.ones_like(both)):
+        r, c = (torch.from_numpy(side[chosen]).view(dtype) for side in (ours, theirs))
+        assert_same_moments(r, c)
 
 
 def test_what_is_not_finite_is_counted_and_located() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from benchmarks.engines.cases import counted
 from benchmarks.engines.onnx_quantised import Scheme, export, quantise, with_scale_doubled
 from onnx import numpy_helper
 from onnx_runs import Exported, exported
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 import driftline
 from driftline.comparison.table.table import Table
+from driftline.runs.memory import MemorySink
 
 SCHEMES = (
     Scheme(True, "QDQ"),
@@ -248,3 +250,108 @@ def test_two_files_are_compared_straight_from_the_command_line(
     words = ["dump", "--model", plain, "--inputs", str(given), "-o", str(tmp_path / "run")]
     assert main([*words, "--profile", str(tmp_path / "nodes.json")]) == 0
     assert '"cat"' in (tmp_path / "nodes.json").read_text()
+
+
+class Gated(nn.Module):
+    """A depthwise convolution, channels weighed by what they hold, and tokens made of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With biases of their own, which keep their names when the norms are worked in.
+        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, 2, 1), nn.BatchNorm2d(12), nn.LeakyReLU(0.1))
+        self.depthwise = nn.Conv2d(12, 12, 5, 1, 2, groups=12)
+        self.norm = nn.BatchNorm2d(12)
+        self.act = nn.Hardswish()
+        self.squeeze = nn.Conv2d(12, 6, 1)
+        self.excite = nn.Conv2d(6, 12, 1)
+        self.project = nn.Conv2d(12, 12, 4, 4)
+        self.tokens = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.depthwise(self.stem(x))))
+        gate = functional.silu(self.squeeze(x.mean([2, 3], keepdim=True)))
+        x = self.project(x * torch.sigmoid(self.excite(gate)))
+        return self.head(self.tokens(x.flatten(2).transpose(1, 2)))
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    torch.manual_seed(6)
+    model = Gated().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean, 0, 0.2)
+            nn.init.uniform_(module.weight, 0.7, 1.3)
+    path = tmp_path_factory.mktemp("gated") / "gated.onnx"
+    return exported((model, torch.randn(2, 3, 24, 24)), path)
+
+
+def against_torch(network: Exported, candidate: Path) -> Table:
+    with quiet():
+        run = driftline.run_onnx(candidate, network.run)
+    return driftline.compare(network.run, run)
+
+
+@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
+def test_an_activation_that_onnx_runtime_takes_apart_does_not_end_the_pairs(
+    gated: Exported, tmp_path: Path, form: str
+) -> None:
+    int8 = quantise(gated.path, gated.given, Scheme(True, form), tmp_path / "int8.onnx")
+    table = against_torch(gated, int8)
+    assert table.verdict == "pass", table.finding
+    pairs, inside, tensors = counted(table)
+    assert pairs + inside >= 0.9 * tensors
+
+
+def test_a_convolution_with_a_bias_of_its_own_is_not_what_the_norm_gives(
+    gated: Exported, tmp_path: Path
+) -> None:
+    int8 = quantise(gated.path, gated.given, Scheme(True, "QOperator"), tmp_path / "int8.onnx")
+    table = against_torch(gated, int8)
+    compared_sites = {r.key.site for r in table.rows if r.key.port == "output" and r.compared}
+    assert {"stem.1", "norm"} <= compared_sites
+    assert {"stem.0", "depthwise"}.isdisjoint(compared_sites)
+
+
+def test_a_misread_zero_point_is_named_where_its_numbers_are_first_compared(
+    gated: Exported, tmp_path: Path
+) -> None:
+    int8 = quantise(gated.path, gated.given, Scheme(True, "QDQ"), tmp_path / "int8.onnx")
+    # Its reader is in the model's own code, and what that makes is compared nowhere.
+    reader = next(
+        node.name
+        for node in onnx.load(str(int8)).graph.node
+        if node.op_type == "DequantizeLinear" and node.name.startswith("conv2d_3")
+    )
+    broken = planted(int8, tmp_path / "broken.onnx", reader, 2, lambda zero: zero + 1)
+    table = against_torch(gated, broken)
+    assert table.verdict == "fail"
+    assert table.first_site == "project", table.finding
+    assert "takes or gives what comes of '(root)/sigmoid'" in table.finding
+    assert "and it was made with" in table.finding
+
+
+def test_weights_of_integers_are_compared_as_the_numbers_they_are(
+    gated: Exported, tmp_path: Path
+) -> None:
+    sink = MemorySink(name="torch")
+    with torch.no_grad(), driftline.capture(gated.model, sink, levels=("modules", "params")):
+        gated.model(gated.given)
+    int8 = quantise(gated.path, gated.given, Scheme(True, "QDQ"), tmp_path / "int8.onnx")
+
+    def table(path: Path) -> Table:
+        candidate = MemorySink(name=path.stem)
+        with quiet():
+            driftline.capture_onnx(path, gated.run, candidate, levels=("modules", "params"))
+        return driftline.compare(sink.run(), candidate.run())
+
+    clean = table(int8)
+    assert clean.verdict == "pass", clean.finding
+    weights = {r.key.site for r in clean.rows if r.key.slot == "weight" and r.compared}
+    assert {"squeeze", "excite", "project"} <= weights
+    node = "excite.weight_DequantizeLinear"
+    broken = planted(int8, tmp_path / "broken.onnx", node, 2, lambda zero: zero + 1)
+    faulty = table(broken)
+    assert faulty.first_site == "excite", faulty.finding
+    assert "the parameter 'weight' of 'excite'" in faulty.finding

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +42,11 @@ from driftline.captures.onnxruntime.stored_forms import (
     widened_values,
     without_reorders,
 )
-from driftline.captures.onnxruntime.tensors import look
+from driftline.captures.onnxruntime.tensors import HostTensor, look
 from driftline.captures.onnxruntime.topology import (
     Integers,
     Meanings,
+    MisreadNode,
     Tensor,
     ids_of,
     module_tree,
@@ -112,6 +113,11 @@ class ModelCapture:
         view = view._replace(graph=without_reorders(view.graph, exported.graph))
         self._codes = {own_names.get(name, name): code for name, code in view.codes.items()}
         self._coded_weights = view.weights
+        self._scaled_by = {
+            name: coded.integers
+            for coded in view.weights.values()
+            for name in (coded.scale, coded.zero)
+        }
         # A scale may have been multiplied with another one; the file still has it.
         left = {
             value: exported.holders[value]
@@ -131,10 +137,7 @@ class ModelCapture:
             lineage_of(exported.graph, view.graph),
         )
         self._tree = module_tree(self.traced)
-        self._misread = [
-            (self.traced.site(value), self.traced.names.scope(value).module, sentence)
-            for value, sentence in exported.misread.items()
-        ]
+        self._misread = exported.misread
         self._session: tuple[int, Any] | None = None
         self._weights: Weights | None = None
         self._no_tensors: set[str] = set()
@@ -184,7 +187,9 @@ class ModelCapture:
         Raises:
             BadInput: Nothing is.
         """
-        observations = observations_of(self.traced, levels)
+        observations = [
+            part for seen in observations_of(self.traced, levels) for part in self._parts_of(seen)
+        ]
         selected = wanted(observations, selection, ids_of(self._tree))
         if not selected:
             raise _nothing(selection, observations)
@@ -206,7 +211,10 @@ class ModelCapture:
             How often each step was executed, and whether all gave what was expected.
         """
         integers = Integers(
-            self._meanings(selected), self._rounded(), self._misread, self._rectified(selected)
+            self._meanings(selected),
+            self._rounded(),
+            list(self._misread_nodes(selected)),
+            self._rectified(selected),
         )
         sink.topology(topology(self.traced, self._tree, selected, integers))
         self._say_unseen(recorder)
@@ -238,6 +246,18 @@ class ModelCapture:
             sink.step_done(step)
         return executions, faithful
 
+    def _parts_of(self, seen: Observation) -> list[Observation]:
+        """A tensor as it is stored: a weight of integers, in torchao's words, as its parts."""
+        coded = self._coded_weights.get(seen.value) if seen.port == "param" else None
+        if coded is None:
+            return [seen]
+        parts = {"qdata": coded.integers, "scale": coded.scale, "zero_point": coded.zero}
+        return [
+            seen._replace(slot=f"{seen.slot}.{part}", value=value)
+            for part, value in parts.items()
+            if value
+        ]
+
     def _meanings(self, selected: Sequence[Observation]) -> Meanings:
         """What the integers among the recorded tensors mean."""
         return {
@@ -259,6 +279,29 @@ class ModelCapture:
             for seen in selected
             if seen.value in clipped and seen.port == "output"
         ]
+
+    def _misread_nodes(self, selected: Sequence[Observation]) -> Iterator[MisreadNode]:
+        """Nodes that read integers for other numbers than they were made of, and at which modules
+        what they make of them is first taken or given.
+        """
+        modules = {call.site for call in self.traced.modules} | {ROOT}
+        borders: dict[str, dict[str, None]] = {}
+        for seen in selected:
+            if seen.site in modules and seen.port != "param":
+                borders.setdefault(seen.value, {})[seen.site] = None
+        graph = self.traced.exported
+        for reader, sentence in self._misread.items():
+            first: dict[str, None] = {}
+            waiting, reached = [reader], {reader}
+            while waiting:
+                value = waiting.pop(0)
+                first |= borders.get(value, {})
+                for number in () if value in borders else graph.readers.get(value, ()):
+                    made = [v for v in graph.nodes[number].outputs if v not in reached]
+                    reached.update(made)
+                    waiting += made
+            module = self.traced.names.scope(reader).module
+            yield MisreadNode(self.traced.site(reader), module, sentence, tuple(first))
 
     def _rounded(self) -> dict[str, float]:
         """What rounding of weights, and of what nodes are given, explains at every site."""
@@ -316,8 +359,10 @@ class ModelCapture:
             # Weights are read from the optimised file: an optimiser may have folded others into
             # them.
             self._weights = self._weights or Weights(self._path)
-            coded = self._coded_weights.get(observation.value)
-            tensor = self._weights.read(coded.integers if coded else observation.value)
+            tensor = self._weights.read(observation.value)
+            whose = self._scaled_by.get(observation.value)
+            if whose is not None and tensor is not None:
+                tensor = _beside(tensor, self._weights.read(whose))
         elif observation.value in self._stored and tensor is not None:
             stored = self._stored[observation.value]
             like = tuple(values[stored.like].shape()) if stored.like else ()
@@ -397,3 +442,15 @@ def _nothing(selection: Selection, observations: Sequence[Observation]) -> BadIn
         kind, text, hint = missed[0]
         return BadInput(f"no {kind} of the model matches '{text}'", hint=hint)
     return BadInput("the selection takes no tensor of the model")
+
+
+def _beside(scales: HostTensor, codes: HostTensor | None) -> HostTensor:
+    """Scales, or zero points, with the axes of the codes that they belong to.
+
+    Of two axes that they fit it is the first: weights that kept their name have torch's order.
+    """
+    size = math.prod(scales.shape)
+    sizes = codes.shape if codes is not None else ()
+    axis = sizes.index(size) if size in sizes else None
+    shape = tuple(size if place == axis else 1 for place in range(len(sizes)))
+    return HostTensor(scales.data, scales.dtype, shape) if math.prod(shape) == size else scales

@@ -17,6 +17,7 @@ from typing import Any
 from driftline.captures.model_facts import FactOptions, redacted, scalar
 from driftline.captures.onnxruntime import model_file
 from driftline.captures.onnxruntime.model_file import Weights
+from driftline.captures.onnxruntime.quantised import plain_token
 from driftline.captures.onnxruntime.recorder import TracedGraph
 from driftline.captures.recorder import Refusal, Snapshot
 from driftline.captures.weight_facts import MOST_BYTES, Weight, WeightReader
@@ -57,20 +58,30 @@ def write_model_facts(sink: Sink, file: Path, traced: TracedGraph, options: Fact
 
 
 def _nodes(model: Any, traced: TracedGraph) -> Iterator[str]:
+    # Nodes that compute: what only rounds to integers and back is no part of a model, and one that
+    # computes with integers is the operator that it stands for.
+    by_name: dict[str, Any] = {}
+    by_value: dict[str, Any] = {}
+    for written in model.graph.node:
+        for name in (written.name, plain_token(written.name)) if written.name else ():
+            by_name.setdefault(name, written)
+        by_value |= dict.fromkeys(written.output, written)
     seen: dict[str, int] = {}
-    for node in list(model.graph.node)[:_MOST_NODES]:
-        outputs = [name for name in node.output if name]
+    for node in traced.exported.nodes[:_MOST_NODES]:
+        outputs = [name for name in node.outputs if name]
         site = traced.site(outputs[0]) if outputs else node.name
         # Several nodes of one module share its site; each has a line of its own.
         count = seen[site] = seen.get(site, 0) + 1
         place = site if count == 1 else f"{site}#{count - 1}"
+        written = by_name.get(node.name) or by_value.get(next(iter(outputs), ""))
         attributes = {
             attribute.name: redacted(attribute.name, value)
-            for attribute in node.attribute
+            for attribute in (written.attribute if written is not None else ())
             if (value := _value(attribute)) is not None
         }
-        domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
-        kind = f"onnx.{domain}{node.op_type}"
+        is_own = written is not None and written.op_type == node.op
+        domain = f"{node.domain}." if is_own and node.domain not in ("", "ai.onnx") else ""
+        kind = f"onnx.{domain}{node.op}"
         yield line_of("module", site=place, **{"class": kind}, attributes=attributes)
 
 

@@ -147,7 +147,9 @@ def float_view(graph: Graph, file_names: dict[str, str] | None = None) -> FloatV
     if not rewriter.is_quantised:
         return FloatView(_unflattened(graph), {}, {}, {}, {}, {})
     view = rewriter.view()
-    view = view._replace(graph=_unflattened(view.graph))
+    unflattened = _unflattened(view.graph)
+    misread = _carried(view.misread, view.graph, unflattened)
+    view = view._replace(graph=unflattened, misread=misread)
     view.graph.clipped = _clipped(view.graph, view.codes)
     # An operator that is not known here may read the integers for what they are: then nothing is
     # rewritten, and integers stay integers.
@@ -200,6 +202,23 @@ def _unflattened(graph: Graph) -> Graph:
     made = graph.rewritten(nodes, {})
     is_closed = all(made.has_value(v) for node in nodes for v in node.inputs if v)
     return made if is_closed and all(map(made.has_value, made.outputs)) else graph
+
+
+def _carried(sentences: Mapping[str, str], before: Graph, after: Graph) -> dict[str, str]:
+    """Sentences about values of a graph, for one in which some nodes are gone: a node that was
+    joined with others gives the value of the last one, and of a node that is gone its reader tells.
+    """
+    given = {node.name: node.outputs[0] for node in after.nodes if node.name and node.outputs}
+    carried: dict[str, str] = {}
+    for value, sentence in sentences.items():
+        while value not in after.maker and value in before.maker:
+            joined = given.get(before.nodes[before.maker[value]].name)
+            readers = before.readers.get(value, [])
+            if joined is None and not readers:
+                break
+            value = joined or before.nodes[readers[0]].outputs[0]
+        carried[value] = sentence
+    return carried
 
 
 def plain_token(node_name: str) -> str:
@@ -264,13 +283,13 @@ class _Rewriter:
                     self._scale_of[node.outputs[0]] = scale
         self._pass_on()
         self._made_with = dict(self._scale_of)
+        for _, integers, scale, zero in self._read:
+            self._scale_of.setdefault(integers, (scale, zero))
         for value in self._graph.weights:
             # The rows of a table may be read as integers, by nodes that take no scale.
             name = value.removesuffix("_quantized")
             if name != value and f"{name}_scale" in self._graph.weights:
                 self._scale_of.setdefault(value, (f"{name}_scale", f"{name}_zero_point"))
-        for _, integers, scale, zero in self._read:
-            self._scale_of.setdefault(integers, (scale, zero))
         self._pass_on()
 
     def _pass_on(self) -> None:

@@ -29,6 +29,8 @@ _FARTHEST = 8
 _MOST = 64
 """So many nodes that say nothing of themselves are asked for those around them."""
 _ROUNDING = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear")
+PART = re.compile(r"getitem(_\d{1,6})?")
+"""How torch calls one of several results."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -410,9 +412,13 @@ def _is_reworked(number: int, graph: Graph, names: Names) -> bool:
     if number not in names.placed_by_weight and not names.has_scopes:
         # torch's older exporter gives weights that it has computed a name of their own.
         return any(value.startswith(_ANONYMOUS) for value in node.inputs[1:2])
+    if number not in names.placed_by_weight:
+        return False
     module = names.scopes[number].module
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
-    return number in names.placed_by_weight and bias not in ("", f"{module}.bias")
+    # A bias of its own keeps its name with a norm worked in. What the node gives then has the name
+    # of the norm's, and that is one of several results, of which a convolution has none.
+    return bias not in ("", f"{module}.bias") or any(map(PART.fullmatch, node.outputs))
 
 
 def _merged(graph: Graph, members: dict[str, list[int]]) -> Iterator[ModuleCall]:

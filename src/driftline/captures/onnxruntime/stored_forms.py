@@ -301,6 +301,9 @@ def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Store
         by_scale.setdefault(code.scale_name, []).append(value)
     stored_by_value: dict[str, Stored] = {}
     plain: dict[str, str] = {}
+    # Steps of an operator that ONNX Runtime took apart are no value of the exported graph; here is
+    # of which of its values they are made.
+    between: dict[str, set[str]] = {}
     last: set[str] = set()
     for node in graph.nodes if exported.codes else ():
         token = next(iter(node.outputs), "")
@@ -316,20 +319,21 @@ def integer_values(exported: FloatView, optimised: FloatView) -> dict[str, Store
             continue
         # Once channels are last they stay last until a transpose turns them back.
         is_last = node.channels_last or node.op.startswith("Nhwc") or not last.isdisjoint(inputs)
-        wanted = {plain.get(value, value) for value in inputs}
+        wanted = set[str]().union(*(between.get(v, {plain.get(v, v)}) for v in inputs))
         for place, token in enumerate(node.outputs):
             if token in plain_graph.maker:
                 continue
+            if is_last:
+                last.add(token)
             own = same_name.outputs[place : place + 1] if same_name is not None else ()
             code = optimised.codes.get(token)
             # Of several results with one scale only the place says which is which.
             alike = by_scale.get(code.scale_name, ()) if code and len(node.outputs) == 1 else ()
             value = _made_of(wanted, (*own, *alike), plain_graph)
             if not value:
+                between[token] = wanted
                 continue
             plain[token] = value
-            if is_last:
-                last.add(token)
             if value not in graph.maker:
                 stored_by_value.setdefault(value, Stored(token, channels_last=is_last))
     return stored_by_value

@@ -31,20 +31,35 @@ Meanings = Mapping[Tensor, tuple[float, float]]
 """Where integers were recorded → their scale and zero point."""
 
 
+class MisreadNode(NamedTuple):
+    """A node that reads integers for other numbers than they were made of.
+
+    Attributes:
+        site: Of the node.
+        module: That it stands in.
+        sentence: What it reads, and how.
+        modules: Those that first take or give what is made of it.
+    """
+
+    site: str
+    module: str
+    sentence: str
+    modules: tuple[str, ...]
+
+
 class Integers(NamedTuple):
     """What a run computes with integers.
 
     Attributes:
         meanings: What recorded integers mean.
         rounded: Site → relative error that rounding its weights, or what it is given, explains.
-        misread: Site and module of a node that reads integers for other numbers than they were made
-            of, and how.
+        misread: Nodes that read integers for other numbers than they were made of.
         rectified: What modules give without what is below zero, because integers cut it off.
     """
 
     meanings: Meanings
     rounded: Mapping[str, float]
-    misread: Sequence[tuple[str, str, str]] = ()
+    misread: Sequence[MisreadNode] = ()
     rectified: Sequence[Tensor] = ()
 
 
@@ -219,7 +234,7 @@ def topology(
                 for fusion in fused_nodes
             ],
             "integers": [[*place, *meaning] for place, meaning in integers.meanings.items()],
-            "misread": [list(entry) for entry in integers.misread],
+            "misread": [[*entry[:3], list(entry.modules)] for entry in integers.misread],
             "rounded": [[site, error] for site, error in integers.rounded.items()],
             "rectified": [list(place) for place in integers.rectified],
             "reads": _reads(traced.exported),

@@ -14,11 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from driftline.captures.onnxruntime.graph import Graph, Node
-from driftline.captures.onnxruntime.scopes import Names, Scope
+from driftline.captures.onnxruntime.scopes import PART, Names, Scope
 
 _SUFFIX = re.compile(r"_(\d{1,6})$")
-_PART = re.compile(r"getitem(_\d{1,6})?")
-"""How torch calls one of several results."""
 
 
 class Call(NamedTuple):
@@ -125,7 +123,7 @@ def results(graph: Graph, scopes: Sequence[Scope]) -> dict[str, Result]:
             continue
         if scope.operator in node.outputs:
             results_by_value[scope.operator] = Result(scope.operator)
-        elif node.outputs and all(not v or _PART.fullmatch(v) for v in node.outputs):
+        elif node.outputs and all(not v or PART.fullmatch(v) for v in node.outputs):
             parts[scope.operator].append(node.outputs)
     for call, outputs in parts.items():
         # Several nodes for one call: nothing says which of them holds the parts.

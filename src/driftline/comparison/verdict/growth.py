@@ -100,14 +100,24 @@ def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
     if graph is None or not graph.misread:
         return {}
     # What both files do is what their author wanted.
-    intended = {sentence for *_, sentence in other.misread} if other is not None else set[str]()
-    compared = {pair.reference.key.site for pair in plan.pairs}
+    intended = {node.sentence for node in other.misread} if other is not None else set[str]()
     partner = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
-    return {
-        (module if module in compared else partner.get(site, module or site)): sentence
-        for site, module, sentence in graph.misread
-        if sentence not in intended
-    }
+    compared = set(partner.values())
+    sentences: dict[str, str] = {}
+    for node in graph.misread:
+        if node.sentence in intended:
+            continue
+        place = node.module if node.module in compared else partner.get(node.site)
+        # What the node makes may be compared nowhere, and what is computed of it is.
+        after = [partner[module] for module in node.modules if module in partner]
+        if place is not None or not after:
+            sentences[place or node.module or node.site] = node.sentence
+        else:
+            innermost = max(after, key=lambda module: module.count("."))
+            sentences[innermost] = (
+                f"takes or gives what comes of '{node.site}', which {node.sentence}"
+            )
+    return sentences
 
 
 def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:

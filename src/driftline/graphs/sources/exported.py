@@ -42,6 +42,22 @@ class Fusion(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class MisreadNode(NamedTuple):
+    """A node that reads integers for other numbers than they were made of.
+
+    Attributes:
+        site: Of the node.
+        module: That it stands in.
+        sentence: What it reads, and how.
+        modules: Those that first take or give what is made of it.
+    """
+
+    site: str
+    module: str
+    sentence: str
+    modules: tuple[str, ...]
+
+
 class ExportedGraph(NamedTuple):
     """The description of an exported graph in a run's topology.
 
@@ -52,8 +68,7 @@ class ExportedGraph(NamedTuple):
         folded_norms: Convolution with a folded batch norm → the node that computes both.
         integers: Where integers were recorded → their scale and zero point.
         rounded: Site → relative error that rounding of weights to integers explains there.
-        misread: Site and module of nodes that read integers for other numbers than they were made
-            of, and how.
+        misread: Nodes that read integers for other numbers than they were made of.
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
@@ -66,7 +81,7 @@ class ExportedGraph(NamedTuple):
     folded_norms: Mapping[str, str] = {}
     integers: Mapping[Tensor, tuple[float, float]] = {}
     rounded: Mapping[str, float] = {}
-    misread: Sequence[tuple[str, str, str]] = ()
+    misread: Sequence[MisreadNode] = ()
     reads: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     fusions: Sequence[Fusion] = ()
     makers: Mapping[str, Mapping[str, Any]] = {}
@@ -141,9 +156,10 @@ def exported_graph(run: Run) -> ExportedGraph | None:
             if len(entry) == 2 and isinstance(entry[1], int | float)
         },
         [
-            (str(entry[0]), str(entry[1]), str(entry[2]))
+            MisreadNode(str(site), str(module), str(sentence), tuple(map(str, list_of(modules))))
             for entry in map(list_of, list_of(data.get("misread")))
-            if len(entry) == 3
+            if len(entry) > 2
+            for site, module, sentence, modules in [(*entry[:3], next(iter(entry[3:]), []))]
         ],
         dict(_read(entry) for entry in list_of(data.get("reads"))),
         [_fusion(object_of(fusion)) for fusion in list_of(data.get("fusions"))],

@@ -1,6 +1,6 @@
 """Two tensors of one device compared with each other there: nothing of them goes to the host.
 
-Kernels read the float types of 16 and 32 bits. Types of 8 bits and integers of 16 are widened
+Kernels read the float types of 16 and 32 bits, and two of 8. Integers of 8 and 16 bits are widened
 first, into a type that has all their numbers. Whatever else is compared on the host.
 """
 
@@ -20,25 +20,21 @@ from driftline.numerics.fields import PairMoments
 from driftline.numerics.gpu import launcher
 from driftline.numerics.gpu.launcher import Kernel
 
-KINDS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-WIDENED = {
-    torch.float8_e4m3fn: torch.float16,
-    torch.float8_e5m2: torch.float16,
-    torch.bool: torch.float32,
-    torch.uint8: torch.float32,
-    torch.int8: torch.float32,
-    torch.int16: torch.float32,
-}
-"""Types that no kernel for pairs reads, and the one they are compared in; without loss."""
-_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+FLOATS = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16)
+"""Types that no kernel for pairs reads; float32 has all their numbers."""
 _MOST_PROGRAMS = 528
 _MOST_SHARES = 128
 """Programs that look one position up."""
 _ROW = 40
 _MAX_ABS_E, _MAX_ULP = 26, 28
 """Places in a row."""
-_MAGNITUDE = 0x7F
-"""Of a float of 8 bits; the bit above is the sign."""
 
 
 class _Kernels(NamedTuple):
@@ -47,11 +43,14 @@ class _Kernels(NamedTuple):
 
 
 @functools.cache
-def _kernels(ours: str, theirs: str) -> _Kernels:
+def _kernels(ours: torch.dtype, theirs: torch.dtype) -> _Kernels:
     from driftline.numerics.gpu.kernels import pair
 
-    lowest = {"R_LOWEST": DTYPES[_NAMES[ours]].lowest, "C_LOWEST": DTYPES[_NAMES[theirs]].lowest}
-    constants: dict[str, Any] = {"R": ours, "C": theirs, **lowest}
+    constants: dict[str, Any] = {}
+    for side, dtype in (("R", ours), ("C", theirs)):
+        described = DTYPES[str(dtype).removeprefix("torch.")]
+        lowest = described.lowest if described.has_sentinel else -math.inf
+        constants |= {side: described.triton, f"{side}_LOWEST": lowest}
     level = {"LEVEL": launcher.level()}
     return _Kernels(
         Kernel(
@@ -66,10 +65,14 @@ def _kernels(ours: str, theirs: str) -> _Kernels:
 
 def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
     """Whether two tensors of as many elements can be compared where they are."""
-    # Of two different types the reference would have to be rounded, for the distance in ulp.
-    readable = reference.dtype in KINDS and candidate.dtype in KINDS
+    readable = reference.dtype in FLOATS and candidate.dtype in FLOATS
+    if reference.dtype != candidate.dtype:
+        # The reference is rounded to the candidate's type, which kernels do for larger types.
+        readable = readable and min(reference.itemsize, candidate.itemsize) > 1
+    elif candidate.dtype in EXACT:
+        readable = True
     return (
-        (readable or (reference.dtype == candidate.dtype and candidate.dtype in WIDENED))
+        readable
         and reference.device == candidate.device
         and reference.numel() > 0
         and not launcher.why_not()
@@ -81,10 +84,9 @@ def pair_on_device(
     reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float, atol: float
 ) -> torch.Tensor:
     """Measure a pair; the figures stay on the device, in the row that is returned."""
-    wide = WIDENED.get(candidate.dtype)
-    if wide is not None:
-        row = pair_on_device(reference.to(wide), candidate.to(wide), rtol=rtol, atol=atol)
-        row[_MAX_ULP] = _max_ulp(reference, candidate) if wide.itemsize == 2 else row[_MAX_ABS_E]
+    if candidate.dtype in EXACT:
+        row = pair_on_device(reference.float(), candidate.float(), rtol=rtol, atol=atol)
+        row[_MAX_ULP] = row[_MAX_ABS_E]
         return row
     ours, theirs = _in_order(reference), _in_order(candidate)
     index = -1 if ours.is_cpu else ours.get_device()
@@ -93,26 +95,12 @@ def pair_on_device(
     each = -(-parts // _MOST_PROGRAMS)
     programs = -(-parts // each)
     rows = torch.empty((programs + 1, _ROW), dtype=torch.float64, device=ours.device)
-    kernels = _kernels(KINDS[ours.dtype], KINDS[theirs.dtype])
+    kernels = _kernels(ours.dtype, theirs.dtype)
     where = ours.data_ptr(), theirs.data_ptr(), count, each, rows.data_ptr()
     kernels.rows(programs, index, *where, _bits(rtol), _bits(atol))
     shares = min(_MOST_SHARES, -(-min(count, each * 65536) // 4096))
     kernels.join(1 + 5 * shares, index, *where, programs, shares)
     return rows[0]
-
-
-def _max_ulp(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    """The greatest distance of two tensors of one 8-bit float type, where both are finite."""
-    past_largest = DTYPES[str(candidate.dtype).removeprefix("torch.")].past_largest
-    signed: list[torch.Tensor] = []
-    finite: list[torch.Tensor] = []
-    for tensor in (reference, candidate):
-        codes = tensor.detach().contiguous().view(torch.int8)
-        magnitude = (codes & _MAGNITUDE).to(torch.int16)
-        signed.append(torch.where(codes < 0, -magnitude, magnitude))
-        finite.append(magnitude < past_largest)
-    apart = (signed[0] - signed[1]).abs()
-    return torch.where(finite[0] & finite[1], apart, 0).max().double()
 
 
 def moments_of(row: torch.Tensor, count: int) -> PairMoments:

@@ -25,6 +25,8 @@ def elements(address, KIND: tl.constexpr):
         at = address.to(tl.pointer_type(tl.bfloat16))
     elif KIND == "f16":
         at = address.to(tl.pointer_type(tl.float16))
+    elif KIND == "e4m3" or KIND == "e5m2":
+        at = address.to(tl.pointer_type(tl.uint8))
     else:
         at = address.to(tl.pointer_type(tl.float32))
     return at
@@ -35,14 +37,47 @@ def pairs_of(address, KIND: tl.constexpr):
     """Where pairs of elements are."""
     if KIND == "f32":
         at = address.to(tl.pointer_type(tl.uint64))
+    elif KIND == "e4m3" or KIND == "e5m2":
+        at = address.to(tl.pointer_type(tl.uint16))
     else:
         at = address.to(tl.pointer_type(tl.uint32))
     return at
 
 
 @triton.jit
+def halves(word, KIND: tl.constexpr):
+    """A pair of elements; one of 8-bit floats as a pair of float16, which sort and differ alike.
+
+    The patterns are those of the 8 bits moved up, so numbers of e4m3 come out 2 ** 8 times too
+    small: float16's exponent is biased by 15, theirs by 7. By hand: only recent devices have e4m3.
+    """
+    if KIND == "e5m2":
+        word = word.to(tl.uint32)
+        word = ((word & 0xFF00) << 16) | ((word & 0x00FF) << 8)
+    elif KIND == "e4m3":
+        word = word.to(tl.uint32)
+        word = ((word & 0xFF00) << 8) | (word & 0x00FF)
+        size = word & 0x007F007F
+        # The greatest size is NaN; adding 1 carries into the bit above, and float16 then has all
+        # bits of its exponent.
+        nan = (size + 0x00010001) & 0x00800080
+        word = ((word & 0x00800080) << 8) | (size << 7) | (nan << 7)
+    return word
+
+
+@triton.jit
+def value_of(element, KIND: tl.constexpr):
+    """An element as it is stored, as float32."""
+    if KIND == "e4m3" or KIND == "e5m2":
+        x = half_of(halves(element, KIND), 0, KIND)
+    else:
+        x = element.to(tl.float32)
+    return x
+
+
+@triton.jit
 def half_of(word, HALF: tl.constexpr, KIND: tl.constexpr):
-    """One element of a pair, as float32."""
+    """One element of a pair of `halves`, as float32."""
     if KIND == "f32":
         x = (word >> (32 * HALF)).to(tl.uint32).to(tl.float32, bitcast=True)
     elif KIND == "bf16":
@@ -52,18 +87,25 @@ def half_of(word, HALF: tl.constexpr, KIND: tl.constexpr):
             x = (word & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         x = (word >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        if KIND == "e4m3":
+            x *= 256.0
     return x
 
 
 @triton.jit
 def ordinal(x, KIND: tl.constexpr):
-    """Where a float32 number, rounded to a format, stands in it; negative ones below zero."""
+    """Where a float32 number, rounded to a format, stands in it; negative ones below zero.
+
+    Of an 8-bit float, which must be of the format already: where it stands among float16.
+    """
     bits = x.to(tl.int32, bitcast=True)
     if KIND == "f32":
         size = (bits & 0x7FFFFFFF).to(tl.int64)
     elif KIND == "bf16":
         size = bits & 0x7FFFFFFF
         size = (size + 0x7FFF + ((size >> 16) & 1)) >> 16
+    elif KIND == "e4m3":
+        size = tl.abs(x * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     else:
         size = tl.abs(x).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(bits < 0, -size, size)
@@ -102,8 +144,18 @@ def apart_bits(r, c, KIND: tl.constexpr):
 
 @triton.jit
 def apart_numbers(r, c, KIND: tl.constexpr):
-    """How many numbers of the candidate's format two float32 are apart."""
+    """How many numbers of the candidate's format two float32 are apart; 8-bit ones as `halves`."""
     return tl.abs(ordinal(r, KIND) - known_ordinal(c, KIND))
+
+
+@triton.jit
+def own_steps(apart, KIND: tl.constexpr):
+    """A distance of `halves` of 8-bit floats in steps of these; any other as it is."""
+    if KIND == "e4m3":
+        apart = apart >> 7
+    elif KIND == "e5m2":
+        apart = apart >> 8
+    return apart
 
 
 @triton.jit
@@ -256,7 +308,7 @@ def pair_rows(
     our_words = pairs_of(reference, R) + tl.arange(0, 256)
     their_words = pairs_of(candidate, C) + tl.arange(0, 256)
 
-    first = tl.load(ours + begin).to(tl.float32)
+    first = value_of(tl.load(ours + begin), R)
     shift = tl.where(tl.abs(first) < 1e15, first, 0.0)
     s_x = tl.zeros([256], tl.float64)
     s_e = tl.zeros([256], tl.float64)
@@ -323,6 +375,7 @@ def pair_rows(
                 our_word, their_word = a_2, b_2
             else:
                 our_word, their_word = a_3, b_3
+            our_word, their_word = halves(our_word, R), halves(their_word, C)
             if R_PACKED:
                 r_min = least_pair(r_min, our_word, R)
                 r_max = greatest_pair(r_max, our_word, R)
@@ -380,6 +433,7 @@ def pair_rows(
         m_ulp = tl.maximum(m_ulp & 0xFFFF, m_ulp >> 16)
     elif BITS and C == "bf16":
         m_ulp = m_ulp >> 16
+    m_ulp = own_steps(m_ulp, C)
     # What float32 does not carry: read it again. (A NaN makes every comparison false.)
     size = tl.maximum(
         tl.maximum(tl.abs(r_max), tl.abs(r_min)), tl.maximum(tl.abs(c_max), tl.abs(c_min))
@@ -475,8 +529,8 @@ def pair_rows(
         for at in range(start, end, 256):
             flat = at + tl.arange(0, 256)
             there = flat < end
-            r_raw = tl.load(ours + flat, mask=there, other=0.0)
-            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+            r_raw = value_of(tl.load(ours + flat, mask=there, other=0), R)
+            c_raw = value_of(tl.load(theirs + flat, mask=there, other=0), C)
             r = r_raw.to(tl.float64)
             c = c_raw.to(tl.float64)
             r = tl.where(r == R_LOWEST, float("-inf"), r)
@@ -493,7 +547,7 @@ def pair_rows(
             ae = tl.abs(e)
             ar = tl.where(both, tl.abs(r), 1.0)
             rel = tl.where(ae == 0.0, 0.0, ae / ar)
-            apart = tl.abs(ordinal(r_raw.to(tl.float32), C) - ordinal(c_raw.to(tl.float32), C))
+            apart = own_steps(tl.abs(ordinal(r_raw, C) - ordinal(c_raw, C)), C)
             v_n += both.to(tl.int32).to(tl.float64)
             v_rn += rf.to(tl.int32).to(tl.float64)
             v_cn += cf.to(tl.int32).to(tl.float64)
@@ -673,8 +727,8 @@ def joined_pair(
         for at in range(begin, end, 2048):
             flat = at + tl.arange(0, 2048)
             there = flat < end
-            r_raw = tl.load(ours + flat, mask=there, other=0.0)
-            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+            r_raw = value_of(tl.load(ours + flat, mask=there, other=0), R)
+            c_raw = value_of(tl.load(theirs + flat, mask=there, other=0), C)
             r = r_raw.to(tl.float64)
             c = c_raw.to(tl.float64)
             r = tl.where(r == R_LOWEST, float("-inf"), r)
@@ -685,7 +739,7 @@ def joined_pair(
             if what == 1:
                 # As it was found: exactly, or in float32.
                 exact = tl.abs(c - r) == most
-                fast = tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == most
+                fast = tl.abs(c_raw - r_raw).to(tl.float64) == most
                 hit = rf & cf & (exact | fast)
             elif what == 2:
                 hit = differs
