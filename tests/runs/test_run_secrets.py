@@ -386,6 +386,13 @@ HARMLESS = [
 ]
 
 
+def test_keys_in_an_exception_of_the_program_are_hidden_and_digests_in_our_messages_stay() -> None:
+    message = f"step 3: key {KEYS[0]} of rKq3vbdjcnwPYz81LmX0sGhT7aUe92QiVfR5oEkD is refused"
+    assert redact_message(message) == f"step 3: key {KEYS[0]} of *** is refused"
+    assert redact_message(message, digests=False) == "step 3: key *** of *** is refused"
+    assert redact_message(f"[a: '{KEYS[0]}']", digests=False) == "[a: '***']"
+
+
 def test_nearly_all_random_keys_are_known_by_their_look() -> None:
     dice = random.Random(1)
     for size in (24, 30, 32, 64, 132):

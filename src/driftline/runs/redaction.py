@@ -85,8 +85,8 @@ _HEX = re.compile(r"(?:0x)?[0-9a-fA-F]{32,}")
 _SHORTEST_WORDS = 3.2
 """Letters of an ordinary word, at least, on the average of a long name.
 
-Pieces of one case in base64 have 1.9 letters; 1 in 1 000 keys of 32 letters has 3.2, longer keys fewer.
-Of 566 295 files of a Linux machine 4 would be hidden: digests of 32 letters in a path.
+Pieces of one case in base64 have 1.9 letters; 1 in 1 000 keys of 32 letters has 3.2, longer keys
+are rarer. Of 566 295 files of a Linux machine 4 would be hidden: digests of 32 letters in a path.
 """
 _IDENTIFIES = frozenset(
     ("revision", "rev", "commit", "sha", "hash", "digest", "checksum", "md5", "sha256", "id")
@@ -157,13 +157,20 @@ def redact_text(text: str) -> str:
     return _redact(_shortened(text), 0)
 
 
-def redact_message(text: str) -> str:
-    """A message of Driftline, where `key` and `token` are ordinary words unless they are options.
+def redact_message(text: str, *, digests: bool = True) -> str:
+    """A sentence, where `key` and `token` are ordinary words unless they are options.
+
+    Args:
+        text: What was said.
+        digests: Whether long hexadecimal numbers stay. In messages of Driftline they are digests of
+            tensors and names of runs; what another program raised may quote a key.
 
     >>> redact_message("past_key_values: sparse, started with --hf-token abc")
     'past_key_values: sparse, started with --hf-token ***'
+    >>> redact_message("key 9f86d081884c7d659a2feaa0c55ad015 is refused", digests=False)
+    'key *** is refused'
     """
-    return _redact(_shortened(text), 0, prose=True)
+    return _redact(_shortened(text), 0, prose=True, digests=digests)
 
 
 def _shortened(text: str) -> str:
@@ -173,7 +180,7 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
 
 
-def _redact(text: str, depth: int, *, prose: bool = False) -> str:
+def _redact(text: str, depth: int, *, prose: bool = False, digests: bool = False) -> str:
     if depth > _DEEPEST:
         return HIDDEN
 
@@ -181,7 +188,7 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
         name, between, value = match["name"], match["between"], match["value"]
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
-            return name + between + _redact(value, depth + 1, prose=prose)
+            return name + between + inner(value)
         if not prose and name[:1] == "-" and (hidden := _short_secret(name, value)):
             return name + between + hidden
         # In prose a number replaces the value, so that only a telling name hides what follows.
@@ -191,15 +198,21 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
             quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
             return f"{name}{between}{quote}{HIDDEN}{quote}"
         if "=" in value or ":" in value or value[0] in "\"'":
-            return name + between + _redact(value, depth + 1, prose=prose)
+            return name + between + inner(value)
         return match[0]
+
+    def inner(value: str) -> str:
+        return _redact(value, depth + 1, prose=prose, digests=digests)
+
+    def hide_key(match: re.Match[str]) -> str:
+        stays = digests and _HEX.fullmatch(match[0]) is not None
+        return match[0] if stays or not _looks_random(match[0]) else HIDDEN
 
     # Shapes first, because they need no name; then ever more general patterns.
     text = _SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(HIDDEN + "@", text)
     text = _USER_AT_HOST.sub(rf"\1:{HIDDEN}@", text)
-    if not prose:  # digests of tensors and names of runs are as long as keys
-        text = _KEY.sub(lambda match: HIDDEN if _looks_random(match[0]) else match[0], text)
+    text = _KEY.sub(hide_key, text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _ASSIGNED.sub(hide, text)
