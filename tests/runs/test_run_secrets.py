@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 import subprocess
 import sys
 import time
@@ -345,11 +347,18 @@ KEYS = [
     "dapi0123456789abcdef0123456789abcdef",
     "hvs.CAESIJlU02LQZq",
     "https://hooks.slack.com/services/T0AAAAAAA/B0BBBBBBB/x1x2x3x4x5",
+    "https://hooks.slack.com/workflows/T0AAAAAAA/A0BBBBBBB/123456789012345678/x1x2x3x4x5",
+    "https://discord.com/api/webhooks/123456789012345678/x1x2x3x4x5",
+    "xapp-1-A0B1C2D3E4F-1234567890123-0a1b2c3d4e5f",
+    # Six small letters in a row are in every seventh key of 40 letters, and are no word.
+    "rKq3vbdjcnwPYz81LmX0sGhT7aUe92QiVfR5oEkD",
+    # `Pw` is short for a password in a name, and this is none.
+    "kLFYEpsx2DitNrmJapq1usQwwro8WRC+Nm5Xz0VbT3yHqPw=",
 ]
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("form", ["{}", "--x={}", "x {} y", "--endpoint {}"])
+@pytest.mark.parametrize("form", ["{}", "--x={}", "x {} y", "--endpoint {}", "x is {}."])
 def test_keys_are_known_by_their_look(key: str, form: str) -> None:
     secret = key.rpartition("/")[2]
     shown = redact_argv(["python", "x.py", *form.format(key).split()])
@@ -373,7 +382,23 @@ HARMLESS = [
     ["a" * 64],
     ["host:8080"],
     ["git@host.org:team/repo.git"],
+    ["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b.safetensors"],
 ]
+
+
+def test_keys_in_an_exception_of_the_program_are_hidden_and_digests_in_our_messages_stay() -> None:
+    message = f"step 3: key {KEYS[0]} of rKq3vbdjcnwPYz81LmX0sGhT7aUe92QiVfR5oEkD is refused"
+    assert redact_message(message) == f"step 3: key {KEYS[0]} of *** is refused"
+    assert redact_message(message, digests=False) == "step 3: key *** of *** is refused"
+    assert redact_message(f"[a: '{KEYS[0]}']", digests=False) == "[a: '***']"
+
+
+def test_nearly_all_random_keys_are_known_by_their_look() -> None:
+    dice = random.Random(1)
+    for size in (24, 30, 32, 64, 132):
+        keys = [base64.b64encode(dice.randbytes(size)).decode() for _ in range(1000)]
+        shown = sum(key.rstrip("=") in redact_argv([key])[0] for key in keys)
+        assert shown <= 10, f"{shown} of 1000 keys of {size} bytes"
 
 
 @pytest.mark.parametrize("words", HARMLESS, ids=str)

@@ -110,7 +110,7 @@ def _text(text: str) -> str:
     """
     # Quotes and backslashes first, because the escapes that follow hold backslashes themselves.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", _code, escaped) + '"'
+    return '"' + re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _code, escaped) + '"'
 
 
 def _code(match: re.Match[str]) -> str:

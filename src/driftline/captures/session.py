@@ -559,7 +559,7 @@ class Session(ABC):
             if self.unfinished_step is not None:
                 facts["unfinished_step"] = self.unfinished_step
             if self.exception:
-                facts["exception"] = redact_message(self.exception)
+                facts["exception"] = redact_message(self.exception, digests=False)
         return facts
 
     def after_fork(self) -> None:

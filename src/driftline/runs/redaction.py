@@ -62,7 +62,7 @@ _SHAPES = re.compile(
     | \b (?:AKIA|ASIA|AIDA|AROA)[A-Z0-9]{8,}
     | \b AIza[\w-]{16,}
     | \b ya29\.[\w-]{8,}
-    | \b xox[a-z]-[\w-]{8,}
+    | \b (?:xox[a-z]|xapp)-[\w-]{8,}
     | \b (?:npm|pypi|dop_v1|doo_v1|r8|gsk|tgp|nvapi|key|secret|pat|lin_api|shpat|dckr_pat|ntn)
          [-_](?=[\w-]*\d)[A-Za-z0-9_-]{16,}
     | \b SG\.[\w-]{8,}\.[\w-]{8,}
@@ -71,16 +71,23 @@ _SHAPES = re.compile(
     | \b (?:glsa|whsec|figd|rubygems|sntrys|phc|tvly|xai|pplx|vlt)[-_](?=[\w-]*\d)[\w-]{12,}
     | \b dapi[0-9a-f]{32}\b
     | \b (?:AC|SK)[0-9a-f]{32}\b
-    | (?<=hooks\.slack\.com/services/)[\w/]{8,}
+    | (?<=hooks\.slack\.com/)(?:services|workflows|triggers)/[\w/]{8,}
+    | (?<=/api/webhooks/)\d+/[\w-]{8,}                         # Discord
     """,
     re.VERBOSE | re.DOTALL,
 )
 _URL_USER = re.compile(r"(?<=://)[^\s/?#]*@")
 _USER_AT_HOST = re.compile(r"(?<![\w.@/:-])([\w.+-]{1,64}):[^\s/@:'\"]{1,200}@(?=[\w-]+[.:/\w-]*)")
 """`name:password@host` without a scheme, as database addresses are often given."""
-_KEY = re.compile(r"(?<![\w/+.-])(?:0x)?[A-Za-z0-9+/_-]{32,}={0,2}(?![\w/+.-])")
+# What goes on behind a dot is a file's name; a dot alone ends a sentence.
+_KEY = re.compile(r"(?<![\w/+.-])(?:0x)?[A-Za-z0-9+/_-]{32,}={0,2}(?![\w/+-]|\.[\w-])")
 _HEX = re.compile(r"(?:0x)?[0-9a-fA-F]{32,}")
-_WORD = re.compile(r"[a-z]{6}")
+_SHORTEST_WORDS = 3.2
+"""Letters of an ordinary word, at least, on the average of a long name.
+
+Pieces of one case in base64 have 1.9 letters; 1 in 1 000 keys of 32 letters has 3.2, longer keys
+are rarer. Of 566 295 files of a Linux machine 4 would be hidden: digests of 32 letters in a path.
+"""
 _IDENTIFIES = frozenset(
     ("revision", "rev", "commit", "sha", "hash", "digest", "checksum", "md5", "sha256", "id")
 )
@@ -150,13 +157,20 @@ def redact_text(text: str) -> str:
     return _redact(_shortened(text), 0)
 
 
-def redact_message(text: str) -> str:
-    """A message of Driftline, where `key` and `token` are ordinary words unless they are options.
+def redact_message(text: str, *, digests: bool = True) -> str:
+    """A sentence, where `key` and `token` are ordinary words unless they are options.
+
+    Args:
+        text: What was said.
+        digests: Whether long hexadecimal numbers stay. In messages of Driftline they are digests of
+            tensors and names of runs; what another program raised may quote a key.
 
     >>> redact_message("past_key_values: sparse, started with --hf-token abc")
     'past_key_values: sparse, started with --hf-token ***'
+    >>> redact_message("key 9f86d081884c7d659a2feaa0c55ad015 is refused", digests=False)
+    'key *** is refused'
     """
-    return _redact(_shortened(text), 0, prose=True)
+    return _redact(_shortened(text), 0, prose=True, digests=digests)
 
 
 def _shortened(text: str) -> str:
@@ -166,7 +180,7 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
 
 
-def _redact(text: str, depth: int, *, prose: bool = False) -> str:
+def _redact(text: str, depth: int, *, prose: bool = False, digests: bool = False) -> str:
     if depth > _DEEPEST:
         return HIDDEN
 
@@ -174,7 +188,7 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
         name, between, value = match["name"], match["between"], match["value"]
         if _FLAG.match(value) and between.isspace():
             # `--use-auth-token --other 1`: the first is a switch, the second has its own value.
-            return name + between + _redact(value, depth + 1, prose=prose)
+            return name + between + inner(value)
         if not prose and name[:1] == "-" and (hidden := _short_secret(name, value)):
             return name + between + hidden
         # In prose a number replaces the value, so that only a telling name hides what follows.
@@ -184,15 +198,21 @@ def _redact(text: str, depth: int, *, prose: bool = False) -> str:
             quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
             return f"{name}{between}{quote}{HIDDEN}{quote}"
         if "=" in value or ":" in value or value[0] in "\"'":
-            return name + between + _redact(value, depth + 1, prose=prose)
+            return name + between + inner(value)
         return match[0]
+
+    def inner(value: str) -> str:
+        return _redact(value, depth + 1, prose=prose, digests=digests)
+
+    def hide_key(match: re.Match[str]) -> str:
+        stays = digests and _HEX.fullmatch(match[0]) is not None
+        return match[0] if stays or not _looks_random(match[0]) else HIDDEN
 
     # Shapes first, because they need no name; then ever more general patterns.
     text = _SHAPES.sub(HIDDEN, text)
     text = _URL_USER.sub(HIDDEN + "@", text)
     text = _USER_AT_HOST.sub(rf"\1:{HIDDEN}@", text)
-    if not prose:  # digests of tensors and names of runs are as long as keys
-        text = _KEY.sub(lambda match: HIDDEN if _looks_random(match[0]) else match[0], text)
+    text = _KEY.sub(hide_key, text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     text = _SCHEME.sub(rf"\1\2{HIDDEN}", text)
     text = _ASSIGNED.sub(hide, text)
@@ -222,7 +242,7 @@ def _attached(match: re.Match[str]) -> str:
 
 
 def _looks_random(text: str) -> bool:
-    """Whether a long text is hexadecimal, or base64 without a word in it, as keys are.
+    """Whether a long text is hexadecimal, or base64, whose letters change their case all the time.
 
     >>> _looks_random("9f86d081884c7d659a2feaa0c55ad015"), _looks_random("a" * 40)
     (True, False)
@@ -232,7 +252,7 @@ def _looks_random(text: str) -> bool:
     if _HEX.fullmatch(text):
         return len(set(text)) > 6
     kinds = any(map(str.isupper, text)), any(map(str.islower, text)), any(map(str.isdigit, text))
-    return all(kinds) and len(set(text)) > 12 and _WORD.search(text) is None
+    return all(kinds) and len(text) < _SHORTEST_WORDS * len(_WORDS.findall(text))
 
 
 def _identifies(option: str) -> bool:
@@ -292,7 +312,8 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
             # announces no value.
             waiting = argument if not any(c.isspace() for c in argument) else ""
         if equals and re.fullmatch(r"[\w.+\-/]+", name) and names_a_secret(name, value):
-            shown.append(f"{name}={HIDDEN}")
+            # A key in base64 may end with an equals sign, and is no name.
+            shown.append(f"{_redact(name, 0)}={HIDDEN}")
         else:
             shown.append(_redact(argument, 0))
     return shown

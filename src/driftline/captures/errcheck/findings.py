@@ -116,7 +116,7 @@ class Finding:
 
     def to_json(self) -> str:
         """One line of strict JSON; what is no JSON number is null."""
-        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+        return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -214,7 +214,6 @@ class CapturePlan:
                 **({"step_budget": self.step_budget} if self.step_budget >= 0 else {}),
             },
             indent=2,
-            ensure_ascii=False,
         )
 
     @classmethod

@@ -36,7 +36,7 @@ _LONGEST = 16 << 20
 
 def write_rows(rows: Iterable[Row], stream: TextIO) -> None:
     """The rows, without the brackets around them."""
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    encode = json.JSONEncoder(allow_nan=False).encode
     between = ""
     for row in rows:
         stream.write(between + encode(row.as_json()))
@@ -183,7 +183,7 @@ def _write_files(table: Table, folder: Path) -> None:
         write_parquet(table, folder / PARQUET_FILE)
     # Compact: a table of 100 000 rows is read by programs; `driftline show` is for people.
     # Row by row: all of them at once would take ten times the memory of the table.
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    encode = json.JSONEncoder(allow_nan=False).encode
     with (folder / TABLE_FILE).open("w", encoding="utf-8", buffering=1 << 20) as stream:
         head = table.head_as_json()
         # For judging again; people and programs that read JSON from a pipe have no use for it.

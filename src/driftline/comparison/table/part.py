@@ -117,7 +117,7 @@ class Part:
         return goal
 
     def _write(self, stream: TextIO) -> None:
-        encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+        encode = json.JSONEncoder(allow_nan=False).encode
         stream.write(encode(self.head_as_json())[:-1] + ROWS)
         write_rows(self.rows, stream)
         lone = {"missing": self.missing, "extra": self.extra, **self._masked()}

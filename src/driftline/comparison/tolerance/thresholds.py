@@ -371,7 +371,7 @@ class Thresholds:
             BadInput: The folder is missing, read-only or full.
         """
         goal = Path(path)
-        text = json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
         draft = goal.with_name(f".driftline-{os.getpid()}-thresholds")
         try:
             goal.parent.mkdir(parents=True, exist_ok=True)

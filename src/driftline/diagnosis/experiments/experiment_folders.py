@@ -66,7 +66,7 @@ def _is_only_an_experiment(place: Path) -> bool:
 
 
 def write_json(place: Path, name: str, content: Mapping[str, Any]) -> None:
-    text = json.dumps(plain_json({"schema": SCHEMA, **content}), indent=1, ensure_ascii=False)
+    text = json.dumps(plain_json({"schema": SCHEMA, **content}), indent=1)
     (place / name).write_text(text + "\n", encoding="utf-8")
 
 

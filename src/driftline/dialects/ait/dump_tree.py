@@ -227,7 +227,7 @@ class AitTree:
             self._give_up(problem)
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
-        line = json.dumps({"kind": kind, "message": message, **details}, ensure_ascii=False)
+        line = json.dumps({"kind": kind, "message": message, **details})
         with self._lock:
             if self._folder is None:
                 # The folder's name needs the device, which the first tensor brings.
@@ -360,7 +360,7 @@ class AitTree:
         if self._tree is None or self._folder is None:
             return
         try:
-            text = json.dumps(model_tree(self._tree), ensure_ascii=False, indent=2)
+            text = json.dumps(model_tree(self._tree), indent=2)
             write_file(self._folder / "model_tree.json", f"{text}\n".encode())
         except OSError as problem:
             self._give_up(problem)

@@ -170,12 +170,12 @@ def model_json(graph: Graph) -> str:
         "weightTensors": weights,
         "nodes": [_as_json(node) for node in graph.nodes],
     }
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 def layer_json(layer: GraphNode) -> str:
     """A layer in the form of ATB's `layer/{pid}/{name}.json`."""
-    return json.dumps(_as_json(layer), ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json.dumps(_as_json(layer), separators=(",", ":")) + "\n"
 
 
 def _as_json(node: GraphNode) -> dict[str, Any]:

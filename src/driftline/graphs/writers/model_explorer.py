@@ -81,7 +81,7 @@ def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = N
                 shown["style"] = {"backgroundColor": _COLOURS[finding.status]}
         nodes.append(shown)
     content = {"label": graph.name, "graphs": [{"id": graph.name, "nodes": nodes}]}
-    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(content, allow_nan=False) + "\n"
 
 
 def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = "") -> str:
@@ -131,7 +131,7 @@ def _coloured(finding: Finding) -> dict[str, str]:
 
 
 def _data(graph: LevelGraph, content: dict[str, Any]) -> str:
-    return json.dumps({graph.name: content}, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps({graph.name: content}, allow_nan=False) + "\n"
 
 
 def _numbered(node: LevelNode) -> list[tuple[int, str]]:
