@@ -22,7 +22,7 @@ FAULTS = {
     "betas": (1, "update", "AdamW betas: (0.9, 0.999) → (0.5, 0.99)"),
     "frozen": (0, "gradients", "trained → frozen"),
     "unregistered": (0, "update", "updated → not in the optimizer"),
-    "groups": (0, "update", "AdamW lr: 0.001 → 0.003, for 1 parameters"),
+    "groups": (0, "update", "AdamW lr: 0.001 → 0.003, for 1 parameter: "),
 }
 """Fault → step and stage where it shows, and words that name it."""
 

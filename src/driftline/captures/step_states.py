@@ -25,9 +25,8 @@ from driftline.runs.sidecars.step_facts import (
     STEPS,
     TENSORS_PER_LINE,
     Parameter,
+    StateKey,
     TensorState,
-    What,
-    When,
     parameters_line,
     state_line,
 )
@@ -41,6 +40,9 @@ _LARGEST_TENSOR = 1 << 30
 _SHARE = 20
 """After the first steps, reading may take one part in so many of the time since it began."""
 
+_MOST_PASSES = 4
+"""Calls of a model in one step before which its weights are looked at: programs that change them in
+between (LBFGS, sharpness-aware steps) do so before the second one; others accumulate gradients."""
 _SHORT = 0.001
 """Seconds of a call below which it is not looked at in steps that are not captured."""
 _TIMED_AGAIN = 64
@@ -98,7 +100,11 @@ class StepStates:
         self._listed: dict[str, list[str]] = {}
         # What was last written of a weight: its digest, or its samples where it has none.
         self._seen: dict[str, Any] = {}
-        self._looked: dict[str, int] = {}
+        # The last step in which a model was called, and how often in it.
+        self._calls: dict[str, tuple[int, int]] = {}
+        # The optimizer whose update is under way.
+        self._updating = ""
+        self._last_left_out = -1
         self._begun = time.monotonic()
         self._spent = 0.0
         self._left_out = 0
@@ -108,36 +114,46 @@ class StepStates:
     def model_called(self, parameters: Callable[[], Iterable[Any]], site: str, step: int) -> None:
         """A model is about to be called: its weights may not be those of the last update."""
         # Where nothing is trained, weights are described once, with the model.
-        if not self._session.clock.trains or self._looked.get(site) == step:
+        if not self._session.clock.trains:
             return
+        last_step, calls = self._calls.get(site, (-1, 0))
+        call = calls if last_step == step else 0
+        self._calls[site] = step, call + 1
         # A model that is first called late (an average of weights) is looked at then.
-        if site in self._looked and not self._wanted(step):
+        is_first_ever = last_step < 0
+        if call >= _MOST_PASSES or not (is_first_ever or self._wanted(step)):
             return
-        self._looked[site] = step
         weights = [
             (path, parameter) for parameter in parameters() if (path := self._path_of(parameter))
         ]
-        self._timed(self._write_changed, weights, (step, "weights", "before", site))
+        # A closure calls the model while its optimizer moves the weights.
+        owner = self._updating if call and self._updating else site
+        key = StateKey(step, "weights", "before", owner, call)
+        self._timed(self._write_changed, weights, key)
 
     def before_update(self, weights: Sequence[Named], owner: str, step: int) -> None:
         """An optimizer is about to change these weights."""
+        self._updating = owner
         if self._wanted(step):
             self._name(owner, weights)
-            self._timed(self._write_changed, weights, (step, "weights", "before", owner))
+            key = StateKey(step, "weights", "before", owner)
+            self._timed(self._write_changed, weights, key)
 
     def gradients(self, gradients: Sequence[Named], owner: str, step: int) -> None:
         """An optimizer is given these; None stands for no gradient."""
         if self._wanted(step):
-            self._timed(self._write, gradients, (step, "gradients", "before", owner))
+            self._timed(self._write, gradients, StateKey(step, "gradients", "before", owner))
 
     def after_update(self, weights: Sequence[Named], owner: str, step: int) -> None:
+        self._updating = ""
         if self._wanted(step):
-            self._timed(self._write, weights, (step, "weights", "after", owner))
+            self._timed(self._write, weights, StateKey(step, "weights", "after", owner))
 
     def averages(self, averages: Sequence[Named], step: int) -> None:
         """Averages of weights that a program keeps beside its models, before a step."""
         if self._wanted(step):
-            self._timed(self._write_changed, averages, (step, "weights", "before", "averages"))
+            key = StateKey(step, "weights", "before", "averages")
+            self._timed(self._write_changed, averages, key)
 
     def clipped(self, step: int, norm: float | None) -> None:
         """Gradients were clipped; this was their norm."""
@@ -159,8 +175,8 @@ class StepStates:
             return False
         # A large model that takes small steps: reading it must not be what the program does.
         if step >= EVERY_STEP and self._is_slow():
-            self._left_out += self._looked.get("left out") != step
-            self._looked["left out"] = step
+            self._left_out += self._last_left_out != step
+            self._last_left_out = step
             return False
         return True
 
@@ -174,7 +190,7 @@ class StepStates:
 
     # --- reading and writing
 
-    def _write_changed(self, weights: Sequence[Named], state: tuple[int, What, When, str]) -> None:
+    def _write_changed(self, weights: Sequence[Named], key: StateKey) -> None:
         """Write weights, if one of them is not as it was last written."""
         # Digests tell nearly always, in a tenth of the time that figures and samples take.
         if all(self._digest(weight) == self._seen.get(path, "") for path, weight in weights):
@@ -185,20 +201,20 @@ class StepStates:
             for (path, _), tensor in zip(weights, tensors, strict=True)
         )
         if changed:
-            self._put(weights, tensors, state)
+            self._put(weights, tensors, key)
 
-    def _write(self, tensors: Sequence[Any], state: tuple[int, What, When, str]) -> None:
-        self._put(tensors, self._states([tensor for _, tensor in tensors]), state)
+    def _write(self, tensors: Sequence[Any], key: StateKey) -> None:
+        self._put(tensors, self._states([tensor for _, tensor in tensors]), key)
 
     def _put(
         self,
         named: Sequence[Any],
         tensors: Sequence[TensorState | None],
-        state: tuple[int, What, When, str],
+        key: StateKey,
     ) -> None:
-        _, what, _, owner = state
+        owner = key.owner
         paths = [path for path, _ in named]
-        if what == "weights":
+        if key.what == "weights":
             self._name(owner, named)
             for path, tensor in zip(paths, tensors, strict=True):
                 if tensor is not None:
@@ -210,7 +226,7 @@ class StepStates:
                 ordered[numbers[path]] = tensor
         for first in range(0, len(ordered), TENSORS_PER_LINE):
             part = ordered[first : first + TENSORS_PER_LINE]
-            line = state_line(state, first, part)
+            line = state_line(key, first, part)
             self._session.charge(len(line))
             self._file.add(STEPS, line)
 

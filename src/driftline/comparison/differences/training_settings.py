@@ -131,16 +131,24 @@ def _optimizers(
     ]
     wrappers = _wrappers(first) | _wrappers(second)
     numbers = {record.get("number") for record in (*first, *second)}
+    changed: dict[tuple[str, str, str], list[str]] = {}
     for number in sorted(number for number in numbers if type(number) is int):
         records = [[r for r in side if r.get("number") == number] for side in (first, second)]
         classes = [_class_name(pair, side[0]) if side else ABSENT for side in records]
         if classes[0] != classes[1] and not (ABSENT in classes and number in wrappers):
             yield Difference("optimizer", "", "class of the optimizer", classes[0], classes[1])
         if ABSENT not in classes:
-            yield from _group_values(pair, records[0][0], records[1][0], classes[0], everywhere)
+            changes = _group_values(pair, records[0][0], records[1][0], everywhere)
+            for (name, a, b), paths in changes.items():
+                changed.setdefault((f"{classes[0]} {name}", a, b), []).extend(paths)
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
+    # A program may have an optimizer for each of its parameters: the same change is told once.
+    for (name, a, b), paths in changed.items():
+        is_everywhere = bool(everywhere[0]) and everywhere[0].issubset(paths)
+        where = "for all parameters" if is_everywhere else _for_parameters(paths)
+        yield Difference("optimizer", "", name, a, b, where)
     yield from _other_optimizers(pair, first, second, wrappers)
 
 
@@ -170,10 +178,16 @@ def _other_optimizers(
             ]
             moved.setdefault((texts[0], texts[1]), []).append(path)
     for texts, paths in moved.items():
-        listed = ", ".join(sorted(paths)[:_MOST_NAMES])
-        more = ", ..." if len(paths) > _MOST_NAMES else ""
-        where = f"for {len(paths)} parameters: {listed}{more}"
+        where = _for_parameters(sorted(paths))
         yield Difference("optimizer", "", "optimizer and its lr", *texts, where)
+
+
+def _for_parameters(paths: Sequence[str]) -> str:
+    named = list(dict.fromkeys(paths))
+    listed = ", ".join(named[:_MOST_NAMES]) + (", ..." if len(named) > _MOST_NAMES else "")
+    if named[0].startswith("group "):
+        return f"for {listed}"
+    return f"for {len(named)} parameter{'' if len(named) == 1 else 's'}: {listed}"
 
 
 def _class_name(pair: ModelPair, record: dict[str, Any]) -> str:
@@ -209,9 +223,9 @@ def _group_values(
     pair: ModelPair,
     first: dict[str, Any],
     second: dict[str, Any],
-    optimizer: str,
     everywhere: Sequence[set[str]],
-) -> Iterator[Difference]:
+) -> dict[tuple[str, str, str], list[str]]:
+    """A setting with its two values → the parameters that are updated with them."""
     first_values, second_values = _values_by_parameter(first), _values_by_parameter(second)
     second_values = {pair.renamed_path(path): values for path, values in second_values.items()}
     # What another optimizer of the program updates is not left out.
@@ -244,11 +258,7 @@ def _group_values(
                 if name in b and not is_same_value(name, a[name], b[name]):
                     key = name, shown(a[name]), shown(b[name])
                     changed.setdefault(key, []).append(f"group {number}")
-    for (name, a, b), paths in changed.items():
-        everything = len(paths) == len(first_values)
-        listed = ", ".join(paths[:_MOST_NAMES]) + (", ..." if len(paths) > _MOST_NAMES else "")
-        where = "all parameters" if everything else f"{len(paths)} parameters: {listed}"
-        yield Difference("optimizer", "", f"{optimizer} {name}", a, b, f"for {where}")
+    return changed
 
 
 def _values_by_parameter(record: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -299,8 +309,7 @@ def _later_parameters(
             else f"updated from step {step}"
             for step in steps
         ]
-        listed = ", ".join(paths[:_MOST_NAMES]) + (", ..." if len(paths) > _MOST_NAMES else "")
-        where = f"for {len(paths)} parameters: {listed}"
+        where = _for_parameters(paths)
         label = f"{optimizer} parameters from step {min(steps)}"
         yield Difference("optimizer", "", label, texts[0], texts[1], where, step=min(steps))
 

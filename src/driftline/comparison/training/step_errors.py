@@ -19,6 +19,8 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.sidecars.model_facts import ModelFacts
 from driftline.runs.sidecars.step_facts import F64, State, StepFacts, TensorState
 
+OPTIMIZER = "optimizer "
+"""What owners of weights that are updated begin with."""
 _AGREEING, _MEANING, _FEWEST = 0.1, 1e-4, 4
 """Elements of two gradients that differ by less agree; those that are smaller, of the largest, may
 be rounding alone; and so few of them say nothing."""
@@ -48,6 +50,26 @@ class Change(NamedTuple):
     rounding: float
 
 
+class Pass(NamedTuple):
+    """Weights that have changed since the model was last called in the same step.
+
+    Attributes:
+        call: Before which call of the model in the step; 1 is its second one.
+        in_update: Whether an optimizer has moved them, calling the model from its closure.
+        lone: The side (0 or 1) that alone has changed them; None if both have.
+        error: Norm of the difference of the moves.
+        norms: Norms of the moves.
+        rounding: Norm of what rounding to the weights' format may change.
+    """
+
+    call: int
+    in_update: bool
+    lone: int | None
+    error: float = 0.0
+    norms: tuple[float, float] = (0.0, 0.0)
+    rounding: float = 0.0
+
+
 @dataclass(slots=True)
 class StepErrors:
     """One step of two trainings.
@@ -57,6 +79,7 @@ class StepErrors:
         weights: Relative error of the weights it begins with, of the way they have moved since
             step 0; 0.0 where they are equal to the bit.
         changed: Weights that one side changed outside of an update, before this step: their paths.
+        passes: Changes of weights between two calls of a model in this step.
         losses: Loss of each backward pass, of both sides.
         gradients: Relative error of all gradients together; None if none were compared.
         ratio: Norm of the candidate's gradients over that of the reference's.
@@ -73,6 +96,7 @@ class StepErrors:
     step: int
     weights: float = 0.0
     changed: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    passes: list[Pass] = field(default_factory=list[Pass])
     losses: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     gradients: float | None = None
     ratio: float = 1.0
@@ -116,6 +140,8 @@ class Trainings:
             states = [side.get(step, ()) for side in by_step]
             own = [self._sorted(side, which) for which, side in enumerate(states)]
             common = step in by_step[0] and step in by_step[1]
+            if common and any(parts.passes for parts in own):
+                errors.passes.extend(self._passes(now, own))
             for which, parts in enumerate(own):
                 for path, tensor in parts.before.items():
                     # Written again although the last update was watched: something else did it.
@@ -132,17 +158,61 @@ class Trainings:
                 now[which].update(parts.after)
 
     def _sorted(self, states: Sequence[State], which: int) -> _Parts:
-        parts = _Parts({}, {}, {})
+        parts = _Parts({}, {}, {}, {}, {})
         for state in states:
             tensors = state.tensors if which == 0 else _renamed(state.tensors, self._names)
             if not self._names.same_framework:
                 # Of a matrix that lies transposed, a sketch and samples are of other elements.
                 tensors = {p: t for p, t in tensors.items() if self._names.lies_alike(p)}
-            if state.what == "gradients":
+            key = state.key
+            if key.what == "gradients":
                 parts.gradients.update(tensors)
+            elif key.call:
+                changed = parts.passes.setdefault(key.call, _Changed(key.owner, {}))
+                changed.tensors.update(tensors)
+            elif key.when == "after":
+                parts.after.update(tensors)
             else:
-                (parts.after if state.when == "after" else parts.before).update(tensors)
+                parts.before.update(tensors)
+                if not key.owner.startswith(OPTIMIZER):
+                    parts.begin.update(tensors)
         return parts
+
+    def _passes(self, now: tuple[Weights, Weights], own: Sequence[_Parts]) -> Iterator[Pass]:
+        """What weights did between two calls of a model in a step, call by call."""
+        weights = [{**side, **parts.begin} for side, parts in zip(now, own, strict=True)]
+        for call in sorted({*own[0].passes, *own[1].passes}):
+            first, second = (parts.passes.get(call) for parts in own)
+            if first is None or second is None:
+                changed = first or second
+                assert changed is not None
+                in_update = changed.owner.startswith(OPTIMIZER)
+                yield Pass(call, in_update, 0 if second is None else 1)
+                return
+            changes = [
+                self._change(
+                    path,
+                    (weights[0][path], weights[1][path]),
+                    (first.tensors[path], second.tensors[path]),
+                    (None, None),
+                )
+                for path in first.tensors.keys() & second.tensors.keys()
+                if path in weights[0] and path in weights[1]
+            ]
+            changes = [change for change in changes if math.isfinite(change.rounding)]
+            yield Pass(
+                call,
+                first.owner.startswith(OPTIMIZER) and second.owner.startswith(OPTIMIZER),
+                None,
+                math.hypot(*(change.error for change in changes)),
+                (
+                    math.hypot(*(change.norms[0] for change in changes)),
+                    math.hypot(*(change.norms[1] for change in changes)),
+                ),
+                math.hypot(*(change.rounding for change in changes)),
+            )
+            for side, changed in zip(weights, (first, second), strict=True):
+                side.update(changed.tensors)
 
     def _measure(
         self,
@@ -261,9 +331,18 @@ def _clear_elements(first: F64, second: F64) -> npt.NDArray[np.bool_]:
     return np.zeros(len(first), np.bool_) if few else clear
 
 
+class _Changed(NamedTuple):
+    """Weights that were written between two calls of a model, and what had changed them."""
+
+    owner: str
+    tensors: dict[str, TensorState]
+
+
 class _Parts(NamedTuple):
     """What one side has written in one step, by the reference's names."""
 
+    begin: dict[str, TensorState]
+    passes: dict[int, _Changed]
     before: dict[str, TensorState]
     gradients: dict[str, TensorState]
     after: dict[str, TensorState]
@@ -272,7 +351,7 @@ class _Parts(NamedTuple):
 def _by_step(facts: StepFacts) -> dict[int, list[State]]:
     steps: dict[int, list[State]] = {}
     for state in facts.states:
-        steps.setdefault(state.step, []).append(state)
+        steps.setdefault(state.key.step, []).append(state)
     return steps
 
 

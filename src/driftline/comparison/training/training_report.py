@@ -24,6 +24,7 @@ Stage: TypeAlias = Literal["input", "weights", "loss", "gradients", "update"]
 STAGES: tuple[Stage, ...] = ("input", "weights", "loss", "gradients", "update")
 """In the order in which a step happens; the forward pass is between weights and loss."""
 _FORWARD = STAGES.index("loss") - 0.5
+_BETWEEN_PASSES = STAGES.index("loss") + 0.5
 SITES: Mapping[Stage, str] = {
     "input": "(program)",
     "weights": "(program)",
@@ -31,6 +32,7 @@ SITES: Mapping[Stage, str] = {
     "gradients": "(gradients)",
     "update": "(optimizer)",
 }
+_OF_A_PASS = ("input", "output", "grad_input", "grad_output")
 _LATER_ROWS = 3.0
 """Times so much as weights differ, of the way they have moved, what is computed from them may."""
 _MOST_STEPS = 4096
@@ -45,6 +47,7 @@ class Break(NamedTuple):
         finding: The sentence, with the cause where a difference of the programs explains it.
         error: Relative error; infinite where one side has something that the other has not.
         unmoved: Ranks on which a weight is what it was before the update, that moved on others.
+        call: Before which further call of the model in the step; 0 if a stage as a whole differs.
     """
 
     step: int
@@ -52,6 +55,7 @@ class Break(NamedTuple):
     finding: str
     error: float = math.inf
     unmoved: tuple[int, ...] = ()
+    call: int = 0
 
     @property
     def site(self) -> str:
@@ -60,7 +64,8 @@ class Break(NamedTuple):
 
     @property
     def position(self) -> tuple[int, float]:
-        return self.step, float(STAGES.index(self.stage))
+        # Weights move between two passes by what the first one gave: its loss and gradients.
+        return self.step, _BETWEEN_PASSES if self.call else float(STAGES.index(self.stage))
 
 
 class TrainingReport(NamedTuple):
@@ -93,6 +98,7 @@ class TrainingReport(NamedTuple):
                 "finding": broken.finding,
                 "error": broken.error if math.isfinite(broken.error) else None,
                 "unmoved": list(broken.unmoved),
+                **({"call": broken.call} if broken.call else {}),
             },
             # A list of pairs: keys of JSON objects are texts.
             "weights_off": [
@@ -119,6 +125,7 @@ class TrainingReport(NamedTuple):
                 str(about["finding"]),
                 math.inf if error is None else float(error),
                 tuple(map(int, about.get("unmoved", ()))),
+                int(about.get("call", 0)),
             )
         return cls(
             tuple(map(int, facts.get("compared", ()))),
@@ -153,7 +160,7 @@ def judged_by_training(
     if broken is None:
         return _without_break(judged, report, judge_again, explicit=explicit)
     first = judged.first
-    is_first = first is None or _position(first) <= broken.position
+    is_first = first is None or not _follows(first, broken)
     if judged.verdict == "fail" and is_first and changed is None:
         return judged
     if explicit and judged.verdict != "fail":
@@ -231,8 +238,15 @@ def _position(row: Row) -> tuple[int, float]:
     return row.step, _FORWARD
 
 
+def _follows(row: Row, broken: Break) -> bool:
+    """Whether a row was computed after the trainings had parted."""
+    if broken.call and row.step == broken.step and row.key.port in _OF_A_PASS:
+        return row.key.visit >= broken.call
+    return _position(row) > broken.position
+
+
 def _is_inherited(row: Row, broken: Break) -> bool:
-    return row.status == "fail" and _position(row) > broken.position
+    return row.status == "fail" and _follows(row, broken)
 
 
 def _told(judged: Table, broken: Break) -> Iterator[Row]:

@@ -50,6 +50,7 @@ _CLEARLY = 2.0
 _AVERAGES = 1e-5
 _NEAR_ZERO = 0.01
 """Share of the first loss below which a loss is not compared relative to itself."""
+_ORDINALS = ("second", "third", "fourth", "next")
 _MOST_NAMES = 4
 _SHORT = 200
 _MOST_PROCESSES = 64
@@ -270,9 +271,9 @@ def _ranks_agree(sides: Sequence[_Side]) -> tuple[set[int], set[int]]:
         by_step: dict[int, list[dict[str, str]]] = {}
         for steps in side.values():
             for state in steps.states:
-                if state.what == "gradients":
+                if state.key.what == "gradients":
                     digests = {path: tensor.digest for path, tensor in state.tensors.items()}
-                    by_step.setdefault(state.step, []).append(digests)
+                    by_step.setdefault(state.key.step, []).append(digests)
         own |= {
             step
             for step, ranks in by_step.items()
@@ -339,10 +340,11 @@ def _digests(facts: StepFacts, what: str) -> dict[int, dict[str, str]]:
     """Digests of weights with which a step begins, or of gradients that its updates are given."""
     by_step: dict[int, dict[str, str]] = {}
     for state in facts.states:
-        if state.what == what:
+        key = state.key
+        if key.what == what and not key.call:
             digests = {path: tensor.digest for path, tensor in state.tensors.items()}
             # Weights before a step are written only where they are not those after the last one.
-            by_step.setdefault(state.step + (state.when == "after"), {}).update(digests)
+            by_step.setdefault(key.step + (key.when == "after"), {}).update(digests)
     return by_step
 
 
@@ -426,7 +428,14 @@ class _Finder:
     def look(self, errors: StepErrors) -> Break | None:
         """The first stage of this step that does not follow, or None."""
         # What an optimizer knows is settled before it is given anything.
-        stages = (self._weights, self._loss, self._updated, self._gradient, self._update)
+        stages = (
+            self._weights,
+            self._passes,
+            self._loss,
+            self._updated,
+            self._gradient,
+            self._update,
+        )
         for stage in stages:
             if (broken := stage(errors)) is not None:
                 return broken
@@ -435,6 +444,12 @@ class _Finder:
     def _break(
         self, errors: StepErrors, stage: Stage, words: str, error: float, why: str = ""
     ) -> Break:
+        about = f" ({why})" if why else ""
+        finding = f"{words}{about}{self._because(errors, stage)}"
+        return Break(errors.step, stage, finding, error)
+
+    def _because(self, errors: StepErrors, stage: Stage) -> str:
+        """What explains a stage that differs, behind a colon; empty if nothing is known to."""
         causes = [
             f"{difference.path}: {difference.change}"
             for kind in _KINDS[stage]
@@ -443,9 +458,7 @@ class _Finder:
         ]
         # A second cause is told where it is short: a schedule's functions are a line each.
         because = "; ".join([*causes[:1], *(text for text in causes[1:2] if len(text) <= _SHORT)])
-        about = f" ({why})" if why else ""
-        finding = f"{words}{about}" + (f": {because}" if because else "")
-        return Break(errors.step, stage, finding, error)
+        return f": {because}" if because else ""
 
     def _explains(self, difference: Difference, stage: Stage, step: int) -> bool:
         if difference.step is not None and difference.step > step:
@@ -485,8 +498,40 @@ class _Finder:
             return self._break(errors, "weights", words, max(apart.values()), why)
         return None
 
+    def _passes(self, errors: StepErrors) -> Break | None:
+        """Weights that change between two calls of the model in the step: how far they move."""
+        if not errors.passes:
+            return None
+        # What moves them follows from the first backward pass.
+        if (broken := self._losses(errors, 1)) is not None:
+            return broken._replace(call=1)
+        most = self._gradients_allowed(errors, same_loss=_are_equal(errors.losses, 1))
+        for moved in errors.passes:
+            number = _ORDINALS[min(moved.call, len(_ORDINALS)) - 1]
+            stage: Stage = "update" if moved.in_update else "weights"
+            by = "the optimizer" if moved.in_update else "the program itself"
+            words = f"the first pass of step {errors.step} agrees, and {by} "
+            if moved.lone is not None:
+                name = ("reference", "candidate")[moved.lone]
+                words += f"changes the weights before the {number} pass in the {name} only"
+                error = math.inf
+            elif moved.error > most * max(moved.norms) + _CLEARLY * moved.rounding:
+                error = moved.error / (moved.norms[0] or 1.0)
+                factor = _factor(moved.norms[1], moved.norms[0])
+                why = f"the move is {factor}" if factor else f"off by {error:.2g}"
+                words += f"moves the weights to other values before the {number} pass ({why})"
+            else:
+                continue
+            # Values of a step such as a radius stand in the groups of the optimizer as well.
+            finding = words + self._because(errors, "update")
+            return Break(errors.step, stage, finding, error, call=moved.call)
+        return None
+
     def _loss(self, errors: StepErrors) -> Break | None:
-        first, second = errors.losses
+        return self._losses(errors)
+
+    def _losses(self, errors: StepErrors, most_passes: int | None = None) -> Break | None:
+        first, second = (losses[:most_passes] for losses in errors.losses)
         if not first or not second:
             return None
         self._first_loss = self._first_loss or abs(first[0])
@@ -536,11 +581,7 @@ class _Finder:
         error = errors.gradients
         if error is None:
             return None
-        most = max(self._allowed.gradients, _GRADIENTS_BY_WAY * errors.weights)
-        first, second = errors.losses
-        if errors.weights == 0.0 and errors.distance == 0.0 and first and first == second:
-            # Equal to the bit as far as the loss: the same kernels computed it.
-            most /= _SAME_KERNELS
+        most = self._gradients_allowed(errors, same_loss=_are_equal(errors.losses))
         if error > most:
             reduced, other = (errors.step in steps for steps in self._ranks_agree)
             if reduced != other:
@@ -559,6 +600,12 @@ class _Finder:
             return self._break(errors, "gradients", words, error, why)
         self._gradients = max(self._gradients, error)
         return None
+
+    def _gradients_allowed(self, errors: StepErrors, *, same_loss: bool) -> float:
+        most = max(self._allowed.gradients, _GRADIENTS_BY_WAY * errors.weights)
+        # Equal to the bit as far as the loss: the same kernels computed it.
+        is_same = errors.weights == 0.0 and errors.distance == 0.0 and same_loss
+        return most / _SAME_KERNELS if is_same else most
 
     def _structural(self, errors: StepErrors, stage: Stage, words: str) -> Break:
         """What one side has and the other has not, with the parameters that are frozen or left."""
@@ -633,6 +680,11 @@ def _relative(first: float, second: float, floor: float) -> float:
     if not (math.isfinite(first) and math.isfinite(second)):
         return math.inf
     return abs(first - second) / max(abs(first), abs(second), floor, 1e-300)
+
+
+def _are_equal(losses: tuple[list[float], list[float]], most_passes: int | None = None) -> bool:
+    first, second = (side[:most_passes] for side in losses)
+    return bool(first) and first == second
 
 
 def _factor(second: float, first: float) -> str:

@@ -73,22 +73,35 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class State:
-    """All weights, or all gradients, of one model or optimizer at one moment of a step.
+class StateKey(NamedTuple):
+    """When weights or gradients were read, and whose they are.
 
     Attributes:
         step: The step.
         what: Weights or gradients.
         when: Before or after the update; gradients are those that the update is given.
         owner: `optimizer 0`, or the site of a model's root.
-        tensors: By path. A parameter without a gradient is not there.
+        call: Before which further call of the model in this step: weights that have changed between
+            two calls. 0 for any other moment.
     """
 
     step: int
     what: What
     when: When
     owner: str
+    call: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """All weights, or all gradients, of one model or optimizer at one moment of a step.
+
+    Attributes:
+        key: When, and whose.
+        tensors: By path. A parameter without a gradient is not there.
+    """
+
+    key: StateKey
     tensors: dict[str, TensorState] = field(default_factory=dict[str, TensorState])
 
 
@@ -136,22 +149,22 @@ def parameters_line(owner: str, first: int, parameters: Sequence[Parameter]) -> 
     )
 
 
-def state_line(state: tuple[int, What, When, str], first: int, tensors: Sequence[Any]) -> str:
+def state_line(key: StateKey, first: int, tensors: Sequence[Any]) -> str:
     """One line of a state.
 
     Args:
-        state: Step, what, when, owner.
+        key: When, and whose.
         first: Number of the first tensor among the owner's parameters.
         tensors: A `TensorState` for each, or None.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    step, what, when, owner = state
     return line_of(
         "state",
-        step=step,
-        what=what,
-        when=when,
-        owner=owner,
+        step=key.step,
+        what=key.what,
+        when=key.when,
+        owner=key.owner,
+        **({"call": key.call} if key.call else {}),
         first=first,
         digests=[None if tensor is None else tensor.digest for tensor in tensors],
         figures=_packed([tensor.figures for tensor in present], "<f8"),
@@ -176,7 +189,7 @@ def read_step_facts(run: Run, rank: int = 0, process: int = 0) -> StepFacts:
     """The facts of a process; empty for a run without them."""
     facts = StepFacts()
     owners: dict[str, dict[int, Parameter]] = {}
-    states: dict[tuple[int, str, str, str], State] = {}
+    states: dict[StateKey, State] = {}
     for fields in sheet_lines(run.sheet(STEPS, rank, process)):
         kind, step = fields.get("kind"), fields.get("step")
         if kind == "parameters":
@@ -220,17 +233,18 @@ def _add_parameters(
 def _add_state(
     facts: StepFacts,
     owners: Mapping[str, Mapping[int, Parameter]],
-    states: dict[tuple[int, str, str, str], State],
+    states: dict[StateKey, State],
     fields: Mapping[str, Any],
     step: int,
 ) -> None:
     what, when, owner = (str(fields.get(name, "")) for name in ("what", "when", "owner"))
     if what not in ("weights", "gradients") or when not in ("before", "after"):
         return
-    key = step, what, when, owner
+    call = fields.get("call", 0)
+    key = StateKey(step, what, when, owner, call if type(call) is int else 0)
     state = states.get(key)
     if state is None:
-        state = states[key] = State(step, what, when, owner)
+        state = states[key] = State(key)
         facts.states.append(state)
     named = owners.get(owner, {})
     first = fields.get("first", 0)
