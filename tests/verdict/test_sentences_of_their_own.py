@@ -153,6 +153,80 @@ def test_inputs_of_another_shape(command: Callable[..., Any], tmp_path: Path) ->
     )
 
 
+class Attended(nn.Module):
+    """Attention that hides what it is told to hide, and nothing where it is told nothing."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        scores = x @ x.transpose(-1, -2) / WIDTH
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, :], -torch.inf)
+        return torch.softmax(scores, -1) @ x
+
+
+class Biased(nn.Module):
+    """Attention that is told by a bias what to hide."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-1, -2) / WIDTH + bias[:, None, :], -1) @ x
+
+
+class Maskable(nn.Module):
+    """Takes a mask and hands it to its parts, or makes none."""
+
+    def __init__(self, *, added: bool = False) -> None:
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(WORDS, WIDTH), Attended()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.added, self.biased = added, Biased()
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        if self.added:
+            bias = torch.zeros(ids.shape)
+            if mask is not None:
+                bias = bias.masked_fill(~mask, -torch.inf)
+            x = x + self.biased(x, bias)
+        else:
+            x = x + self.attention(x, mask)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["handed on", "made into a bias"])
+@pytest.mark.parametrize("masked", ["reference", "candidate"])
+def test_a_mask_that_one_program_alone_gives(
+    masked: str, added: bool, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, mask = Maskable(added=added), torch.ones(IDS.shape, dtype=torch.bool)
+    bare = captured(model, tmp_path / "bare", IDS)
+    # One that hides nothing is no difference, and passes.
+    neutral = captured(model, tmp_path / "neutral", IDS, mask)
+    mask[0, :3] = False
+    hiding = captured(model, tmp_path / "hiding", IDS, mask)
+    for other, verdict in ((neutral, "pass"), (hiding, "fail")):
+        pair = (other, bare) if masked == "reference" else (bare, other)
+        for verb, (_, word, finding) in findings(command, *pair).items():
+            assert word == verdict, (verb, finding)
+            if verdict == "fail":
+                assert f"the model is given 'mask' in the {masked} only" in finding, verb
+                assert "give both programs the same inputs" in finding, verb
+
+
+def test_a_fault_behind_a_mask_that_hides_nothing_is_still_located(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, mask = Maskable(), torch.ones(IDS.shape, dtype=torch.bool)
+    masked = captured(model, tmp_path / "masked", IDS, mask)
+    with torch.no_grad():
+        model.layers[1].down.weight.mul_(1.5)
+    pair = masked, captured(model, tmp_path / "bare", IDS)
+    fails_with(command, pair, "'layers.1.down'")
+    assert not any("the inputs differ" in said[2] for said in findings(command, *pair).values())
+
+
 def test_tensors_without_an_element_are_no_agreement(
     command: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from driftline.comparison.evidence.rules import BEYOND_OUTPUTS
 from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.defaults import LIMITS, METRIC, coarsest
+from driftline.comparison.verdict.verdict import execution
 from driftline.numerics.dtypes import DTYPES
 
 Kind: TypeAlias = Literal["inputs", "codes", "integers", "nonfinite", "gradient"]
@@ -60,15 +61,16 @@ class CertainFailure(NamedTuple):
 
 
 def certain_failure(
-    rows: Iterable[Row], misread: Mapping[str, str] = _NOTHING
+    rows: Iterable[Row], misread: Mapping[str, str] = _NOTHING, culprit: Row | None = None
 ) -> CertainFailure | None:
     """The first failure of this kind in the order of the list above; None if there is none.
 
     Args:
         rows: The rows.
         misread: Sites that read integers for other numbers than they were made of, and how.
+        culprit: What shows that a site adds error, where one was convicted.
     """
-    watch = _Watch()
+    watch = _Watch(culprit)
     reader: Row | None = None
     for row in rows:
         watch.take(row)
@@ -84,8 +86,12 @@ def certain_failure(
 class _Watch:
     """What is remembered of the rows that passed by."""
 
-    def __init__(self) -> None:
+    def __init__(self, culprit: Row | None = None) -> None:
+        self._culprit = culprit
         self._inputs: list[Row] = []
+        # Inputs that one side alone is given: of the model, and the sites that are given any.
+        self._lone_inputs: list[Row] = []
+        self._given_more: set[tuple[_Moment, str]] = set()
         self._codes: Row | None = None
         self._container = ""
         self._one_sided: Row | None = None
@@ -111,6 +117,10 @@ class _Watch:
             self._first_step = key.step
         if _has_other_shape(row) and key.site in ROOTS:
             self._inputs.append(row)
+        if row.status in ("missing", "extra") and key.port == "input" and "/" not in key.site:
+            self._given_more.add((_moment(row), key.site))
+            if key.site in ROOTS:
+                self._lone_inputs.append(row)
         if not row.compared:
             return
         if row.decided_by == "one_sided" and row.status == "fail":
@@ -177,6 +187,8 @@ class _Watch:
         inputs = [row for row in self._inputs if self._counts(row)]
         if inputs:
             return _of_inputs(inputs)
+        if (lone := self._by_lone_inputs()) is not None:
+            return lone
         if self._codes is not None:
             return _of_codes(self._codes, self._container)
         if self._one_sided is not None or self._nothing is not None:
@@ -188,6 +200,27 @@ class _Watch:
             if (beyond := gradient_excess(row, made)) > 1.0:
                 return _of_gradient(row, made, beyond)
         return None
+
+    def _by_lone_inputs(self) -> CertainFailure | None:
+        """What is off first, where its site and the model are given a tensor on one side only.
+
+        Such a site has not computed something else of the same: a mask that one program gives may
+        hide nothing, so that it takes something that is off to say that it matters.
+        """
+        shown = [row for row in (self._codes, self._one_sided, self._culprit) if row is not None]
+        if not shown:
+            return None
+        row = min(shown, key=execution)
+        moment, site = _moment(row), row.key.site
+        # What is off at a part's input was made by the code around it.
+        if row.key.port == "input":
+            site = _enclosing(site, self._entered.get(moment, set())) or site
+        given = [
+            lone for lone in self._lone_inputs if _moment(lone) == moment and self._counts(lone)
+        ]
+        if not given or (moment, site) not in self._given_more:
+            return None
+        return _of_lone_inputs(given, row)
 
     def _counts(self, row: Row) -> bool:
         """Whether an input comes from outside: a decoder is fed what it made itself, later on."""
@@ -285,6 +318,20 @@ def _of_inputs(rows: list[Row]) -> CertainFailure:
         f"{_difference(first)}{more}; give both programs the same inputs"
     )
     return CertainFailure("inputs", first, first.key.site, sentence)
+
+
+def _of_lone_inputs(given: list[Row], first: Row) -> CertainFailure:
+    alone = [
+        f"{', '.join(slots)} in the {side} only"
+        for side, status in (("reference", "missing"), ("candidate", "extra"))
+        if (slots := [f"'{row.key.slot}'" for row in given if row.status == status])
+    ]
+    sentence = (
+        f"the inputs differ already: the model is given {' and '.join(alone)}; give both programs "
+        f"the same inputs; what is off first is the {first.key.port} of "
+        f"{_quoted(first.key.site)}"
+    )
+    return CertainFailure("inputs", first, given[0].key.site, sentence)
 
 
 def _difference(row: Row) -> str:

@@ -171,7 +171,9 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
                 merged[site] = math.hypot(merged.get(site, 0.0), error)
             structure = structure._replace(quantised=merged)
         settled = SettledRows(rows, structure, evidence)
-        certain = settled.overruled(certain_failure(rows, structure.misread))
+        begun = settled.judgement.first if settled.judgement is not None else None
+        culprit = begun.call.worst if begun is not None else None
+        certain = settled.overruled(certain_failure(rows, structure.misread, culprit))
         if counts.failing or settled.may_differ or certain is not None:
             counts = RowCounts(counts.calls)
             rows = like_storage(rows, counts.watch(_with_certain(settled, certain)))
