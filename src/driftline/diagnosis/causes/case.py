@@ -65,6 +65,9 @@ class Case:
         spread: What parts gave that were handed some tokens of an input each, as experts are: at
             the rows of these tokens, zero elsewhere.
         codes: Integers that it was given, by slot.
+        flags: Small integers and booleans, of one or two axes, that any module was given in the
+            same step: what marks tokens, and how long samples are.
+        earlier: The same tensor of both sides in the call before.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
         before: What the candidate had here at earlier calls.
@@ -95,6 +98,8 @@ class Case:
     right_parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
     spread: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    flags: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    earlier: tuple[F64, F64] | None = None
     port: str = "output"
 
     # Sums are cached: every detector asks for them, and a case is never changed.

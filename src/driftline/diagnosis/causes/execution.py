@@ -62,17 +62,18 @@ def missing_reduction(case: Case) -> Clue | None:
     count = len(parts)
     # Ranks that hold the same value hold no parts of a sum.
     apart = max(float(np.sum((other - case.c) ** 2)) for other in parts[1:])
-    if apart > 4.0 * case.noise_energy:
-        summed = f"the sum over {count} ranks is right, each rank holds only its part of it"
-    else:
-        summed = f"it is {count} times too small: the mean over ranks for their sum"
-    best: Clue | None = None
-    for made, what in (
+    summed = f"the sum over {count} ranks is right, each rank holds only its part of it"
+    ways = [
         (total, summed),
         (total / count, f"the mean over {count} ranks is right, each rank holds its own value"),
         (case.c / count, f"it is {count} times too large: the sum over ranks for their mean"),
         (case.c * count, f"it is {count} times too small: divided by ranks but never summed"),
-    ):
+    ]
+    # All hold the same value: it was reduced, and a sum that was divided has another factor.
+    if apart <= 4.0 * case.noise_energy:
+        ways = ways[2:3]
+    best: Clue | None = None
+    for made, what in ways:
         left = np.where(case.finite, made - case.r, 0.0)
         rest = float(np.sum(left * left))
         beyond = case.energy - case.noise_energy

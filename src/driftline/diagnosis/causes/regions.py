@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags, other_mask
+from driftline.diagnosis.causes.families.places import carried
 
 
 def zeroed(case: Case) -> Clue | None:
     """All error lies where the candidate is exactly zero and the reference is not."""
     empty = (case.c == 0.0) & (case.r != 0.0) & case.finite
     count = int(np.count_nonzero(empty))
-    if count == 0 or case.r.size < 4:
-        return None
+    if count == 0 or case.r.size < 4 or carried(case) is not None:
+        return None  # what a call should go on from is a state that was lost
     share = case.explained(np.where(empty, 0.0, case.r))
     if share < 0.5:
         return None
