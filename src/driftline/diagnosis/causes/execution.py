@@ -69,10 +69,12 @@ def missing_reduction(case: Case) -> Clue | None:
         (case.c / count, f"it is {count} times too large: the sum over ranks for their mean"),
         (case.c * count, f"it is {count} times too small: divided by ranks but never summed"),
     ]
-    # All hold the same value: it was reduced, and a sum that was divided has another factor.
-    if apart <= 4.0 * case.noise_energy:
-        ways = ways[2:3]
     best: Clue | None = None
+    if apart <= 4.0 * case.noise_energy:
+        # All hold the same value, so it was reduced. A sum that was divided has another factor.
+        ways = ways[2:3]
+        what = f"it is {count} times too small: the mean over ranks for their sum"
+        best = Clue("scale", case.explained(total), what, "ranks")
     for made, what in ways:
         left = np.where(case.finite, made - case.r, 0.0)
         rest = float(np.sum(left * left))

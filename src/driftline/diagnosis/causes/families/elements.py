@@ -236,15 +236,16 @@ def _by_two_axes(case: Case) -> Clue | None:
     """A factor, or a constant, that belongs to one axis at two: it was laid along another one."""
     if case.r.ndim < 2 or not case.finite.all():
         return None
+    energy = case.energy / case.r.size
     for a, b in itertools.combinations(range(case.r.ndim), 2):
         numbers = case.r.shape[a] + case.r.shape[b]
         if min(case.r.shape[a], case.r.shape[b]) < 3 or 4 * numbers > case.r.size:
             continue
         but_a, but_b = (tuple(axis for axis in range(case.r.ndim) if axis != own) for own in (a, b))
-        added = case.e.mean(axis=but_a, keepdims=True)
-        added = added + (case.e - added).mean(axis=but_b, keepdims=True)
-        score = case.fitted(case.r + added) - numbers / case.r.size
-        if score >= _CLEAR:
+        along_a = case.e.mean(axis=but_a, keepdims=True)
+        along_b = (case.e - along_a).mean(axis=but_b, keepdims=True)
+        score = case.fitted(case.r + along_a + along_b) - numbers / case.r.size
+        if score >= _CLEAR and all(float(np.var(x)) > _LITTLE * energy for x in (along_a, along_b)):
             what = f"constants that belong to places of axes {a} and {b} are added"
             return Clue("offset", min(score, 0.97), what, "axes")
         c, first, second = case.r + case.e, np.ones(()), np.ones(())
@@ -256,6 +257,8 @@ def _by_two_axes(case: Case) -> Clue | None:
                 first, second = (factors, second) if axes is but_a else (first, factors)
         if float(np.abs(first).min() * np.abs(second).min()) < _ALIKE:
             continue  # places that are gone are another fault
+        if not all(map(_vary, (first, second))):
+            continue  # one axis alone has a rule of its own
         score = case.fitted(case.r * first * second) - numbers / case.r.size
         if score >= _CLEAR:
             what = f"it has factors that belong to places of axes {a} and {b}"
@@ -263,7 +266,11 @@ def _by_two_axes(case: Case) -> Clue | None:
     return None
 
 
-_ROUNDS = 12
+_ROUNDS, _LITTLE = 12, 0.02
+
+
+def _vary(factors: F64) -> bool:
+    return float(np.std(factors)) > _LITTLE * float(np.abs(factors).mean())
 
 
 def _others(case: Case) -> Iterator[tuple[str, F64]]:
