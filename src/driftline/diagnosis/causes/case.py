@@ -239,3 +239,21 @@ def other_mask(r: F64, c: F64) -> str:
     if r.ndim > 1 and all(map(np.array_equal, rows, made_rows)):
         words += ": the same rows stand in another order"
     return words
+
+
+def by_chance(values: F64, empty: Flags) -> bool:
+    """Whether zeros have nothing to do with what stands there.
+
+    A function that gives zero does so for one sign, or for small numbers; dropout asks neither.
+    """
+    share = float(empty.mean())
+    size = np.abs(values)
+    for group in (values > 0.0, size > np.median(size)):
+        count = int(np.count_nonzero(group))
+        if not 0 < count < len(values):
+            continue
+        apart = abs(float(empty[group].mean()) - share)
+        chance = np.sqrt(share * (1.0 - share) * (1.0 / count + 1.0 / len(values)))
+        if apart > 0.1 * share + 5.0 * chance:
+            return False
+    return True

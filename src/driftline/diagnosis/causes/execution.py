@@ -88,6 +88,9 @@ def missing_reduction(case: Case) -> Clue | None:
     return best
 
 
+_MOST_LEFT = 0.1
+
+
 def _partial_sum(case: Case) -> Clue | None:
     """A product over some of the input channels only: one rank's part of a sum."""
     if case.r.ndim < 2 or case.ratio < 4.0:
@@ -100,6 +103,10 @@ def _partial_sum(case: Case) -> Clue | None:
                 own = slice(rank * width, (rank + 1) * width)
                 made = (inputs[:, own] @ weight[own] + bias).reshape(case.r.shape)
                 score = case.explained(made)
+                # A result that is far too small is near any small product: it must be this one.
+                left = float(np.sum((case.c - made) ** 2))
+                if left > _MOST_LEFT * float(np.sum(made * made)):
+                    continue
                 if best is None or score > best.score:
                     what = f"it is the product with part {rank + 1} of {ranks} of its input alone"
                     best = Clue("missing-reduction", score, f"{what}: the others were not added")

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+from driftline.comparison.evidence.leaf_functions import ACTIVATIONS
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags, by_chance
 
-_LEAST, _FEWEST, _MOST_OF_THEM = 64, 12, 0.9
+_LEAST, _FEWEST, _MOST_OF_THEM = 32, 12, 0.9
 _SAMPLE = 1 << 16
 _CLEAR = 0.9
 _ALIKE = 0.02
@@ -111,15 +112,67 @@ def function(case: Case) -> Clue | None:
             # Rounding a number that is nearly whole changes little: it must do away with the error.
             if not math.isfinite(left) or left > 4.0 * allowed + 1e-10 * size:
                 continue
-            if left > 1e-3 * min(size, energy):
+            if left > min(1e-3 * min(size, energy), 0.1 * _left_by_line(other, side) * size):
                 continue
             what = f"it is {words.format(name)}"
             return Clue("activation", min(1.0 - left / energy, 0.99), what, "function")
-    return _of_one_input(case, every)
+    return _power(case, r, c) or _of_one_input(case, every)
+
+
+def _power(case: Case, r: F64, c: F64) -> Clue | None:
+    """A power of what is right: a curve of brightness, a root of another degree."""
+    use = (np.abs(r) > 0.0) & (np.abs(c) > 0.0)
+    if not use.all() or np.any(np.sign(r) != np.sign(c)):
+        return None
+    a, b = (np.log(np.abs(x)) for x in (r, c))
+    a, b, middle = a - a.mean(), b - b.mean(), (float(a.mean()), float(b.mean()))
+    size = float(a @ a)
+    power = float(a @ b) / size if size > 0.0 else 1.0
+    if abs(power - 1.0) < 10.0 * _ALIKE or not 0.05 < power < 20.0:
+        return None
+    factor = math.exp(middle[1] - power * middle[0])
+    made = np.sign(r) * factor * np.abs(r) ** power
+    energy, left = float(np.sum((c - r) ** 2)), float(np.sum((c - made) ** 2))
+    noise = (4.0 * case.noise) ** 2 * float(np.sum(c * c))
+    # A factor and a constant must not do as well.
+    plainly = _left_by_line(r, c) * float(np.sum((c - c.mean()) ** 2))
+    if left > min(1e-5 * energy + noise, 0.1 * energy, 0.1 * plainly):
+        return None
+    what = f"it is what is right to the power of {power:.4g}, times {factor:.4g}"
+    return Clue("activation", min(1.0 - left / energy, 0.98), what, "power")
+
+
+# Elements that one side hides.
+
+
+def hidden(case: Case) -> Clue | None:
+    """Some elements are hidden, as zeros or as very negative numbers, on one side alone."""
+    if case.r.ndim < 2 or case.r.size < _LEAST or case.ratio < 2.0:
+        return None
+    c = np.where(case.finite, case.c, -np.inf)
+    r = np.where(np.isfinite(case.r), case.r, -np.inf)
+    blank_r, blank_c = (((x == 0.0) | (x <= _HIDDEN)) for x in (r, c))
+    touched: Flags = blank_r != blank_c
+    if not _FEWEST <= np.count_nonzero(touched) <= _MOST_OF_THEM * touched.size:
+        return None
+    rest = np.where(touched | blank_r | ~case.finite, 0.0, case.e)
+    shown = np.where(touched | blank_r | ~case.finite, 0.0, case.r)
+    if float(np.sum(rest * rest)) > (3.0 * case.noise) ** 2 * float(np.sum(shown * shown)):
+        return None  # what both show must be the same
+    values = np.where(blank_r, c, r)
+    live = ~(blank_r & blank_c)
+    # A function that gives zeros does so for one sign, or for small numbers; a mask asks neither.
+    if not by_chance(values[live], touched[live]):
+        return None
+    more, fewer = int(np.count_nonzero(blank_r & touched)), int(np.count_nonzero(blank_c & touched))
+    what = f"{more} elements are shown that the reference hides, and {fewer} are hidden it shows"
+    if fewer and not more and not np.any(blank_r):
+        return None  # zeros where the reference has none are a zeroed region
+    return Clue("mask", 0.9, what, "hidden")
 
 
 _STEADY = 0.01
-_CURVED = 0.005
+_CURVED, _BENT = 0.005, 0.002
 
 
 def _of_one_input(case: Case, every: int) -> Clue | None:
@@ -129,6 +182,8 @@ def _of_one_input(case: Case, every: int) -> Clue | None:
             continue
         order = np.argsort(x.reshape(-1)[::every], kind="stable")
         xs, r, c = (y.reshape(-1)[::every][order] for y in (x, case.r, case.r + case.e))
+        if _left_by_line(r, c) < max(_BENT, (10.0 * case.noise) ** 2):
+            return None  # a factor and a constant, nearly
         if len(np.unique(xs)) < 256 or max(map(_unsteady, (r, c, c - r))) > _STEADY:
             continue
         # A factor, or a constant, is no other function.
@@ -266,6 +321,23 @@ def _by_two_axes(case: Case) -> Clue | None:
     return None
 
 
+def _halves(y: F64) -> tuple[tuple[str, F64], ...]:
+    return ("below", np.minimum(y, 0.0)), ("above", np.maximum(y, 0.0))
+
+
+def _likely(case: Case, y: F64) -> Iterator[tuple[str, Callable[[F64], F64]]]:
+    """Functions of a tensor that some elements of the error follow."""
+    every = max(1, y.size // _PLACES)
+    some_y, e = y.reshape(-1)[::every], case.e.reshape(-1)[::every]
+    energy = float(e @ e)
+    for label, of in ACTIVATIONS.items():
+        values = of(some_y)
+        size = float(values @ values)
+        # What follows it by half may follow it wholly.
+        if size > 0.0 and float(values @ e) ** 2 > 0.5 * size * energy:
+            yield label, of
+
+
 _ROUNDS, _LITTLE = 12, 0.02
 
 
@@ -341,6 +413,9 @@ def _term(case: Case, name: str, y: F64) -> Clue | None:
         return None  # numbers of one axis are a bias
     terms = {f"'{name}'": y} if y.shape != case.r.shape else {}
     terms[f"the square of '{name}'"] = y * y
+    if y.shape == case.r.shape:
+        terms |= {"what '" + name + f"' has {side} zero": part for side, part in _halves(y)}
+        terms |= {f"{label} of '{name}'": of(y) for label, of in _likely(case, y)}
     terms |= {
         f"the mean of '{name}' along axis {axis}": y.mean(axis=axis, keepdims=True)
         for axis, length in enumerate(y.shape)

@@ -1,10 +1,9 @@
-"""Where values are taken from: borders, steps along two axes, points between places, past calls."""
+"""Where values are taken from: borders, steps along two axes, points between places."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -14,7 +13,6 @@ _MOST_ELEMENTS = 1 << 20
 _LARGEST_BORDER = 0.25
 _OFF_IN_BORDER = 0.7
 _FARTHEST = 8
-_MOST_CARRIED = 8
 
 
 # Borders.
@@ -203,77 +201,3 @@ def _points(source: F64, wanted: F64) -> tuple[F64, F64]:
     rows, columns = np.divmod(cell, width - 1)
     places = np.stack([rows + down[cell, point], columns + across[cell, point]], axis=1)
     return places, left[cell, point]
-
-
-# What a call goes on from.
-
-
-def carried(case: Case) -> tuple[int, int] | None:
-    """Axis and number of first places that the reference has from the end of the call before."""
-    if case.earlier is None or case.r.ndim < 2:
-        return None
-    past, _ = case.earlier
-    if past.ndim != case.r.ndim:
-        return None
-    for axis in range(1, case.r.ndim):
-        r, before = (np.moveaxis(x, axis, -1) for x in (case.r, past))
-        if r.shape[:-1] != before.shape[:-1]:
-            continue
-        for count in range(min(_MOST_CARRIED, r.shape[-1] - 1, before.shape[-1]), 0, -1):
-            first, last = r[..., :count], before[..., -count:]
-            # Equal but for rounding; a tensor of zeros would be carried by chance.
-            size = float(np.sum(last * last))
-            near = float(np.sum((first - last) ** 2)) <= (2.0 * case.noise) ** 2 * size
-            if size > 0.0 and near:
-                return axis, count
-    return None
-
-
-def state(case: Case) -> Clue | None:
-    """What a call should go on from, the end of the call before, is another thing there."""
-    place = carried(case)
-    if place is not None:
-        axis, count = place
-        start = np.moveaxis(np.zeros(case.r.shape, dtype=np.bool_), axis, -1)
-        start[..., :count] = True
-        start = np.moveaxis(start, -1, axis)
-        score = case.explained(np.where(start, case.c, case.r))
-        if score >= 0.9:
-            holds = "zeros" if not np.any(case.c[start]) else "something else"
-            what = (
-                f"the first {count} places of axis {axis} hold {holds}, where the reference has "
-                "what the call before ended with"
-            )
-            return Clue("stale", score, what, "state")
-    return _fading(case)
-
-
-def _fading(case: Case) -> Clue | None:
-    """A later call that is off from its first token on, and less and less."""
-    if case.earlier is None or case.tokens is None or case.ratio < 8.0:
-        return None
-    right, made = case.earlier
-    if right.shape != made.shape or right.ndim != case.r.ndim:
-        return None
-    apart, size = float(np.sum((made - right) ** 2)), float(np.sum(right * right))
-    if apart > (3.0 * case.noise) ** 2 * size:
-        return None  # the call before was wrong as well
-    axis = case.tokens
-    others = tuple(number for number in range(case.r.ndim) if number != axis)
-    energy: F64 = np.sum(case.e * case.e, axis=others)
-    quarter = len(energy) // 4
-    if quarter < 2:
-        return None
-    parts = [float(energy[start : start + quarter].sum()) for start in _starts(len(energy))]
-    falls = all(a > b for a, b in itertools.pairwise(parts))
-    if not falls or parts[0] < 8.0 * parts[-1] or int(np.argmax(energy)) >= quarter:
-        return None
-    what = (
-        "the call before was right, and this one is off from its first token on, less and less: "
-        "it does not go on from where the call before ended"
-    )
-    return Clue("stale", 0.88, what, "state", measured=False)
-
-
-def _starts(length: int) -> Iterator[int]:
-    yield from range(0, 4 * (length // 4), length // 4)

@@ -152,6 +152,89 @@ def _of(x: F64, over: _Over) -> Iterator[Member]:
         yield member("the logarithm of the sum of exponentials", by_count, soft - np.log(count))
 
 
+# Numbers that are divided by a sum of themselves.
+
+
+def divided(case: Case) -> Clue | None:
+    """A tensor over a size of its own: which one, and over which axes."""
+    if case.ratio < 4.0 or case.r.ndim < 2 or not _LEAST <= case.r.size <= _MOST_ELEMENTS:
+        return None
+    for rights, wrongs in case.sources:
+        members = (_divided(tensors, case.r.shape) for tensors in (rights, wrongs))
+        clue = compared(case, (case.r, case.r + case.e), *members)
+        if clue is not None:
+            return clue
+    return None
+
+
+_LEAST = 32
+
+
+def _divided(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[Member]:
+    for name in list(tensors)[-_MOST_TENSORS:]:
+        x = tensors[name]
+        if x.shape != shape or x.ndim > 4 or not np.isfinite(x).all():
+            continue
+        for count in range(1, x.ndim + 1):
+            for axes in itertools.combinations(range(x.ndim), count):
+                if math.prod(x.shape[axis] for axis in axes) < 2:
+                    continue
+                least = x.min(axis=axes, keepdims=True)
+                sizes = {
+                    "the sum": x.sum(axis=axes, keepdims=True),
+                    "the sum of sizes": np.abs(x).sum(axis=axes, keepdims=True),
+                    "the length": np.sqrt((x * x).sum(axis=axes, keepdims=True)),
+                    "the root of the mean square": np.sqrt((x * x).mean(axis=axes, keepdims=True)),
+                    "the largest size": np.abs(x).max(axis=axes, keepdims=True),
+                    "the mean size": np.abs(x).mean(axis=axes, keepdims=True),
+                }
+                along = f"along axes {', '.join(map(str, axes))}"
+                for size, divisor in sizes.items():
+                    with np.errstate(all="ignore"):
+                        values = x / divisor
+                    yield Member({"scale": f"'{name}' divided by {size} {along}"}, values)
+                with np.errstate(all="ignore"):
+                    values = (x - least) / (x - least).max(axis=axes, keepdims=True)
+                yield Member({"scale": f"'{name}' from nothing to one {along}"}, values)
+        yield Member({"scale": f"'{name}' as it is"}, x)
+
+
+_ONE = 1e-4
+
+
+def adding_up(case: Case) -> Clue | None:
+    """One side is the other, made to add up to one along an axis, or to have a length of one."""
+    if case.ratio < 4.0 or case.r.ndim < 2 or not case.finite.all():
+        return None
+    c = case.r + case.e
+    sides = (
+        (case.r, c, "it is not made to have {} of one along axis {}, as the reference is"),
+        (c, case.r, "it is made to have {} of one along axis {}, which the reference is not"),
+    )
+    for made, plain, words in sides:
+        for axis, length in enumerate(case.r.shape):
+            for size, of in _SIZES.items():
+                sums = of(made, axis)
+                if length < 2 or float(np.abs(sums - 1.0).max()) > _ONE + 4.0 * case.noise:
+                    continue
+                own = of(plain, axis)
+                if float(np.abs(own).min()) < 1e-12 or float(np.std(own)) < _ONE * float(
+                    own.mean()
+                ):
+                    continue
+                left = float(np.sum((plain / own - made) ** 2))
+                enough = (1e-9 + (3.0 * case.noise) ** 2) * float(np.sum(made * made))
+                if left <= enough:
+                    return Clue("scale", 0.97, words.format(size, axis), "sums")
+    return None
+
+
+_SIZES: Mapping[str, Callable[[F64, int], F64]] = {
+    "a sum": lambda x, axis: x.sum(axis=axis, keepdims=True),
+    "a length": lambda x, axis: np.sqrt((x * x).sum(axis=axis, keepdims=True)),
+}
+
+
 # Samples that have pads.
 
 
