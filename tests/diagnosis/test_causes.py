@@ -498,6 +498,7 @@ def test_ranks_that_hold_the_same_mean_are_not_said_to_hold_parts() -> None:
     total = tensor()
     found, _ = best_clue(case(total, total / 2, ranks=(total / 2,)))
     assert found is not None
+    assert found.cause == "scale"
     assert found.sentence == "it is 2 times too small: the mean over ranks for their sum"
 
 

@@ -239,6 +239,9 @@ class Assembly:
             if broken.unmoved:
                 sentence = "the weights there are those from before the update"
                 return NamedCause("stale", sentence, 1.0)
+            if broken.stage == "weights" and self.table.verdict == "fail":
+                sentence = "weights are changed that no optimizer updates, or behind its update"
+                return NamedCause("weights", sentence, 1.0)
             is_update = broken.stage == "update" and self.table.verdict == "fail"
             return name_update(self.runs, broken.step) if is_update else NamedCause("unknown")
         if self.judgement is not None:

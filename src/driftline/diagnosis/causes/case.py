@@ -65,6 +65,9 @@ class Case:
         spread: What parts gave that were handed some tokens of an input each, as experts are: at
             the rows of these tokens, zero elsewhere.
         codes: Integers that it was given, by slot.
+        flags: Small integers and booleans, of one or two axes, that any module was given in the
+            same step: what marks tokens, and how long samples are.
+        earlier: The same tensor of both sides in the call before.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
         before: What the candidate had here at earlier calls.
@@ -95,6 +98,8 @@ class Case:
     right_parts: Mapping[str, F64] = field(default_factory=dict[str, F64])
     spread: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    flags: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    earlier: tuple[F64, F64] | None = None
     port: str = "output"
 
     # Sums are cached: every detector asks for them, and a case is never changed.
@@ -234,3 +239,21 @@ def other_mask(r: F64, c: F64) -> str:
     if r.ndim > 1 and all(map(np.array_equal, rows, made_rows)):
         words += ": the same rows stand in another order"
     return words
+
+
+def by_chance(values: F64, empty: Flags) -> bool:
+    """Whether zeros have nothing to do with what stands there.
+
+    A function that gives zero does so for one sign, or for small numbers; dropout asks neither.
+    """
+    share = float(empty.mean())
+    size = np.abs(values)
+    for group in (values > 0.0, size > np.median(size)):
+        count = int(np.count_nonzero(group))
+        if not 0 < count < len(values):
+            continue
+        apart = abs(float(empty[group].mean()) - share)
+        chance = np.sqrt(share * (1.0 - share) * (1.0 / count + 1.0 / len(values)))
+        if apart > 0.1 * share + 5.0 * chance:
+            return False
+    return True

@@ -37,6 +37,7 @@ _EARLIER = 2
 _MOST_PARTS = 32
 _NEARLY = 0.1
 """Relative error up to which an earlier tensor counts as right."""
+_MOST_FLAGS, _MOST_IN_FLAGS = 8, 1 << 16
 _MOST_STEPS = 64
 """Earlier steps of which parts are joined: a longer past is no small case any more."""
 
@@ -157,6 +158,9 @@ class CaseBuilder:
             past=self._past(pair.candidate, parent),
             right_parts=self._parts(pair.candidate, parent, of_reference=True),
             spread=self._spread(pair.candidate, parent),
+            codes=self._codes(pair.candidate, parent),
+            flags=self._flags(pair.candidate),
+            earlier=self._earlier(pair.candidate),
             port=pair.candidate.key.port,
         )
 
@@ -318,7 +322,9 @@ class CaseBuilder:
             past=self._past(record, record.key.site),
             right_parts=self._parts(record, record.key.site, of_reference=True),
             spread=self._spread(record, record.key.site),
-            codes=self._codes(record),
+            codes=self._codes(record, record.key.site),
+            flags=self._flags(record),
+            earlier=self._earlier(record),
             port=record.key.port,
         )
 
@@ -383,10 +389,10 @@ class CaseBuilder:
                     tensors.setdefault(key.slot, values)
         return tensors
 
-    def _codes(self, record: Record) -> dict[str, Codes]:
-        """Integer inputs of the candidate's site in this call: routes, positions."""
+    def _codes(self, record: Record, site: str) -> dict[str, Codes]:
+        """Integer inputs of a candidate's site in this call: routes, positions, ends of edges."""
         codes: dict[str, Codes] = {}
-        key = record.key
+        key = record.key._replace(site=site)
         for other in self.runs.candidate.records:
             of = other.key
             dtype = DTYPES.get(other.dtype)
@@ -397,6 +403,36 @@ class CaseBuilder:
                 values = self.runs.candidate.raw(other)
                 codes[of.slot] = np.asarray(values, dtype=np.int64).reshape(other.shape)
         return codes
+
+    def _flags(self, record: Record) -> dict[str, Codes]:
+        """Booleans and lengths that any module was given in the same step, by slot."""
+        flags: dict[str, Codes] = {}
+        for other in self.runs.candidate.records:
+            of, dtype = other.key, DTYPES.get(other.dtype)
+            here = (of.step, of.rank, of.port) == (record.key.step, record.key.rank, "input")
+            if not here or dtype is None or other.kept != "full" or len(flags) == _MOST_FLAGS:
+                continue
+            if dtype.kind not in ("int", "uint", "bool") or len(other.shape) not in (1, 2):
+                continue
+            if of.slot in flags or not 0 < math.prod(other.shape) <= _MOST_IN_FLAGS:
+                continue
+            values = np.asarray(self.runs.candidate.raw(other)).reshape(other.shape)
+            # Two axes of many numbers are words, and not what marks them.
+            if values.ndim == 1 or len(np.unique(values)) == 2:
+                flags[of.slot] = values.astype(np.int64)
+        return flags
+
+    def _earlier(self, record: Record) -> tuple[F64, F64] | None:
+        """Both sides of the same tensor in the last call before this one."""
+        key = record.key
+        calls = [
+            other
+            for other in self.runs.candidate.records
+            if other.key._replace(step=0, visit=0) == key._replace(step=0, visit=0)
+            and other.order < record.order
+        ]
+        pair = self.by_candidate.get(calls[-1].key) if calls else None
+        return None if pair is None or pair.candidate.kept != "full" else self._both(pair)
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: possible arguments."""

@@ -9,7 +9,7 @@ inputs; one of weights that were never loaded has another map altogether.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,7 @@ def combination(case: Case) -> Clue | None:
         return None
     terms = {
         name: values
-        for name, values in {**case.inputs, **case.parts}.items()
+        for name, values in _with_halves({**case.inputs, **case.parts}, case.r.shape).items()
         if values.shape == case.r.shape and np.isfinite(values).all()
     }
     # What a part gave may stand here twice: as its result and as that of its last part.
@@ -61,17 +61,30 @@ def combination(case: Case) -> Clue | None:
     return best or _other_terms(case, {name: terms[name] for name in names})
 
 
+def _with_halves(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> dict[str, F64]:
+    """Tensors, and the halves of those that hold two batches: with and without a condition."""
+    parts = dict(tensors)
+    for name, values in tensors.items():
+        if values.ndim == len(shape) and values.shape == (2 * shape[0], *shape[1:]):
+            parts[f"{name} (first half)"] = values[: shape[0]]
+            parts[f"{name} (second half)"] = values[shape[0] :]
+    return parts
+
+
 def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
     """Both sides are sums of a few terms, and other ones: a residual taken at another place."""
     right = wrong = None
     rights = terms
     for sources, _ in case.sources:
-        rights = {name: sources.get(name, values) for name, values in terms.items()}
+        halved = _with_halves(sources, case.r.shape)
+        rights = {name: halved.get(name, values) for name, values in terms.items()}
         right = _sum_of(case, case.r, rights)
         if right is not None:
             wrong = _sum_of(case, case.c, terms)
             break
-    if right is None or wrong is None or set(right) == set(wrong):
+    if right is None or wrong is None:
+        return None
+    if set(right) == set(wrong) and _same_factors(right, wrong):
         return None
     made = sum(factor * rights[name] for name, factor in wrong.items())
     had = sum(factor * rights[name] for name, factor in right.items())
@@ -79,7 +92,20 @@ def _other_terms(case: Case, terms: dict[str, F64]) -> Clue | None:
     # One thing in place of another is another module's result, unless it is the same but for a
     # factor of each token, as what a norm was given.
     cause = "permutation" if len(right) == len(wrong) == 1 and not _alike(case) else "scale"
+    if set(right) == set(wrong) and sorted(_rounded(right)) == sorted(_rounded(wrong)):
+        cause = "permutation"  # the same factors, each of another term
     return Clue(cause, case.explained(case.r + made - had), what, "term")
+
+
+def _rounded(factors: Mapping[str, float]) -> list[float]:
+    return [float(f"{factor:.2g}") for factor in factors.values()]
+
+
+def _same_factors(right: Mapping[str, float], wrong: Mapping[str, float]) -> bool:
+    return all(
+        abs(right[name] - wrong[name]) <= _ALIKE * max(abs(right[name]), abs(wrong[name]))
+        for name in right
+    )
 
 
 def _alike(case: Case) -> bool:

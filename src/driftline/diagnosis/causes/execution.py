@@ -62,17 +62,20 @@ def missing_reduction(case: Case) -> Clue | None:
     count = len(parts)
     # Ranks that hold the same value hold no parts of a sum.
     apart = max(float(np.sum((other - case.c) ** 2)) for other in parts[1:])
-    if apart > 4.0 * case.noise_energy:
-        summed = f"the sum over {count} ranks is right, each rank holds only its part of it"
-    else:
-        summed = f"it is {count} times too small: the mean over ranks for their sum"
-    best: Clue | None = None
-    for made, what in (
+    summed = f"the sum over {count} ranks is right, each rank holds only its part of it"
+    ways = [
         (total, summed),
         (total / count, f"the mean over {count} ranks is right, each rank holds its own value"),
         (case.c / count, f"it is {count} times too large: the sum over ranks for their mean"),
         (case.c * count, f"it is {count} times too small: divided by ranks but never summed"),
-    ):
+    ]
+    best: Clue | None = None
+    if apart <= 4.0 * case.noise_energy:
+        # All hold the same value, so it was reduced. A sum that was divided has another factor.
+        ways = ways[2:3]
+        what = f"it is {count} times too small: the mean over ranks for their sum"
+        best = Clue("scale", case.explained(total), what, "ranks")
+    for made, what in ways:
         left = np.where(case.finite, made - case.r, 0.0)
         rest = float(np.sum(left * left))
         beyond = case.energy - case.noise_energy
@@ -83,6 +86,9 @@ def missing_reduction(case: Case) -> Clue | None:
         if best is None or score > best.score + 0.01:
             best = Clue("missing-reduction", score, what)
     return best
+
+
+_MOST_LEFT = 0.1
 
 
 def _partial_sum(case: Case) -> Clue | None:
@@ -97,6 +103,10 @@ def _partial_sum(case: Case) -> Clue | None:
                 own = slice(rank * width, (rank + 1) * width)
                 made = (inputs[:, own] @ weight[own] + bias).reshape(case.r.shape)
                 score = case.explained(made)
+                # A result that is far too small is near any small product: it must be this one.
+                left = float(np.sum((case.c - made) ** 2))
+                if left > _MOST_LEFT * float(np.sum(made * made)):
+                    continue
                 if best is None or score > best.score:
                     what = f"it is the product with part {rank + 1} of {ranks} of its input alone"
                     best = Clue("missing-reduction", score, f"{what}: the others were not added")

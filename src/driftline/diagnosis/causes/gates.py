@@ -24,7 +24,7 @@ _MOST_ELEMENTS = 1 << 18
 _EXACT, _AS_NEAR = 1e-9, 1.2
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
     """One function of the inputs.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Member(NamedTuple):
     values: F64
     source: int = 0
 
-    def other_than(self, other: _Member) -> list[str]:
+    def other_than(self, other: Member) -> list[str]:
         """The causes whose settings differ."""
         return [cause for cause in self.settings if self.settings[cause] != other.settings[cause]]
 
@@ -50,7 +50,7 @@ def gate(case: Case) -> Clue | None:
         r, c = (_few(values, axis) for values in (case.r, case.c))
         for rights, wrongs in case.sources:
             members = (_gates(tensors, case.r.shape, axis) for tensors in (rights, wrongs))
-            clue = _compared(case, (r, c), *members)
+            clue = compared(case, (r, c), *members)
             if clue is not None:
                 return clue
     return None
@@ -62,14 +62,14 @@ def along_an_axis(case: Case) -> Clue | None:
         return None
     for rights, wrongs in case.sources:
         members = (_of_axes(tensors, case.r.shape) for tensors in (rights, wrongs))
-        clue = _compared(case, (case.r, case.c), *members)
+        clue = compared(case, (case.r, case.c), *members)
         if clue is not None:
             return clue
     return None
 
 
-def _compared(
-    case: Case, sides: tuple[F64, F64], rights: Iterator[_Member], wrongs: Iterator[_Member]
+def compared(
+    case: Case, sides: tuple[F64, F64], rights: Iterator[Member], wrongs: Iterator[Member]
 ) -> Clue | None:
     """Read the reference among some members, and the candidate among those of its own inputs."""
     r, c = sides
@@ -98,16 +98,16 @@ def _compared(
     return Clue(cause, min(max((energy - left) / (energy - noise), 0.0), 1.0), what, "gate")
 
 
-def _words(member: _Member) -> str:
+def _words(member: Member) -> str:
     return " ".join(member.settings.values())
 
 
 def _read(
-    case: Case, made: F64, members: Iterable[_Member], like: _Member | None = None
-) -> _Member | None:
+    case: Case, made: F64, members: Iterable[Member], like: Member | None = None
+) -> Member | None:
     """The member that gives some values, to within noise; of equals the one most like another."""
     enough = (_EXACT + (3.0 * case.noise) ** 2) * float(np.sum(made * made))
-    near: list[tuple[float, _Member]] = []
+    near: list[tuple[float, Member]] = []
     for member in members:
         if member.values.shape == made.shape:
             with np.errstate(all="ignore"):
@@ -130,7 +130,7 @@ def _few(values: F64, axis: int) -> F64:
     return np.where(np.isfinite(rows), rows, 0.0)[:: max(1, len(rows) // _MOST_ROWS)]
 
 
-def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Iterator[_Member]:
+def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Iterator[Member]:
     """Products of two parts of a tensor, or of two tensors, one of them through a function."""
     width = shape[axis]
     if width > _MOST_CHANNELS:
@@ -157,14 +157,14 @@ def _gates(tensors: Mapping[str, F64], shape: tuple[int, ...], axis: int) -> Ite
                 yield from _products(full[gated], full[through], f"of '{gated}' (and '{through}')")
 
 
-def _products(a: F64, b: F64, where: str) -> Iterator[_Member]:
+def _products(a: F64, b: F64, where: str) -> Iterator[Member]:
     for name, function in ACTIVATIONS.items():
         with np.errstate(all="ignore"):
             values = function(a) * b
-        yield _Member({"activation": name, "permutation": f"{where}, times the other"}, values)
+        yield Member({"activation": name, "permutation": f"{where}, times the other"}, values)
 
 
-def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Member]:
+def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[Member]:
     for name, x in tensors.items():
         if x.shape != shape or not np.isfinite(x).all():
             continue
@@ -184,7 +184,7 @@ def _of_axes(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Me
                 "sigmoid, of every number by itself,": bent,
                 "nothing but the numbers": x,
             }.items():
-                yield _Member({"activation": label, "scale": where}, values)
+                yield Member({"activation": label, "scale": where}, values)
 
 
 # The first step of a recurrence, whose state was zero.
@@ -196,13 +196,13 @@ def recurrence(case: Case) -> Clue | None:
         return None
     for rights, wrongs in case.sources:
         members = (_steps(tensors, case.r.shape) for tensors in (rights, wrongs))
-        clue = _compared(case, (case.r, case.c), *members)
+        clue = compared(case, (case.r, case.c), *members)
         if clue is not None:
             return clue
     return None
 
 
-def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Member]:
+def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[Member]:
     rows, width = shape
     for count in (4, 3):
         sums: list[F64] = []
@@ -218,23 +218,23 @@ def _steps(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[_Memb
                 yield member._replace(source=number)
 
 
-def _four_gates(parts: F64) -> Iterator[_Member]:
+def _four_gates(parts: F64) -> Iterator[Member]:
     bent, curved = 1.0 / (1.0 + np.exp(-parts)), np.tanh(parts)
     for take, new, show in itertools.permutations(range(4), 3):
         values = bent[:, show] * np.tanh(bent[:, take] * curved[:, new])
         order = f"input {take + 1}, candidate {new + 1}, output {show + 1}"
-        yield _Member(
+        yield Member(
             {"activation": "a state", "permutation": f"of gates in the order {order}"}, values
         )
 
 
-def _three_gates(parts: F64) -> Iterator[_Member]:
+def _three_gates(parts: F64) -> Iterator[Member]:
     bent, curved = 1.0 / (1.0 + np.exp(-parts)), np.tanh(parts)
     for keep, new in itertools.permutations(range(3), 2):
         order = f"of gates in the order update {keep + 1}, candidate {new + 1}"
         values = (1.0 - bent[:, keep]) * curved[:, new]
-        yield _Member({"activation": "a state", "permutation": order}, values)
+        yield Member({"activation": "a state", "permutation": order}, values)
         values = bent[:, keep] * curved[:, new]
-        yield _Member(
+        yield Member(
             {"activation": "a state with its update reversed", "permutation": order}, values
         )

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+from driftline.diagnosis.causes.families.reductions import uneven
 from driftline.diagnosis.causes.linear_solve import solve
 
 _PLACES = 512
@@ -176,6 +177,9 @@ def moved(case: Case) -> Clue | None:
         return None  # an order with a name says more
     for name, right, wrong in _shared(case):
         if _only_moved(case.r, right, case.c, wrong):
+            if (pads := uneven(case)) is not None:
+                what = f"it holds the tokens of '{name}' at other places, and {pads.sentence}"
+                return Clue("mask", 0.95, what, "moved")
             what = f"it holds the numbers of '{name}', every one of them, in another order"
             return _of_rows(case, name) or Clue("permutation", 0.95, what, "moved")
     return None

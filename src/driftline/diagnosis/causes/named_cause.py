@@ -180,6 +180,8 @@ _MOST_ELEMENTS = 1 << 22
 _LEAST_ELEMENTS = 64
 _FOLLOWS = 0.99
 _THE_SAME = 1e-3
+_STEADY = 0.02
+"""Share of their variance by which factors of neighbouring gradients may differ."""
 
 
 class _Update(NamedTuple):
@@ -222,7 +224,31 @@ def name_update(runs: Runs, step: int) -> NamedCause:
             f"each parameter moves by a factor of its own ({min(single):.4g} to {max(single):.4g})"
         )
         return NamedCause("scale", what, 1.0, "update")
-    return NamedCause("unknown", "nothing known fits")
+    return _by_size_of_gradient(total) or NamedCause("unknown", "nothing known fits")
+
+
+def _by_size_of_gradient(total: _Update) -> NamedCause | None:
+    """Factors that follow from the size of a gradient alone: a constant beside a root, a power."""
+    moved = (total.gradient != 0.0) & (total.right != 0.0)
+    if np.count_nonzero(moved) < _LEAST_ELEMENTS:
+        return None
+    sizes = np.abs(total.gradient[moved])
+    factors = (total.wrong[moved] / total.right[moved])[np.argsort(sizes)]
+    middle = float(np.median(factors))
+    # Where a weight hardly moves, its factor is one of rounding.
+    inner = np.abs(factors - middle) <= 100.0 * max(
+        float(np.median(np.abs(factors - middle))), 1e-9
+    )
+    spread = float(np.var(factors[inner]))
+    steps = float(np.mean(np.diff(factors[inner]) ** 2))
+    if inner.mean() < _FOLLOWS or spread <= (_THE_SAME * middle) ** 2 or steps > _STEADY * spread:
+        return None
+    low, high = (float(np.quantile(factors[inner], share)) for share in (0.01, 0.99))
+    what = (
+        f"each weight moves by a factor ({low:.4g} to {high:.4g}) that follows from the size of "
+        "its gradient alone, as with another constant or power of the optimizer"
+    )
+    return NamedCause("scale", what, _FOLLOWS, "gradient")
 
 
 def _updates(runs: Runs, step: int) -> Iterator[_Update]:

@@ -115,7 +115,7 @@ def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F6
     return middle if float(np.sum(left * left)) <= enough else None
 
 
-_MOST_PLACES = 0.8
+_MOST_PLACES, _VARIES = 0.8, 0.1
 
 
 def by_place(case: Case) -> Clue | None:
@@ -131,12 +131,17 @@ def by_place(case: Case) -> Clue | None:
     axes = tuple(range(added.ndim - 1))
     # One constant per channel is a bias; and samples must differ to tell anything.
     varying = float(np.sum((added - added.mean(axis=axes)) ** 2))
+    for axis in range(added.ndim - 1):
+        # So is one constant per channel, where channels do not come last.
+        others = tuple(number for number in range(added.ndim) if number != axis)
+        left = float(np.sum((added - added.mean(axis=others, keepdims=True)) ** 2))
+        varying = min(varying, left)
     places: F64 = np.sum(added * added, axis=-1)
     touched = np.count_nonzero(places > 0.01 * float(places.mean()))
     if touched < _MOST_PLACES * places.size:
         return None  # a matter of which places
     apart = float(np.sum((case.r - case.r.mean(axis=0)) ** 2))
-    if varying <= 0.5 * size or apart <= 0.1 * case.size:
+    if varying <= _VARIES * size or apart <= 0.1 * case.size:
         return None
     judged = replace(
         case, r=case.r[rest], c=case.c[rest], inputs={}, parts={}, right_parts={}, spread={}

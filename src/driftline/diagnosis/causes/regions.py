@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from driftline.diagnosis.causes.case import F64, Case, Clue, Flags, other_mask
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags, by_chance, other_mask
+from driftline.diagnosis.causes.families.recurrences import carried
 
 
 def zeroed(case: Case) -> Clue | None:
     """All error lies where the candidate is exactly zero and the reference is not."""
     empty = (case.c == 0.0) & (case.r != 0.0) & case.finite
     count = int(np.count_nonzero(empty))
-    if count == 0 or case.r.size < 4:
-        return None
+    if count == 0 or case.r.size < 4 or carried(case) is not None:
+        return None  # what a call should go on from is a state that was lost
     share = case.explained(np.where(empty, 0.0, case.r))
     if share < 0.5:
         return None
@@ -163,7 +164,7 @@ def dropout(case: Case) -> Clue | None:
         return None
     if factor <= 1.0:
         return None
-    if not _by_chance(case.r[live], empty[live]):
+    if not by_chance(case.r[live], empty[live]):
         return None
     share = case.explained(np.where(empty, 0.0, case.r * factor))
     rows = case.rows(empty.astype(np.float64))
@@ -177,24 +178,6 @@ def dropout(case: Case) -> Clue | None:
         f"dropout of {1.0 - 1.0 / factor:.2g}",
         f"p={1.0 - 1.0 / factor:.2g}",
     )
-
-
-def _by_chance(values: F64, empty: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
-    """Whether zeros have nothing to do with what stands there.
-
-    A function that gives zero does so for one sign, or for small numbers; dropout asks neither.
-    """
-    share = float(empty.mean())
-    size = np.abs(values)
-    for group in (values > 0.0, size > np.median(size)):
-        count = int(np.count_nonzero(group))
-        if not 0 < count < len(values):
-            continue
-        apart = abs(float(empty[group].mean()) - share)
-        chance = np.sqrt(share * (1.0 - share) * (1.0 / count + 1.0 / len(values)))
-        if apart > 0.1 * share + 5.0 * chance:
-            return False
-    return True
 
 
 # Masks: only some tokens are off, and their positions say why.

@@ -469,7 +469,8 @@ def saturation(case: Case) -> Clue | None:
     bottom = low if low and at_low >= 3 and float(np.min(case.r)) < -1.01 * abs(low) else -np.inf
     if high == low or (not np.isfinite(top) and not np.isfinite(bottom)):
         return None
-    share = case.explained(np.clip(case.r, bottom, top))
+    # Nothing is fitted but bounds that are there: what they leave is noise.
+    share = case.fitted(np.clip(case.r, bottom, top))
     bounds = " and ".join(f"{value:.5g}" for value in (bottom, top) if np.isfinite(value))
     format_limit = next(
         (value for value in _LARGEST if abs(high) == value or abs(low) == value), None
