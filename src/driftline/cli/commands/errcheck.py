@@ -219,7 +219,7 @@ def _summary(outcome: WatchOutcome) -> str:
     total = count + len(outcome.atb or ())
     text += f": {_count(total, 'finding')}"
     if outcome.propagators:
-        text += f"; {_count(outcome.propagators, plan.level)} only passed on values of their inputs"
+        text += f"; {_count(outcome.propagators, plan.level)} only passed on such values"
     if outcome.repeats:
         text += f"; {outcome.repeats} more of the same at the same sites"
     if outcome.silent and processes and outcome.stopped is None:
