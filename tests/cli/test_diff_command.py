@@ -210,7 +210,7 @@ def test_a_program_that_fails_ends_the_diff_with_a_sentence(
     [
         ((command(), "--env", "API_KEY:Zq7"), "--env takes NAME=VALUE, not 'API_KEY:***'"),
         ((command(), "HF_TOKEN=Zq7 x"), "command not found: HF_TOKEN=***"),
-        ((command(),), "one command and nothing that differs"),
+        ((command(),), "there is only one command, and no option"),
         ((command(), "--rev", "main"), "--rev takes A..B, not 'main'"),
         ((command(), "--env", "DTYPE"), "--env takes NAME=VALUE, not 'DTYPE'"),
         ((command(), "--env", "A=1", "--env", "A=2", "--env", "A=3"), "--env was given 3 times"),

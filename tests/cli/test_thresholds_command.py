@@ -250,7 +250,7 @@ def test_what_cannot_be_checked_is_a_sentence(driftline, tables, layers, tokens)
     whole = tables / "whole.json"
     whole.write_text('{"model_id": "acme--large", "ce": 1.0}')
     for words, sentence in {
-        (layers,): "nothing says what is allowed",
+        (layers,): "no limit is given",
         (tables / "clean", "--thresholds", tables / "none.json"): "cannot be read",
         (tables / "clean", "--thresholds", other): "seems to be for another model ('acme--large')",
         (tables / "clean", "--thresholds", whole): "for the model as a whole (ce)",

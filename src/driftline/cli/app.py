@@ -1,11 +1,11 @@
-"""The commands, and how cyclopts reads the words of one.
+"""The commands, and how cyclopts reads the words of a command line.
 
 A command is a function: positional-only parameters are given by their place, `*program` is what
 follows `--`, keyword-only parameters are options or groups of options (`cli/options.py`). To add
 one, write the function in `commands/` and name it in `COMMANDS`.
 
-cyclopts is lenient where a misspelt word would silently become something else. Four guards keep
-such words out: `_check` refuses every word with a dash that is not the exact name of an option,
+cyclopts is lenient: it would silently read a misspelt word as something else. Four guards refuse
+such words: `_check` refuses every word with a dash that is not the exact name of an option,
 `_convert` takes whole numbers and choices literally, `read` cuts the line at `--` itself, and
 options that take several words need at least one (`options.SEVERAL`).
 """
@@ -77,25 +77,25 @@ class Command:
     everyday: tuple[str, ...] = ()
 
 
-# The order is that of the overview. Only addresses stand here, so that `--help` imports no command.
+# In the order of the overview. Commands are named by address, so `--help` imports none of them.
 COMMANDS: dict[str, Command] = {
     "diff": Command(
         "diff:diff",
         EVERYDAY,
-        "two programs: run both, say where they begin to disagree and why, write a report",
+        "run two programs, say where they begin to disagree and why, write a report",
         everyday=("--rev", "--env", "--output", "--step", "--no-replay", "--force"),
     ),
     "dump": Command(
         "dump:dump",
         EVERYDAY,
-        "run an unchanged program and keep what its model computed",
+        "run an unchanged program and save what its model computes",
         takes_program=True,
         everyday=("--output", "--exec", "--step", "--site", "--level", "--keep", "--force"),
     ),
     "compare": Command(
         "compare:compare",
         EVERYDAY,
-        "two runs or tensor files: which layers differ, which one first",
+        "compare two runs or tensor files: which layers differ, and which one first",
         everyday=(
             *("--output", "--site", "--step", "--map", "--max", "--min"),
             *("--thresholds", "--format", "--all", "--dry-run"),
@@ -104,25 +104,25 @@ COMMANDS: dict[str, Command] = {
     "diagnose": Command(
         "diagnose:diagnose",
         EVERYDAY,
-        "two runs: where the drift starts, whether it is more than noise, what kind of bug it is",
+        "find where the drift starts, whether it is more than noise, and what kind of bug it is",
         everyday=("--replay", "--noise", "--format", "--repro", "--all"),
     ),
     "report": Command(
         "look:report",
         EVERYDAY,
-        "a comparison as one HTML file: to look at, to attach to a bug, to keep",
+        "write a comparison as one HTML file, for example to attach to a bug",
         everyday=("--output", "--title", "--replay", "--force"),
     ),
     "view": Command(
         "look:view",
         EVERYDAY,
-        "two runs in a browser: the report's page, and every tensor behind it",
+        "open two runs in a browser: the report, and every tensor behind it",
         everyday=("--open", "--port", "--title"),
     ),
     "errcheck": Command(
         "errcheck:errcheck",
         CAPTURE,
-        "run an unchanged program: who made the first NaN or infinity",
+        "run an unchanged program and name the operator that made the first NaN or infinity",
         takes_program=True,
         everyday=("--exec", "--exit", "--output"),
     ),
@@ -130,13 +130,15 @@ COMMANDS: dict[str, Command] = {
     "merge": Command(
         "compare:merge",
         COMPARE,
-        "the shards of a comparison: its table, as one process would make it",
+        "merge the shards of a comparison into one table",
     ),
     "calibrate": Command(
-        "calibrate:calibrate", COMPARE, "clean comparisons: limits for every layer"
+        "calibrate:calibrate", COMPARE, "make limits for every layer from clean comparisons"
     ),
     "check": Command(
-        "check:check", COMPARE, "a comparison against such limits: the first layer beyond its own"
+        "check:check",
+        COMPARE,
+        "check a comparison against limits; names the first layer beyond them",
     ),
     "labels": Command(
         "dialects:labels",
@@ -145,81 +147,91 @@ COMMANDS: dict[str, Command] = {
         takes_program=True,
     ),
     "check-hooks": Command(
-        "dialects:check_hooks", COMPARE, "two trees of the saving hook: one csv of figures per rank"
+        "dialects:check_hooks",
+        COMPARE,
+        "compare two folders of Paddle's saving hook: one csv of figures per rank",
     ),
     "replay": Command(
         "experiments:replay",
         DIAGNOSE,
-        "run the reference program, its modules also on the candidate's inputs",
+        "run the reference program, and its modules also on the candidate's inputs",
     ),
     "noise": Command(
         "experiments:noise",
         DIAGNOSE,
-        "run a trusted program in other ways that are all right: what is normal",
+        "run a trusted program in several correct ways: how much noise is normal",
         takes_program=True,
     ),
     "bisect": Command(
         "experiments:bisect",
         DIAGNOSE,
-        "run the candidate with outputs replaced: which block makes the error",
+        "run the candidate with some outputs replaced: which block causes the error",
         takes_program=True,
     ),
     "repeat": Command(
         "experiments:repeat",
         DIAGNOSE,
-        "run a program several times: is it deterministic, is it batch-invariant",
+        "run a program several times: is it deterministic, and batch-invariant",
         takes_program=True,
     ),
     "trend": Command(
         "trend:trend",
         DIAGNOSE,
-        "a figure of every layer over steps or releases: when did it start to grow",
+        "follow a figure of every layer over steps or releases: when did it start to grow",
     ),
-    "show": Command("look:show", LOOK, "what is in a run, a comparison table or a tensor file"),
-    "demo": Command("setup:demo", LOOK, "a tour: two small programs, a planted fault, a report"),
-    "convert": Command("convert:convert", LOOK, "a dump of any kind into a run, or back out"),
-    "topology": Command("look:topology", LOOK, "the structure of a model, for a graph viewer"),
-    "doctor": Command("setup:doctor", LOOK, "versions, kernel path and devices of this machine"),
+    "show": Command("look:show", LOOK, "show what is in a run, a comparison or a tensor file"),
+    "demo": Command(
+        "setup:demo", LOOK, "take a tour: two small programs, a planted fault, a report"
+    ),
+    "convert": Command(
+        "convert:convert", LOOK, "convert a dump of another tool to a run, or a run to other files"
+    ),
+    "topology": Command("look:topology", LOOK, "write the structure of a model for a graph viewer"),
+    "doctor": Command(
+        "setup:doctor", LOOK, "print versions, kernel path and devices of this machine"
+    ),
     "completion": Command(
-        "completion:completion", LOOK, "a script that lets bash, zsh or fish complete commands"
+        "completion:completion",
+        LOOK,
+        "print a script that lets bash, zsh or fish complete commands",
     ),
     "compat": Command(
-        "setup:compat", LOOK, "scripts and test modules of other tools' documents, into a folder"
+        "setup:compat", LOOK, "write the scripts and test modules that other tools' documents name"
     ),
     "opcheck": Command(
-        "opcheck:opcheck", OPERATORS, "single operators of a dump against what they should compute"
+        "opcheck:opcheck", OPERATORS, "check single operators of a dump against their definitions"
     ),
     "metrics": Command(
         "decoders:metrics",
         DECODERS,
-        "a decoder on two targets: scores of every generated token",
+        "run a decoder on two targets and score every generated token",
         everyday=("--model-path", "--sharegpt-path", "--reference", "--candidate", "--output-dir"),
     ),
     "layer-metrics": Command(
         "decoders:layer_metrics",
         DECODERS,
-        "a decoder on two targets: differences of every layer",
+        "run a decoder on two targets and compare every layer",
         everyday=("--mode", "--model-paths", "--reference", "--candidate", "--output-path"),
     ),
     "thresholds": Command(
         "thresholds:thresholds",
         DECODERS,
-        "metric files of clean runs: how much is normal, per model or layer",
+        "make limits for a model or its layers from metric files of clean runs",
     ),
     "validate": Command(
         "validate:validate",
         DECODERS,
-        "a decoder against such limits: equal tokens, or rates of failing ones",
+        "check a decoder: equal tokens, or few enough tokens beyond such limits",
         everyday=("--model-paths", "--metrics-threshold", "--reference", "--candidate", "--output"),
     ),
 }
 
 PYTHON_FLAG_HELP = (
-    f"{FLAG}, with any command: print the equivalent Python program, and do nothing else"
+    f"{FLAG}, with any command: print the equivalent Python program and do nothing else"
 )
 EXIT_CODES = (
-    "exit codes: 0 fine, 1 numbers differ beyond the thresholds, 2 could not do it, or not tell "
-    "(a sentence says why)"
+    "exit codes: 0 fine, 1 numbers differ beyond the limits, 2 the command failed or there was "
+    "too little to judge (a message says why)"
 )
 
 
@@ -293,7 +305,9 @@ def arguments_of(name: str) -> Sequence[Argument]:
 
 
 def _panels(name: str, arguments: Sequence[Argument]) -> list[HelpPanel]:
-    """Places, the everyday options, all others by subject, and last what other tools call them."""
+    """The panels of a help page: arguments, everyday options, other options by subject, and last
+    the spellings of other tools.
+    """
     from cyclopts.argument import ArgumentCollection
     from cyclopts.help import HelpEntry, HelpPanel, create_parameter_help_panel
     from rich.text import Text
@@ -338,8 +352,8 @@ def print_overview(version: str) -> None:
     """Print the page of `driftline --help`. No command is imported for it."""
     app = App(
         name="driftline",
-        help=f"driftline {version}: two executions of one model disagree; where does it start, "
-        "and is it more than noise?",
+        help=f"driftline {version}: finds where two executions of one model begin to disagree, "
+        "and whether the difference is more than noise.",
         usage="Usage: driftline COMMAND ...",
         help_format="plaintext",
         help_formatter=_print_panel,
@@ -347,10 +361,10 @@ def print_overview(version: str) -> None:
         version_flags=(),
         help_epilogue="\n".join(
             [
-                "driftline demo              a tour of one minute, with nothing to prepare",
-                "driftline COMMAND --help    the options of one command",
-                "driftline COMMAND --python  the same as a Python program, printed and not run",
-                "driftline --version         which version this is",
+                "driftline demo              take a tour of one minute; it needs no preparation",
+                "driftline COMMAND --help    show the options of one command",
+                "driftline COMMAND --python  print the same as a Python program; run nothing",
+                "driftline --version         print the version",
                 "",
                 EXIT_CODES,
             ]
@@ -374,15 +388,15 @@ def option_names(name: str) -> list[str]:
 
 @functools.cache
 def _options_of(name: str, function: CommandFunction) -> Mapping[str, Argument]:
-    """Every spelling and its option; kept for a program that calls many commands, as tests do."""
+    """Every spelling and its option; cached for programs that call many commands, as tests do."""
     return _options(command_app(name, function).assemble_argument_collection())
 
 
 def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.BoundArguments:
-    """The arguments that a command's words give; what is not given keeps its default.
+    """The arguments of the command's function, as the words give them; others keep their default.
 
     Raises:
-        BadInput: The words are no command line of this command.
+        BadInput: The words are not a valid command line of this command.
     """
     # Names are looked up here first, because cyclopts also accepts what is nearly one.
     options = _options_of(name, function)
@@ -411,7 +425,7 @@ def read(name: str, function: CommandFunction, words: Sequence[str]) -> inspect.
 
 
 def _check(name: str, words: Sequence[str], options: Mapping[str, Argument]) -> list[str]:
-    """The words as cyclopts is to read them, which knows abbreviations that we refuse.
+    """The words to pass to cyclopts, checked first: cyclopts accepts abbreviations that we refuse.
 
     It would take `-opnam self` for `-o pnam` and `--flag=true` for `--flag`. Values that begin with
     a dash are joined to their option: `-er -1,3` becomes `-er=-1,3`.
@@ -439,7 +453,7 @@ def _check(name: str, words: Sequence[str], options: Mapping[str, Argument]) -> 
 
 
 def _looks_like_option(word: str) -> bool:
-    """A word with a dash in front that is no number and more than the dash."""
+    """Whether a word begins with a dash and is neither a number nor the dash alone."""
     if not word.startswith("-") or word == "-":
         return False
     try:
@@ -450,7 +464,7 @@ def _looks_like_option(word: str) -> bool:
 
 
 class _WrongValue(ValueError):
-    """A value that an option does not take; cyclopts adds whose it is."""
+    """A value that an option does not take; cyclopts adds the name of the option."""
 
     def __init__(self, sentence: str, hint: str = "") -> None:
         super().__init__(sentence)
@@ -501,7 +515,7 @@ def _convert_word(kind: Any, word: str) -> Any:
 
 
 def _greedy_option(words: Sequence[str], options: Mapping[str, Argument]) -> str:
-    """The last option on the line that took several words for its own; empty if none did."""
+    """The last option on the line that took several words as its values; empty if none did."""
     greedy, count, spelling = "", 0, ""
     for word in words:
         if word in options:
@@ -520,7 +534,7 @@ def _bare(hint: Any) -> Any:
 
 
 def _refusal(name: str, app: App, error: CycloptsError, greedy: str) -> BadInput:
-    """The sentence for what cyclopts refused, as our other refusals are worded."""
+    """The message for what cyclopts refused, in the wording of our other messages."""
     argument = error.argument
     hint = _see_help(name)
     if isinstance(error, CoercionError) and argument is not None:
@@ -547,7 +561,7 @@ def _refusal(name: str, app: App, error: CycloptsError, greedy: str) -> BadInput
             unused = [error.token.keyword or error.token.value]
         extra = " ".join(unused)
         return BadInput(f"`driftline {name}` does not know what to do with '{extra}'", hint=hint)
-    # No other error is known to get here; if one does, its own words must do.
+    # No other error is known to get here. If one does, its own text is shown.
     error.verbose = False
     return BadInput(" ".join(str(error).split()), hint=hint)
 
@@ -571,7 +585,7 @@ def _is_place(argument: Argument) -> bool:
 
 def _usage_word(name: str, argument: Argument, first: Argument) -> str:
     if argument.field_info.kind is not inspect.Parameter.VAR_POSITIONAL:
-        # Where even the first may be missing, options can say the same: `compare -gp REF -mp CAND`.
+        # If even the first may be missing, options can give the same: `compare -gp REF -mp CAND`.
         return f"[{argument.name}]" if first.required and not argument.required else argument.name
     # A place that takes all words that are left.
     several = f"{argument.name} ..."
@@ -590,7 +604,7 @@ def _nearest_option(name: str, option: str, spellings: Sequence[str]) -> str:
 
 
 def _example(name: str, page: str) -> str:
-    """The first example of a command's page, if it is one whole line of that command.
+    """The first example of a command's page, if it is a single complete line of that command.
 
     >>> _example("show", "Look.\\n\\n$ driftline show run\\n$ driftline show ref cand")
     'such as: driftline show run'
@@ -605,12 +619,12 @@ def _see_help(name: str) -> str:
 
 
 def _shown_default(value: object) -> str | None:
-    """Nothing where the default is that the option is not given."""
+    """The default as help shows it; None if the default means that the option is not given."""
     return None if value is None or value is False or value == "" else str(value)
 
 
 def _help_text(prose: str) -> str:
-    """Paragraphs as one line each, which the terminal wraps; examples keep their lines."""
+    """The text with each paragraph on one line, which the terminal wraps; examples keep lines."""
     paragraphs: list[str] = []
     for paragraph in prose.split("\n\n"):
         if paragraph.startswith("    "):
@@ -625,7 +639,7 @@ def _help_text(prose: str) -> str:
 
 
 def _print_panel(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """A panel whose descriptions fill the line: a docstring's own line breaks mean nothing."""
+    """Print a panel whose descriptions fill the line: line breaks of the docstring are dropped."""
     from cyclopts.help import InlineText
     from cyclopts.help.formatters import DefaultFormatter
     from rich.text import Text
@@ -639,7 +653,7 @@ def _print_panel(console: Console, options: ConsoleOptions, panel: HelpPanel) ->
 
 
 def _console() -> Console:
-    """For help pages: no wider than people like to read."""
+    """A console for help pages: at most 100 columns wide, which is comfortable to read."""
     from rich.console import Console
 
     # Where there is no terminal, pages go into files and bug reports: 100 columns.

@@ -31,11 +31,11 @@ WAYS_OUT = {
     errno.EMFILE: "allow more open files: ulimit -n 4096",
     errno.ENAMETOOLONG: "give a shorter path",
 }
-"""What helps against what the system refuses."""
+"""The hint for each error of the operating system."""
 
 
 def console() -> int:
-    """A process that is nothing but one command: `driftline`, `python -m driftline`."""
+    """Entry point of a process that runs one command: `driftline`, `python -m driftline`."""
     # Threads that measure hold Python's lock for microseconds, and must not wait milliseconds.
     sys.setswitchinterval(2e-4)
     for name in ("stdout", "stderr"):
@@ -64,7 +64,7 @@ def _guarded(words: list[str]) -> int:
         # A name that the terminal's encoding cannot write must not end the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # What an earlier command of this process met, or a server beside it, is not this one's affair.
+    # Cut files that an earlier command or a server in this process met do not concern this command.
     if (mapped := _mapped_files()) is not None:
         mapped.forget_cut_files()
     try:
@@ -95,7 +95,7 @@ def _guarded(words: list[str]) -> int:
 
 
 def _unless_cut(code: int) -> int:
-    """The exit code, unless a file became shorter while it was read: then nothing above is sure."""
+    """The exit code; 2 if a file became shorter while it was read, since no figure is then sure."""
     mapped = _mapped_files()
     files: list[str] = mapped.cut_files() if mapped is not None else []
     if not files:
@@ -103,8 +103,8 @@ def _unless_cut(code: int) -> int:
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     print_error(
         DriftlineError(
-            f"{files[0]}{more} became shorter while it was read; figures of it are not to be used",
-            hint="wait until whoever writes it is done, then run this again",
+            f"{files[0]}{more} became shorter while it was read; do not use its figures",
+            hint="wait until the program that writes it has ended, then run this again",
         )
     )
     return EXIT_COULD_NOT
@@ -116,7 +116,7 @@ def _mapped_files() -> Any:
 
 
 def print_error(error: DriftlineError) -> None:
-    """One sentence on stderr, and the way out on a line of its own."""
+    """Print the error as one sentence on stderr, and the hint on the next line."""
     print(f"driftline: {_printable(str(error))}", file=sys.stderr)
     if error.hint:
         print(f"  hint: {_printable(error.hint)}", file=sys.stderr)
@@ -164,7 +164,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _report_bug(bug: Exception) -> int:
-    """An exception nobody planned for is our bug: say so, and keep the traceback in a file."""
+    """Report an unexpected exception as a bug of ours, and save its traceback to a file."""
     import tempfile
     import traceback
 

@@ -1,4 +1,4 @@
-"""Options that several commands share: panels of the help pages, and groups as dataclasses.
+"""Options that several commands share, grouped in dataclasses, and the panels of the help pages.
 
 A group is a frozen dataclass marked `@Parameter(name="*")`: a command that has a parameter of that
 type takes the options of its fields. The methods turn what was typed into values of the Python API,
@@ -116,7 +116,7 @@ class ProgramOptions:
     """The program that a command runs.
 
     Attributes:
-        exec_: The program as one text, read like a shell reads quotes; no pipes or redirection.
+        exec_: The program as one text, split as a shell splits quotes; no pipes, no redirection.
     """
 
     exec_: Annotated[str, Parameter(metavar="COMMAND")] = ""
@@ -184,7 +184,7 @@ def shell_operator(text: str) -> str:
 
 
 def numbers_from(option: str, texts: Sequence[str] | None) -> frozenset[int]:
-    """`3`, `3-5` and `1,3-5`; several are added up."""
+    """The set of numbers that texts such as `3`, `3-5` and `1,3-5` name together."""
     numbers: set[int] = set()
     for word in (part.strip() for text in texts or () for part in text.split(",")):
         first, dash, last = word.partition("-")
@@ -198,14 +198,14 @@ def numbers_from(option: str, texts: Sequence[str] | None) -> frozenset[int]:
             raise BadInput(f"{option} {word} is empty", hint=f"write {last}-{first}")
         if dash and int(last) - int(first) > MOST_STEPS:
             raise BadInput(
-                f"{option} {word} is more than anybody has dumped", hint="write a shorter range"
+                f"{option} {word} has more than {MOST_STEPS:,} steps", hint="write a shorter range"
             )
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
 
 
 def engine_or_default(engine: "Engine | None") -> "tuple[Engine, bool]":
-    """Which engine, and whether the user named it: ATB by itself where the library is set up."""
+    """The engine, and whether the user named it. The default is ATB where the library is set up."""
     from driftline import settings
 
     if engine is not None:
@@ -299,9 +299,9 @@ class AlignmentOptions:
     """Which tensors of two runs are compared with each other.
 
     Attributes:
-        map: Sites that are called differently, such as 'model.*=*'; may be repeated.
+        map: Sites with different names on the two sides, such as 'model.*=*'; may be repeated.
         site: Only sites that match; may be repeated.
-        plan: Compare what this saved plan says, and nothing else.
+        plan: Compare the tensors that this saved plan pairs, and no others.
     """
 
     map: Annotated[list[str] | None, Parameter(metavar="REF=CAND")] = None
@@ -317,7 +317,7 @@ class AlignmentOptions:
         }
 
     def align_options(self) -> "AlignOptions | None":
-        """None if nothing is given: a comparison that was written needs no alignment."""
+        """The options; None if none is given, because a saved comparison needs no alignment."""
         from driftline.alignment.align import AlignOptions
 
         if not (self.site or self.map or self.plan is not None):
@@ -346,7 +346,7 @@ class RepeatEvidenceOptions:
 
     Attributes:
         repeat: Another execution of the candidate's own program; may be repeated.
-        bisect: What `driftline bisect --format json` printed: proves what a site explains.
+        bisect: What `driftline bisect --format json` printed: measures how much a site explains.
     """
 
     repeat: Annotated[list[Path] | None, URLS, Parameter(metavar="RUN")] = None
@@ -375,8 +375,8 @@ class LimitOptions:
     Attributes:
         max: The largest value of a metric that passes, for every tensor; may be repeated.
         min: The smallest value that passes, for metrics such as cosine; may be repeated.
-        min_coverage: INCOMPLETE when less than this share of all tensors was judged, such as 0.9;
-            in place of nine tenths of the calls of leaves.
+        min_coverage: INCOMPLETE if less than this share of all tensors was judged, such as 0.9.
+            Default: 90 % of the calls of leaf modules.
         thresholds: Limits of each layer, as `driftline calibrate` and `thresholds` write them.
     """
 
@@ -387,7 +387,7 @@ class LimitOptions:
 
     @property
     def words(self) -> list[str]:
-        """All `METRIC=VALUE`, from above and from below."""
+        """The `METRIC=VALUE` words of `--max` and `--min` together."""
         return [*(self.max or ()), *(self.min or ())]
 
     def limits(self, columns: "Iterable[Column]") -> "tuple[Limit, ...]":
@@ -403,16 +403,16 @@ class ExitOptions:
     """What the exit code says of a verdict.
 
     Attributes:
-        allow_incomplete: Exit code 0 also for INCOMPLETE: what was compared agrees, and it is not
-            enough to tell.
-        bisect_exit: Exit code 125 in place of 2, which `git bisect run` reads as "skip".
+        allow_incomplete: Exit code 0 also for INCOMPLETE, when what was compared agrees but was too
+            little to judge the whole.
+        bisect_exit: Exit code 125 instead of 2; `git bisect run` reads it as "skip".
     """
 
     allow_incomplete: bool = False
     bisect_exit: bool = False
 
     def exit_code(self, verdict: "Verdict") -> int:
-        """The exit code of a verdict; `main` puts 125 in place of 2 where that is asked for."""
+        """The exit code of a verdict; `main` replaces 2 by 125 if `--bisect-exit` is given."""
         from driftline.comparison.verdict.decision import EXIT_CODES
 
         if self.allow_incomplete and verdict == "incomplete":
@@ -426,13 +426,13 @@ class OutputOptions(ExitOptions):
     """Where a comparison's table goes.
 
     Attributes:
-        output: Also write the comparison there: table.json and rows.csv; rows.parquet where pyarrow
-            is installed.
+        output: Also write the comparison to this folder: table.json, rows.csv, and rows.parquet if
+            pyarrow is installed.
         format: table for people; json, csv and markdown for programs and reviews; github
             (annotations and a step summary) and junit for CI.
-        all: Show every row rather than the worst.
-        quiet: Print nothing; the exit code says it.
-        force: Replace output that is there already.
+        all: Show every row, not only the worst.
+        quiet: Print nothing; the exit code gives the result.
+        force: Replace existing output.
     """
 
     output: Annotated[Path | None, URLS, Parameter(name=("--output", "-o"), metavar="DIR")] = None
@@ -454,21 +454,25 @@ class ThreadOptions:
     threads: Annotated[int | None, Parameter(metavar="N")] = None
 
     def count(self) -> int | None:
-        """The number, if there is one that can work."""
+        """The number of threads, or None for the default.
+
+        Raises:
+            BadInput: The number is below 1.
+        """
         if self.threads is not None and self.threads < 1:
-            raise BadInput(f"--threads {self.threads} cannot do anything", hint="give 1 or more")
+            raise BadInput(f"--threads takes 1 or more, not {self.threads}", hint="give 1 or more")
         return self.threads
 
 
 @Parameter(name="*", group=SPEED)
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Who does the work.
+    """Which processes and machines do the work.
 
     Attributes:
-        jobs: Share the work out among so many processes; the result is the same, bit for bit.
-        executor: Share it out on a Ray cluster: the one this machine is in, or one elsewhere. All
-            machines must see the same files.
+        jobs: Divide the work among N processes; the result is the same, bit for bit.
+        executor: Divide the work on a Ray cluster: the one that this machine belongs to, or one at
+            an address. All machines must see the same files.
     """
 
     jobs: Annotated[int | None, Parameter(metavar="N")] = None
@@ -486,12 +490,12 @@ class DecoderOptions:
     """A decoder, what it reads, and the two targets it runs on.
 
     Attributes:
-        tokenizer: Folder or id of the tokenizer; the model's own if not given.
-        library: Who loads the model; fms needs the package ibm-fms. transformers, unless the
-            architecture is one that only ibm-fms knows.
+        tokenizer: Folder or id of the tokenizer. Default: the model's own.
+        library: The library that loads the model; fms needs the package ibm-fms. Default:
+            transformers, unless only ibm-fms knows the architecture.
         sharegpt_path: Prompts: ShareGPT JSON, or a text file with one prompt per line.
-        reference: The trusted target; device=cpu,dtype=fp32 if not given.
-        candidate: The target in question; its default is described above.
+        reference: The trusted target. Default: device=cpu,dtype=fp32.
+        candidate: The target to test; its default is described above.
     """
 
     tokenizer: Annotated[str, Parameter(metavar="PATH", group=MODEL)] = ""
@@ -510,9 +514,9 @@ class DecoderModelOptions:
     """How a decoder is loaded and how its prompts are drawn.
 
     Attributes:
-        variant: Id that names the model in file names; without a path it is loaded, too.
+        variant: Id of the model for file names; if no path is given, this model is loaded.
         architecture: hf_pretrained, or the name of an architecture of ibm-fms.
-        order: How prompts are drawn: head among those that fit, doc as older results were made.
+        order: How prompts are drawn: head takes those that fit; doc draws as older results did.
     """
 
     variant: Annotated[str, Parameter(metavar="ID", group=MODEL)] = ""

@@ -1,4 +1,4 @@
-"""Where commands put what they make, and what they refuse to overwrite."""
+"""Write and print what commands make, and refuse to overwrite what exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def refuse_overwriting(
     output: Path | None, csv: Path | None, force: bool, report: Path | None = None
 ) -> None:
-    """Before anything is read: a comparison of an hour must not end in a refusal."""
+    """Refuse existing output before anything is read, so that no long comparison is lost."""
     if output is not None and "://" in str(output):
         from driftline.runs.stores.api import refuse_overwriting
 
@@ -83,7 +83,7 @@ def write_table(
 
 
 def print_table(table: Table, options: OutputOptions, command: str = "compare") -> None:
-    """Print a comparison as its options ask for."""
+    """Print a comparison in the format that the options name."""
     from driftline.reporting import writers
 
     writers.table(
@@ -97,7 +97,7 @@ def print_table(table: Table, options: OutputOptions, command: str = "compare") 
 
 
 def run_place(output: str, stage: str) -> tuple[str, str]:
-    """The folder that a run is written to, and the address it is sent to; empty if it stays."""
+    """The folder that a run is written to, and the address it is sent to (empty if none)."""
     if "://" in output:
         from driftline.runs.stores.addresses import last_part, place_of, url_of
 
@@ -116,7 +116,7 @@ def run_place(output: str, stage: str) -> tuple[str, str]:
 
 
 def refuse_memory(url: str) -> None:
-    """A program is not run for a place that is gone when the command ends."""
+    """Refuse a `memory://` address: what is stored there is lost when the command ends."""
     from driftline.runs.stores.addresses import memory_warning
 
     if warning := memory_warning(url):
@@ -132,11 +132,11 @@ def short_path(path: str) -> str:
 
 
 def unsent_lines(sent: Sent, url: str) -> list[str]:
-    """What waits on this machine after a run was sent in part, and how to go on."""
+    """Lines for a run that was sent in part: what is still on this machine, and how to go on."""
     folder = short_path(str(sent.folder))
     files = "1 file" if sent.left == 1 else f"{sent.left} files"
     return [
         f"driftline: not all of it is at {sent.url}: {sent.reason}",
-        f"  {files} wait in {folder}",
-        f"  hint: go on with: driftline push {shlex.quote(folder)} {shlex.quote(url)}",
+        f"  {files} not sent yet, in {folder}",
+        f"  hint: continue with: driftline push {shlex.quote(folder)} {shlex.quote(url)}",
     ]

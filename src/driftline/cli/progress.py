@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on stderr, on a terminal only, and only if it takes a while."""
+"""A progress bar on stderr for commands that take a while; shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-# Nothing is shown before; most comparisons are over by then, and rich need not be loaded.
+# The bar appears after this time. Most comparisons end earlier and need not import rich.
 QUIET_SECONDS = 0.7
 
 
 class Bar:
-    """Counts finished items; call it with (done, in all). A lower number begins a new count."""
+    """Counts finished items; call it with (done, total). A lower `done` begins a new count."""
 
     def __init__(self, noun: str) -> None:
         self.noun = noun
@@ -27,12 +27,12 @@ class Bar:
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if done < self._done:
-            # The next text that is generated, say: the time of the last one says nothing about it.
+            # A new count, such as the next generated text: the old timing does not apply to it.
             self.close()
             self._started = None
         self._done = done
         if self._started is None:
-            # From the first item on: how long a model loads says nothing about the rest.
+            # Time from the first item: loading a model says nothing about the speed of the rest.
             self._started = now
         if self._shown is None:
             if now - self._started < QUIET_SECONDS:
@@ -67,7 +67,7 @@ class Bar:
 
 @contextmanager
 def progress_bar(noun: str, *, quiet: bool = False) -> Generator[Bar | None, None, None]:
-    """A bar to report to while the block runs; None where nobody would see it."""
+    """A progress bar for the time the block runs; None if stderr is not a terminal, or quiet."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

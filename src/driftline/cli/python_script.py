@@ -1,12 +1,11 @@
 """`--python`: a command's calls of the Python API, run or printed as a program.
 
-A command hands every call that does its work to `step`, `part` or `act`. Usually they call; with
-`--python` on the command line they note the call and its values instead, and `end` prints the notes
-as a program. So what is printed is what would have run, with the values that were parsed.
+A command makes every call that does its work through `step`, `part` or `act`. Usually they call the
+function. With `--python` they record the call and its arguments instead, and `end` prints the
+records as a program. So the printed program is what would have run, with the parsed values.
 
-The second half of the file turns any call and any value of our own frozen classes into Python
-source. An argument at its default is left out; so is one that only reports (progress bars, printing
-functions).
+The second half of the file turns calls and values of our own frozen classes into Python source.
+Arguments at their default are left out, and so are arguments that only report progress or print.
 """
 
 from __future__ import annotations
@@ -32,49 +31,49 @@ _OPENERS = ("driftline.open_run", "driftline.open_table", "driftline.load_thresh
 # Names that the program may import, so that no result is called the same.
 _RESERVED = frozenset(("driftline", "sys", "Path"))
 
-# The notes, while a command is written down. A list, so that functions need no `global`: one
-# command runs at a time.
+# The program that is being recorded; empty if commands run. It is a list so that functions need no
+# `global`; at most one command is recorded at a time.
 _scripts: list[Script] = []
 
 
-class _Written(Exception):
-    """The command was written down; carries the program."""
+class _Recorded(Exception):
+    """The command was recorded rather than run; the message is the program."""
 
 
 def is_script() -> bool:
-    """Whether the command is written down rather than run."""
+    """Whether the command is recorded rather than run."""
     return bool(_scripts)
 
 
 def step(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """`name = function(...)`. Written down, the result is a name that later calls may be given."""
+    """Call `function`, or record `name = function(...)`; later calls may take the result."""
     if not _scripts:
         return function(*args, **kwargs)
     return cast("R", _scripts[-1].assign(name, function, args, kwargs))
 
 
 def part(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """A value of a later call: written down, it stands there rather than on a line of its own."""
+    """Call `function`, or record it as a value inside a later call, without a line of its own."""
     if not _scripts:
         return function(*args, **kwargs)
     return cast("R", _scripts[-1].inline(function, args, kwargs))
 
 
 def act(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """`function(...)`, called for what it does."""
+    """Call `function`, or record a line that calls it, for its side effect."""
     if not _scripts:
         return function(*args, **kwargs)
     return cast("R", _scripts[-1].act(function, args, kwargs))
 
 
 def end(*results: Any) -> None:
-    """All calls are made; what follows only prints. Written down, the command is over here.
+    """Mark the end of the work: what follows only prints. A recorded command ends here.
 
     Args:
         results: What the program prints at its end.
 
     Raises:
-        _Written: The command was to be written down.
+        _Recorded: The command is recorded rather than run.
     """
     if _scripts:
         _finish(_scripts[-1], results)
@@ -83,20 +82,20 @@ def end(*results: Any) -> None:
 def _finish(script: Script, results: tuple[Any, ...]) -> NoReturn:
     for result in results:
         script.act(print, (result,), {})
-    raise _Written(script.text())
+    raise _Recorded(script.text())
 
 
 def write_script(command: Callable[[], object]) -> str:
-    """The program of a command.
+    """The Python program that does what a command would do.
 
     Raises:
-        DriftlineError: Its words are refused.
+        DriftlineError: The command refuses its arguments.
     """
     _scripts.append(Script())
     try:
         command()
-    except _Written as written:
-        return str(written)
+    except _Recorded as recorded:
+        return str(recorded)
     finally:
         _scripts.pop()
     raise AssertionError("a command went on after its last call: it does not call `end`")
@@ -109,7 +108,7 @@ class Name(NamedTuple):
 
 
 class Inline(NamedTuple):
-    """A call that stands inside another one; `opens` is its path where it only opens something."""
+    """A call written inside another one; `opens` is its path if it only opens something."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -128,7 +127,7 @@ class Script:
     def assign(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Name:
-        """A line that keeps the result of a call under a name of its own."""
+        """Add a line that assigns the result of a call to a new name, and return that name."""
         call = self._call(function, args, kwargs, 0)
         variable, number = name, 1
         while variable in self._names or variable in self._imports or variable in _RESERVED:
@@ -149,7 +148,7 @@ class Script:
     def act(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A line that only calls."""
+        """Add a line that only calls."""
         self._lines.append(self._call(function, args, kwargs, 0))
 
     def text(self) -> str:
@@ -260,7 +259,7 @@ class Script:
 
 
 def _import_blocks(lines: Iterable[str]) -> list[str]:
-    """Imports of Python's own, then ours; several names of one module on one line."""
+    """Two blocks of import lines: the standard library, then driftline; one line per module."""
     # By everything before the name, so that names of one module share a line.
     modules: dict[str, set[str]] = {}
     for line in lines:
@@ -287,10 +286,10 @@ class _Argument(NamedTuple):
 def _arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[_Argument]:
-    """The arguments that matter, in the order of the call."""
+    """The arguments that are written, in the order of the call: not defaults, not reporters."""
     try:
         parameters = dict(inspect.signature(function).parameters)
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature
         parameters = {}
     places = list(parameters.values())
     arguments: list[_Argument] = []
@@ -310,7 +309,7 @@ def _arguments(
 
 
 def _only_reports(value: Any) -> bool:
-    """A function of the command line's own, which a program has no use for."""
+    """Whether a value is a reporting object of the command line, which a program does not need."""
     if isinstance(value, (Name, Inline, type)):
         return False
     from_cli = type(value).__module__.startswith("driftline.cli.")
@@ -343,7 +342,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _public_name(function: Callable[..., Any]) -> str:
-    """The name of a function in the package itself; empty if it has none there."""
+    """The public name of a function, such as `driftline.compare`; empty if it has none."""
     import driftline
 
     address = f"{function.__module__}:{function.__qualname__}"
@@ -356,7 +355,7 @@ def _takes_path(annotation: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    r"""A text as Python writes it, in double quotes where it needs no escapes.
+    r"""The text as a Python literal, in double quotes if it needs no escapes.
 
     >>> print(quoted("a b"), quoted('say "x"'), quoted("a\n\udcff"))
     "a b" 'say "x"' 'a\n\udcff'
@@ -368,7 +367,7 @@ def quoted(text: str) -> str:
 
 
 def _laid_out(opening: str, words: Sequence[str], closing: str, depth: int) -> str:
-    """On one line, or a line for each word where that is too long."""
+    """The parts joined on one line, or one part per line if that line is too long."""
     line = opening + ", ".join(words) + closing
     if words and ("\n" in line or len(line) + 4 * depth > _WIDTH):
         inner = " " * (4 * (depth + 1))

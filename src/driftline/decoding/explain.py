@@ -1,6 +1,6 @@
 """Which layer makes a token fail: both models read the text before it again, layer by layer.
 
-A validation compares what comes out of a model; this compares what its layers give on the way.
+A validation compares the output of a model; this module compares the outputs of its layers.
 """
 
 # torch's own annotations are partial.
@@ -29,7 +29,7 @@ from driftline.decoding.prompts import Padded
 from driftline.errors import DriftlineError
 
 _LOGITS = ("logits", "0")
-"""What transformers and ibm-fms call them among the outputs of a model."""
+"""Names of the logits among the outputs of models of transformers and ibm-fms."""
 
 
 def explain(
@@ -42,8 +42,8 @@ def explain(
     """Compare every layer's outputs on the text before a failing token; rows are not judged yet.
 
     Args:
-        options: What was validated.
-        first: The token.
+        options: The options of the validation.
+        first: The failing token.
         session: The loaded models. A compiled candidate shows only its inputs and outputs, so its
             layers are those of the same candidate without the compiler, or, on a device that runs
             nothing else, compiled block by block.
@@ -55,7 +55,7 @@ def explain(
     batch = _text_before(options, first, session)
     candidate = session.model(options, "candidate")
     reference = session.model(options, "reference")
-    # Numbers of every token are only needed where they are written.
+    # Numbers of every token are needed only if they are written.
     take = _discard if files is None else files.take
     if not options.candidate.compile:
         walk = walk_layers(reference, candidate, batch, take=take, mode="model-forward")
@@ -64,17 +64,17 @@ def explain(
     visible = _visible_candidate(options)
     walk = walk_layers(reference, visible.model, batch, take=take, mode="model-forward")
     note = (
-        f"the candidate is compiled as a whole ({options.candidate.compile}) and shows nothing but "
-        f"its ends, so these layers are of the same candidate {visible.how}; relative_l2 "
+        f"the candidate is compiled as a whole ({options.candidate.compile}), which hides its "
+        f"layers, so these layers are of the same candidate {visible.how}; relative_l2 "
         f"of its logits is {_logits_error(compiled):.4g} compiled and {_logits_error(walk):.4g} "
-        "so: what differs between the two is the compiler's (driftline layer-metrics "
+        "so: the difference of the two comes from the compiler (driftline layer-metrics "
         f"--compile_unit {visible.unit} shows where)"
     )
     return _table(options, visible.model.target, walk, note, *_graph_notes(visible.model))
 
 
 def _graph_notes(model: DecoderModel) -> Iterator[str]:
-    """What the backend was given; of what it was not given no conclusion is drawn."""
+    """Notes about the graphs that reached the backend, and the parts that did not reach it."""
     if not model.units:
         return
     count = model.graphs
@@ -93,7 +93,7 @@ def write_layers(
     """Compare all layers on the text before a failing token, and save a number per token of each.
 
     Returns:
-        The comparison, which is not judged yet; whoever judges it writes it.
+        The comparison, which the caller judges and writes.
 
     Raises:
         DriftlineError: No layer could be compared, or nothing can be written.
@@ -136,8 +136,8 @@ class _VisibleCandidate(NamedTuple):
 
 
 def _visible_candidate(options: ValidateOptions) -> _VisibleCandidate:
-    """The candidate with its compiler out of the way, as far as the device allows; not kept."""
-    if options.candidate.device == "aiu":  # it runs nothing that is not compiled
+    """The candidate without its compiler, or, on the AIU, compiled block by block; not cached."""
+    if options.candidate.device == "aiu":  # it runs only compiled code
         model = load_side(replace(options, compiled="block"), options.candidate)
         return _VisibleCandidate(model, "compiled block by block", "leaf")
     plain = load_side(options, options.candidate._replace(compile=""))

@@ -1,4 +1,4 @@
-"""Which tokens fail, how many of how many, in which prompts, and which was the first.
+"""Counts failing tokens by check and prompt, and records the first failing token.
 
 Counts and scores grow round by round; only the logits of the first failing token are kept. The
 limits are given by the caller.
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 CHECKS = {"mean_diff": ("mean diff", "diff_mean"), "ce": ("cross entropy loss", "ce")}
-"""The two checks, in the order in which they are judged: how messages call each, and its column."""
+"""The two checks, in the order in which they are judged: name in messages, and column."""
 SHOWN = 5
-"""Tokens that are shown of either side where the first failure is."""
+"""How many of the likeliest tokens of each side are shown at the first failing token."""
 
 
 class Rate(NamedTuple):
@@ -32,8 +32,8 @@ class Rate(NamedTuple):
         check: `ce` or `mean_diff`.
         failing: Tokens at or above the limit.
         kept: Tokens that count.
-        limit: Where a token begins to fail.
-        allowed: The share of failing tokens must stay below this.
+        limit: A token fails if its value reaches this.
+        allowed: The fraction of failing tokens must stay below this.
         skipped: It is reported, but not judged.
     """
 
@@ -58,7 +58,7 @@ class Rate(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the rate (Wilson's), as if tokens did not depend on each other."""
+        """95 % interval of the rate (Wilson's), which treats tokens as independent."""
         z, n, p = 1.959963984540054, self.kept, self.rate
         middle = (p + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -94,14 +94,14 @@ class FirstFailure(NamedTuple):
 
     Attributes:
         seed: Round.
-        prompt: Place in the batch.
+        prompt: Index in the batch.
         name: The prompt's name in its file.
         position: How many generated tokens came before.
-        token: What the reference said there.
-        values: The documented scores there.
-        reference: Its likeliest tokens, over the whole vocabulary.
-        candidate: The candidate's.
-        tokens: The whole text up to there, padding included.
+        token: The reference's token.
+        values: The documented scores of the token.
+        reference: The reference's likeliest tokens, over the whole vocabulary.
+        candidate: The candidate's likeliest tokens.
+        tokens: The whole text before the token, including padding.
     """
 
     seed: int
@@ -119,7 +119,7 @@ class Tally:
     """Counts failing tokens as rounds come in.
 
     Attributes:
-        limits: Check → where a token begins to fail.
+        limits: Check → its limit.
         prompts: Counts of every prompt so far.
         first: The first failing token.
         agreed: Tokens where both sides' largest logit is at the same place.

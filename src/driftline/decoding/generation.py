@@ -1,8 +1,7 @@
 """Greedy generation that keeps the logits: free, or forced along another run's tokens.
 
-It never stops early: exactly the requested number of tokens is generated, including whatever comes
-after the end of a text, so that every prompt of a batch has the same shape. Which tokens count is
-decided later.
+It never stops early: exactly the requested number of tokens is generated, also after the end of a
+text, so that every prompt of a batch has the same shape. Which tokens count is decided later.
 """
 
 # torch, transformers, fms and pyarrow are only partly annotated.
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Validation(NamedTuple):
-    """What one generation left, prompt by prompt.
+    """The result of one generation, prompt by prompt.
 
     Attributes:
         tokens: int64 [prompts, length + new]: padding, prompt, generated.
         logits: [prompts, new, vocabulary] in the model's own number format; None if not kept.
-        choices: int64 [prompts, new]: what the model itself would have said at each step; differs
-            from the tokens where it was forced.
+        choices: int64 [prompts, new]: the model's own likeliest token at each step; may differ from
+            the tokens if these were forced.
         prompt_length: Tokens before the first generated one, padding included.
         nonfinite: int64 [prompts, new]: how many logits were NaN or plus infinity, kept or not.
-        masked: int64 [prompts, new]: how many were minus infinity: tokens that are never said.
+        masked: int64 [prompts, new]: how many were minus infinity: tokens with probability 0.
     """
 
     tokens: torch.Tensor
@@ -65,14 +64,14 @@ def generate(
     """Generate greedily with a cache.
 
     Args:
-        model: What generates.
-        prompts: One batch, padded already or to be padded.
-        max_new_tokens: How many tokens, whatever is generated.
-        length: Pad to at least this, where prompts are not padded yet.
+        model: The model.
+        prompts: One batch, padded or not.
+        max_new_tokens: The number of tokens to generate.
+        length: Pad to at least this length, if prompts are not padded yet.
         forced: Tokens of another run of the same prompts [prompts, length + new]. At every step the
-            token there is what the model goes on with, so that both read the same text.
-        keep_logits: Whether the logits are wanted.
-        progress: Called with (tokens done, tokens in all).
+            model continues with these instead of its own, so that both read the same text.
+        keep_logits: Whether to keep the logits.
+        progress: Called with (tokens done, tokens in total).
 
     Raises:
         BadInput: No new tokens are asked for, or the forced tokens are of another shape or prompt.
@@ -108,7 +107,7 @@ def generate(
             start = end if model.caches else 0
             if keep_logits:
                 if logits is None:
-                    # Once, at full size: to append at every step would copy it all every time.
+                    # Allocated once at full size: appending would copy everything at every step.
                     shape = (rows, max_new_tokens, int(row.logits.shape[-1]))
                     logits = torch.empty(shape, dtype=row.logits.dtype)
                 logits[:, step] = row.logits.cpu()
@@ -131,7 +130,7 @@ def _next_logits(
     positions: torch.Tensor,
     cache: object,
 ) -> Forward:
-    """What the model says; if it fails, that is a sentence: it is the model's, not our own."""
+    """The model's next logits; an exception of the model becomes a message of ours."""
     try:
         return model.forward(ids, mask, positions, cache)
     except DriftlineError:

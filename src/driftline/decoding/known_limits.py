@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from driftline.errors import BadFile, BadInput
 
 DEFAULT_LIMITS = (3.0, 0.001)
-"""Limits of `ce` and mean difference for a model that nobody has said anything about."""
+"""Default limits of `ce` and mean difference."""
 MOST_BYTES = 16 << 20
 
 _LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
@@ -79,7 +79,7 @@ def read_table(path: Path) -> tuple[ModelLimits, ...]:
 
 
 def seed_table(path: Path) -> bool:
-    """Make the table with the documented values where there is none; whether it was made.
+    """Create the table with the documented values if it does not exist; returns whether it did so.
 
     Raises:
         BadInput: It cannot be written.

@@ -51,16 +51,16 @@ _REPORTED_EVENTS = ("refused", "exception")
 
 
 class LayersResult(NamedTuple):
-    """What one model and shape gave.
+    """The result of one model and shape.
 
     Attributes:
-        options: What was asked for.
-        skipped: Everything was there already.
-        layers: Per layer, in the order in which they ran.
+        options: The options.
+        skipped: Whether the results existed already.
+        layers: Per layer, in execution order.
         table: One row per output and iteration.
-        notes: What a reader should know: layers that were not compared, and why.
+        notes: Layers that were not compared, with reasons, and other remarks.
         files: Names of the csv files.
-        not_run: Parts of which no graph reached the backend that they were to be compiled by.
+        not_run: Parts of which no graph reached the backend that should compile them.
     """
 
     options: LayerOptions
@@ -88,14 +88,14 @@ def run_layers(
     """Compute the layer metrics of one model and shape.
 
     Args:
-        options: What is wanted.
-        session: Models that are loaded already, of another shape.
-        judge: Decides the rows of the table; they stay unjudged without.
+        options: The options.
+        session: Holds models that were loaded for another shape.
+        judge: Judges the rows of the table; if not given, they stay unjudged.
         report: Takes messages, line by line.
-        progress: Called with (module calls done, about how many there are).
+        progress: Called with (module calls done, approximate total).
 
     Raises:
-        DriftlineError: It could not be done. Shapes that were finished before stay.
+        DriftlineError: It could not be done. Results of finished shapes are kept.
     """
     return run_unless_done(LayersTask(options, report, judge, progress), session or Session())
 
@@ -114,7 +114,7 @@ class LayersTask:
     ) -> None:
         options.check()
         self.options = options
-        # Layers of a model that is split over ranks are nowhere complete.
+        # If a model is split over ranks, no rank has complete layers.
         self.job = Job()
         self._report = report
         self._judge = judge
@@ -125,10 +125,9 @@ class LayersTask:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """What the metrics depend on, as it is written next to them; found out once, at the start.
+        """Everything that the metrics depend on, as it is saved with them; computed once.
 
-        File names do not say the mode, the targets, nor what prompts and weights were when they
-        were read.
+        File names do not include the mode, the targets, and the contents of prompts and weights.
         """
         options = self.options
         settings: dict[str, Any] = {
@@ -157,7 +156,7 @@ class LayersTask:
 
     def saved_inputs(self) -> Mapping[str, Any] | None:
         options = self.options
-        # Work that was interrupted while files got their names: some are old, some are new.
+        # The work was interrupted while files were renamed: some are old, some are new.
         if work_folder_path(options.output_path, self.name, options.prefix).is_dir():
             return None
         if not options.provenance.exists():
@@ -166,7 +165,7 @@ class LayersTask:
         return cast("Mapping[str, Any]", self._saved.get("settings", {}))
 
     def _refuse_unexplained_files(self) -> None:
-        """Files of another program are not overwritten unasked."""
+        """Refuse to overwrite files of another program without --force."""
         options = self.options
         folder = options.output_path
         for path in folder.iterdir() if folder.is_dir() else ():
@@ -225,7 +224,7 @@ class LayersTask:
 
     def run_round(self, session: Session, seed: int) -> bool:
         options = self.options
-        # Before anything is computed: settings say what was read, not what is there at the end.
+        # Before anything is computed: settings describe the files as they were read.
         _ = self.settings
         batch = session.batch(options, seed)
         reference = session.model(options, "reference")
@@ -253,14 +252,14 @@ class LayersTask:
         return False
 
     def _check_names(self, model: DecoderModel) -> None:
-        """Refuse layers whose files no file system could hold, before they are computed."""
+        """Refuse layers with file names that are too long, before they are computed."""
         sites: list[str] = [name or ROOT for name, _ in model.module.named_modules()]
         for site in sites:
             layer = file_layer(site, model.library)
             require_short(layer_csv(self.options.prefix, layer, LAYER_CSV_METRICS[0]))
 
     def finish(self, session: Session) -> LayersResult:
-        """Everything under its name; what says that all is there comes last."""
+        """Rename all files to their final names; the file that marks completion comes last."""
         del session
         assert self._walked is not None  # run_round leaves it, or raises
         options = self.options
@@ -276,11 +275,11 @@ class LayersTask:
         if self._judge is not None:
             table = self._judge(table)
         draft = self._folder / "table"
-        # Into the work folder: judging and writing may fail, and old results stay until then.
+        # Written to the work folder first: if judging or writing fails, old results stay.
         table.write(draft)
         # From here on an interruption leaves a mixture, which the work folder marks.
         begin_renaming(self._folder)
-        # The file that says that all is there goes first and comes last.
+        # The file that marks completion is deleted first and written last.
         for old in (options.provenance, options.table):
             if old.is_dir():
                 shutil.rmtree(old)
@@ -335,7 +334,7 @@ def _reasons_of(walk: Walk) -> str:
 
 
 def _compiler_notes(options: LayerOptions, graphs: Mapping[str, GraphCount]) -> Iterator[str]:
-    """What reached the backend, and what a compiled side cannot show."""
+    """Notes about graphs that reached the backend, and about outputs that compilation hides."""
     for side, target in (("reference", options.reference), ("candidate", options.candidate)):
         if not target.compile:
             continue
@@ -378,7 +377,7 @@ def _notes(walk: Walk) -> Iterator[str]:
         if sites:
             count = f"{len(sites)} layer{'' if len(sites) == 1 else 's'}"
             yield f"{count} {description}: {_first_few(sites)}{_reasons(rows, status)}"
-    # The same event of every call would drown the others.
+    # Equal events of many calls are reported once.
     messages = Counter(
         f"{event.side}: {event.message}" for event in walk.events if event.kind in _REPORTED_EVENTS
     )

@@ -1,7 +1,7 @@
-"""`driftline metrics`: generate on both targets, score every token, keep what can be used again.
+"""`driftline metrics`: generate on both targets, score every token, save the outputs for reuse.
 
-A round has a seed of its own. What a round has saved is reused after an interruption, a round never
-needs the memory of another, and nothing half-written has a name that counts.
+Each round has its own seed. Saved outputs of a round are reused after an interruption. Rounds do
+not share memory, and incomplete files never have a final name.
 """
 
 # torch's own annotations are partial.
@@ -73,24 +73,24 @@ if TYPE_CHECKING:
 OUTPUT_OPTION = "--output_dir"
 FORMAT = "driftline-decoder-metrics"
 LAST_METRIC = "prob_mean"
-"""The metric whose file is written last: where it is, everything is."""
+"""The metric whose file is written last: if it exists, all results exist."""
 _OF_MODEL = ("model", "architecture", "library", "unfuse_weights", "extra", "weights")
-"""Settings that say which model computed something, whatever the target."""
+"""Settings that identify the model, on any target."""
 
 
 class MetricsResult(NamedTuple):
-    """What one model and shape gave.
+    """The result of one model and shape.
 
     Attributes:
-        prefix: What its files begin with.
-        folder: Where they are.
-        skipped: Everything was there already.
-        tokens: How many tokens were counted.
-        rounds: How many rounds.
+        prefix: Prefix of its file names.
+        folder: Folder of its files.
+        skipped: Whether the results existed already.
+        tokens: Number of counted tokens.
+        rounds: Number of rounds.
         columns: The documented metrics and companions of all counted tokens, by name.
-        first_other: Seed, prompt and position of the first token that the candidate would have
-            chosen otherwise; None if there is none, or it is not known.
-        companions: Whether scores over the whole vocabulary are there.
+        first_other: Seed, prompt and position of the first token for which the candidate's choice
+            differs; None if there is none, or it is not known.
+        companions: Whether there are scores over the whole vocabulary.
     """
 
     prefix: str
@@ -131,16 +131,16 @@ def run_metrics(
     session: Session | None = None,
     progress: Progress | None = None,
 ) -> MetricsResult:
-    """Compute the metrics of one model and shape, or what is missing of them.
+    """Compute the metrics of one model and shape, or the missing part of them.
 
     Args:
-        options: What is wanted.
+        options: The options.
         report: Takes messages, line by line.
-        session: Models that are loaded already, of another shape.
-        progress: Called with (tokens done, tokens in all) of each generation.
+        session: Holds models that were loaded for another shape.
+        progress: Called with (tokens done, tokens in total) of each generation.
 
     Raises:
-        DriftlineError: It could not be done. What was finished before is kept, and used next time.
+        DriftlineError: It could not be done. Finished parts are kept and used next time.
     """
     return run_unless_done(MetricsTask(options, report, progress), session or Session())
 
@@ -166,7 +166,7 @@ class MetricsTask:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """What the scores depend on, as it is written beside them; found out once, at the start."""
+        """Everything that the scores depend on, as it is saved with them; computed once."""
         options = self.options
         settings = {
             "model": options.model,
@@ -185,12 +185,12 @@ class MetricsTask:
             "max_new_tokens": options.new_tokens,
             "rounds": options.rounds,
         }
-        if not options.skip_computation:  # else the saved logits say which prompts they are of
+        if not options.skip_computation:  # else the saved logits name their prompts
             settings |= {"prompts": file_digest(options.prompts), "order": options.order}
         return settings
 
     def inputs(self) -> Mapping[str, Any]:
-        # More rounds are not other ones: those that are there are used again.
+        # The number of rounds is left out: existing rounds are used if more are requested.
         return {name: value for name, value in self.settings.items() if name != "rounds"}
 
     def saved_inputs(self) -> Mapping[str, Any] | None:
@@ -200,7 +200,7 @@ class MetricsTask:
 
     def is_complete(self) -> bool:
         saved = self._saved_settings
-        # Without a file that says how they were made, the metrics are another program's.
+        # Without provenance, the metrics are from another program.
         return saved is None or saved.get("rounds") == self.options.rounds
 
     @functools.cached_property
@@ -249,7 +249,7 @@ class MetricsTask:
             yield
 
     def _say_where(self) -> None:
-        """The first line: what runs where."""
+        """Print the first line: which side runs on which target."""
         options = self.options
         if options.skip_computation:
             self._report("nothing is run: saved logits are scored")
@@ -259,7 +259,7 @@ class MetricsTask:
             self._report("--compile_dynamic changes nothing: neither side is compiled")
 
     def _delete_old_results(self) -> None:
-        """The file that says that all is done; with `force` also the logits that were saved."""
+        """Delete the file that marks completion; with `force` also the saved logits."""
         options = self.options
         options.csv(LAST_METRIC).unlink(missing_ok=True)
         if options.force and not options.skip_computation:
@@ -270,7 +270,7 @@ class MetricsTask:
                         shutil.rmtree(path)
 
     def _look_up(self, session: Session) -> None:
-        """Find out what is missing before hours are spent on what is not."""
+        """Check that everything needed is available, before hours are spent."""
         options = self.options
         session.prompts(options)
         folders = [
@@ -322,11 +322,11 @@ class MetricsTask:
         return True
 
     def _announce(self, batch: dict[str, Any] | None) -> None:
-        """Tell the other ranks, once a round, what the candidate is to compute; None: nothing."""
+        """Send the candidate's batch of this round to the other ranks; None: nothing to compute."""
         self.job.share(batch or {})
 
     def _assist(self, session: Session) -> None:
-        """What ranks other than 0 do in a round: their part of the candidate, if it is computed."""
+        """The round of ranks other than 0: compute their part of the candidate, if needed."""
         batch: dict[str, Any] = self.job.share(None)
         if batch:
             model = session.model(self.options, "candidate", self.job)
@@ -356,7 +356,7 @@ class MetricsTask:
         )
 
     def _sides(self, session: Session, seed: int) -> tuple[Outputs, Outputs]:
-        """Both sides of a round, saved before or computed now."""
+        """Both sides of a round, from saved outputs or computed."""
         options = self.options
         if options.skip_computation:
             self._announce(None)
@@ -399,10 +399,10 @@ class MetricsTask:
         return candidate
 
     def _reused(self, side: Side, seed: int, batch: Padded) -> Outputs | None:
-        """A side that an earlier run saved; None if there is none.
+        """The outputs of a side that an earlier run saved; None if there are none.
 
         Raises:
-            AlreadyThere: It is of other prompts or settings.
+            AlreadyThere: They belong to other prompts or settings.
         """
         folder = self.options.out(side, seed)
         if not folder.is_dir():
@@ -464,7 +464,7 @@ class MetricsTask:
         self._save(CANDIDATE, seed, candidate._replace(top=compared))
 
     def finish(self, session: Session) -> MetricsResult:
-        """The documented files, from the parts; the one that says that all is done comes last."""
+        """Write the documented files from the parts; the one that marks completion comes last."""
         del session
         options = self.options
         if not self.job.writes:
@@ -533,7 +533,7 @@ def run_shapes(
     """`run_metrics` for several shapes, some at a time.
 
     Args:
-        shapes: What is wanted.
+        shapes: Options of each shape.
         jobs: Worker processes.
         executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
         report: Takes messages, line by line, each with the shape it is about.

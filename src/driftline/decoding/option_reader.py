@@ -1,6 +1,6 @@
 """Options of the decoder commands from flags and environment variables, by one rule.
 
-A flag wins over an environment variable, that over the default. `metrics_options` and
+A flag overrides an environment variable, which overrides the default. `metrics_options` and
 `layer_options` take the options of their commands by name; `validate_options` takes the documented
 variables (`COMMON_MODEL_PATHS`, `METRICS_THRESHOLD`, …), which `validate_words` also reads from
 flags. All combinations of several values become one set of options each. Nothing is loaded here.
@@ -59,11 +59,11 @@ VALIDATE_DEFAULTS = {
 
 
 class OptionReader:
-    """Texts of options: a flag wins over an environment variable, that over the default.
+    """Texts of options: a flag overrides an environment variable, which overrides the default.
 
     Args:
-        flags: What the command line says, by option.
-        variable: Returns what the environment says for an option.
+        flags: The values of the command line, by option.
+        variable: Returns the value of an environment variable.
         variables: Name of the environment variable of each option that has one.
         command: For the hint of a refusal.
     """
@@ -81,7 +81,7 @@ class OptionReader:
         self.hint = f"see driftline {command} --help"
 
     def flag(self, name: str) -> Any:
-        """What the command line says; None if nothing."""
+        """The value of an option on the command line; None if it is not given."""
         return self._flags.get(name)
 
     def text(self, name: str, default: str = "") -> str:
@@ -102,9 +102,9 @@ class OptionReader:
 
         Args:
             name: The option.
-            default: What it is where nobody sets it.
-            least: The smallest number that is taken.
-            optional: Whether there may be none.
+            default: The value if nobody sets it.
+            least: The smallest allowed number.
+            optional: Whether it may be empty.
 
         Raises:
             BadInput: A word is no such number, or there is none.
@@ -116,7 +116,7 @@ class OptionReader:
         return list(dict.fromkeys(map(int, words)))
 
     def number_refusal(self, name: str, word: str, least: int) -> BadInput:
-        """What to say of a word that is no number; an empty one: there is none at all."""
+        """The error for a word that is not a number; an empty word means that none is given."""
         del least
         if not word:
             return BadInput(f"--{name} names no number", hint=self.hint)
@@ -134,13 +134,13 @@ def split_words(text: str) -> list[str]:
 
 
 def metrics_options(flags: Mapping[str, Any]) -> list[MetricsOptions]:
-    """Every shape that `driftline metrics` is asked for, in the order in which they are run.
+    """The options of every requested shape of `driftline metrics`, in the order of the runs.
 
     Args:
-        flags: The command's options by name; what is absent is taken from the environment.
+        flags: The command's options by name; missing ones are taken from the environment.
 
     Raises:
-        BadInput: A word has no meaning, or something necessary is missing.
+        BadInput: A value is invalid, or a required one is missing.
     """
     reader = OptionReader(flags, settings.metrics_variable, settings.METRICS_VARIABLES, "metrics")
     folder: Path | None = reader.flag("output_dir")
@@ -154,7 +154,7 @@ def metrics_options(flags: Mapping[str, Any]) -> list[MetricsOptions]:
             hint="64 and 2048 are usual; SEQ_LENS in the environment is taken as well",
         )
     variant = reader.text("variant")
-    # A variant alone is what is loaded: the environment must not put another model in its place.
+    # If only a variant is given, it is loaded: the environment must not replace it.
     path = str(reader.flag("model_path") or "") if variant else reader.text("model_path")
     prompts = reader.text("sharegpt_path")
     dynamic = bool(reader.flag("compile_dynamic"))
@@ -197,7 +197,7 @@ def metrics_options(flags: Mapping[str, Any]) -> list[MetricsOptions]:
 
 
 def layer_options(flags: Mapping[str, Any]) -> list[LayerOptions]:
-    """Every model and shape that `driftline layer-metrics` is asked for; as `metrics_options`."""
+    """The options of every requested model and shape of `driftline layer-metrics`."""
     reader = OptionReader(flags, settings.layer_variable, settings.LAYER_VARIABLES, "layer-metrics")
     if reader.flag("mode") is None:
         raise BadInput(
@@ -272,7 +272,7 @@ def _loader_arguments(words: Iterable[str], hint: str) -> dict[str, Any]:
 
 
 def validate_words(flags: Mapping[str, Any]) -> Read:
-    """What the command line of `driftline validate` and the environment say, by variable name.
+    """A function that reads a variable from the options of `driftline validate` or the environment.
 
     Args:
         flags: The command's options by name.
@@ -481,12 +481,12 @@ class _ValidateReader(OptionReader):
         if ATTENTION[attention] and not candidate.attention:
             candidate = candidate._replace(attention=ATTENTION[attention])
         if attention in FP8 and not reference.attention:
-            # The cost of fp8 itself is not an error of the device: both sides round alike.
+            # The cost of fp8 itself is not an error of the device, so both sides round.
             reference = reference._replace(attention=attention)
         return reference, candidate
 
     def _library(self, *targets: Target) -> str:
-        """Who loads the models: ibm-fms where an attention is its own, else what the user says."""
+        """The library that loads the models: ibm-fms if it has the attention, else as given."""
         library = self.text("LIBRARY")
         needed = [target.attention for target in targets if target.attention in OF_FMS]
         if needed and library not in ("", "fms"):
@@ -530,8 +530,9 @@ class _ValidateReader(OptionReader):
     def _limits(
         self, model: ModelLimits, table: Sequence[ModelLimits], *, micro: bool, drawn: bool
     ) -> Limits:
-        """METRICS_THRESHOLD wins over a thresholds file, that over the list of models, the table
-        and the default."""
+        """The limits from the first source that has them: METRICS_THRESHOLD, a thresholds file, the
+        list of models, the table, the default.
+        """
         pair = self.text("METRICS_THRESHOLD")
         if pair:
             return Limits(*self._two_numbers(pair), "METRICS_THRESHOLD")

@@ -1,4 +1,4 @@
-"""What the decoder commands are asked to do: one model, one shape, two targets, and their extras.
+"""Options of the decoder commands: one model, one shape, two targets, and extras of each command.
 
 `DecoderOptions` is what `metrics`, `layer-metrics` and `validate` have in common; three small
 classes add what each needs. `option_reader` builds them from flags and environment variables.
@@ -41,17 +41,17 @@ class DecoderOptions:
         tokenizer: Folder or id; the model's own if empty.
         prompts: ShareGPT JSON, or one prompt per line.
         batch_size: Prompts of one round.
-        length: Sequence length: prompts have half of it to all of it, and are padded to it.
-        new_tokens: Generated per prompt and round.
+        length: Sequence length. Prompts of half this length up to this length are padded to it.
+        new_tokens: Tokens generated per prompt and round.
         reference: The trusted target.
-        candidate: The target in question.
+        candidate: The target to test.
         architecture: `hf_pretrained`, or one that ibm-fms knows by name.
-        library: Who loads the model; empty: as `models.loading` decides.
+        library: The library that loads the model; empty: `models.loading` decides.
         unfuse_weights: Separate projections in models of ibm-fms.
         compiled: What a compiled target compiles as one graph.
         order: How prompts are drawn.
         distributed: Split the candidate over the ranks of the job.
-        force: Compute again what is already there.
+        force: Compute existing results again.
     """
 
     model_path: str = ""
@@ -73,13 +73,13 @@ class DecoderOptions:
 
     @property
     def source(self) -> str:
-        """What is loaded."""
+        """The path or id that is loaded."""
         # A variant without a path is itself an id.
         return self.model_path or self.variant
 
     @property
     def model(self) -> str:
-        """What files and messages call the model."""
+        """The name of the model in files and messages."""
         return model_name(self.model_path, self.variant)
 
     @property
@@ -95,7 +95,7 @@ class DecoderOptions:
 
     @property
     def prefix(self) -> str:
-        """What all files of this model and shape begin with."""
+        """The prefix of all file names of this model and shape."""
         return names.file_prefix(
             self.model,
             self.new_tokens,
@@ -111,7 +111,7 @@ class DecoderOptions:
 
     @property
     def rounds(self) -> int:
-        """How many batches of prompts are run, each with a seed of its own."""
+        """The number of batches of prompts; each has its own seed."""
         return 1
 
     @property
@@ -121,7 +121,7 @@ class DecoderOptions:
 
     @property
     def shape(self) -> str:
-        """How messages call the shape."""
+        """The shape as text for messages."""
         return f"batch {self.batch_size}, length {self.length}, {self.new_tokens} tokens"
 
     def splits(self, ranks: int) -> bool:
@@ -135,7 +135,7 @@ class DecoderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsOptions(DecoderOptions):
-    """What `driftline metrics` needs besides.
+    """Further options of `driftline metrics`.
 
     Attributes:
         output_dir: Folder of the results; created if it does not exist.
@@ -186,7 +186,7 @@ class MetricsOptions(DecoderOptions):
         return self.output_dir / f"{self.prefix}{names.PROVENANCE}"
 
     def check(self) -> None:
-        """Refuse what cannot give a result, before anything is loaded.
+        """Refuse invalid options, before anything is loaded.
 
         Raises:
             BadInput: A number is out of range, or a name too long.
@@ -213,7 +213,7 @@ class MetricsOptions(DecoderOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(DecoderOptions):
-    """What `driftline layer-metrics` needs besides.
+    """Further options of `driftline layer-metrics`.
 
     Attributes:
         prompts: ShareGPT JSON, or one prompt per line.
@@ -246,7 +246,7 @@ class LayerOptions(DecoderOptions):
         return self.output_path / f"{self.prefix}{names.LAYER_TABLE}"
 
     def check(self) -> None:
-        """Refuse what cannot give a result, before anything is loaded.
+        """Refuse invalid options, before anything is loaded.
 
         Raises:
             BadInput: A number is out of range, or a name too long.
@@ -269,7 +269,7 @@ class LayerOptions(DecoderOptions):
 
 
 class Limits(NamedTuple):
-    """Where a token begins to fail, and where the limits come from."""
+    """Limits of `ce` and mean difference, and their source."""
 
     ce: float
     mean_diff: float
@@ -281,7 +281,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(DecoderOptions):
-    """What `driftline validate` needs besides.
+    """Further options of `driftline validate`.
 
     Attributes:
         name: The model as the user named it; what is loaded may be a trained micro model of it.

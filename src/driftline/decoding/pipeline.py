@@ -50,7 +50,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 ModelSide = Literal["reference", "candidate"]
 Progress = Callable[[int, int], None]
-"""Takes how many tokens, or calls, of how many are done."""
+"""Called with (tokens or calls done, total)."""
 
 
 class Session:
@@ -65,7 +65,7 @@ class Session:
         self._loaded: dict[str, tuple[Any, Any]] = {}
 
     def tokenizer(self, options: DecoderOptions) -> Any:
-        """The tokenizer of the model, or the one that is named."""
+        """The named tokenizer, or that of the model."""
         location = options.tokenizer or options.source
         return self._once("tokenizer", location, lambda: load_tokenizer(location))
 
@@ -110,7 +110,7 @@ class Session:
         copies = side == "reference" and options.same_weights and not split
         key = (
             *(options.model_source, weight_files(options.source), target, options.compiled),
-            # Only the candidate is ever split; the reference is what is trusted.
+            # Only the candidate is ever split; the reference is trusted.
             *(split and side == "candidate", options.candidate if copies else None),
         )
 
@@ -156,7 +156,7 @@ def _require_room(model: DecoderModel, options: DecoderOptions) -> None:
     """Refuse texts that are longer than the positions a model was made for.
 
     Raises:
-        BadInput: What comes after its last position means nothing, if it can be computed at all.
+        BadInput: A text would be longer. Results after the last position would be meaningless.
     """
     needed = options.length + options.new_tokens
     if model.context and needed > model.context:
@@ -198,7 +198,7 @@ def generated(
 
 
 class Difference(NamedTuple):
-    """One setting of a saved result that is not what is asked for now."""
+    """A setting in which a saved result differs from the requested one."""
 
     name: str
     saved: Any
@@ -206,10 +206,10 @@ class Difference(NamedTuple):
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Difference]:
-    """The one rule for reuse: settings that both name must be equal.
+    """Settings that prevent the reuse of a saved result: those that both name and that differ.
 
-    A setting that a saved result does not name cannot contradict: older versions and other tools
-    say less. Weights that could not be identified, then or now, count as not named.
+    Settings that a saved result does not name are ignored: older versions and other tools record
+    fewer. Weights that could not be identified, then or now, count as not named.
 
     >>> differences({"target": "cpu", "weights": None}, {"target": "cuda", "weights": "a"})
     [Difference(name='target', saved='cpu', wanted='cuda')]
@@ -246,7 +246,7 @@ def same_prompts(outputs: Outputs, batch: Padded) -> bool:
 
 
 def file_digest(path: Path | None) -> str | None:
-    """Of a file's content, so that a file that was changed in place is noticed."""
+    """The digest of a file's content, so that a change in place is noticed."""
     if path is None or not path.is_file():
         return None
     with path.open("rb") as file:
@@ -276,11 +276,11 @@ class DecoderTask(Protocol[R_co]):
     def options(self) -> DecoderOptions: ...
 
     def inputs(self) -> Mapping[str, Any]:
-        """Everything that what is saved depends on: compared with what a saved result names."""
+        """All settings that the result depends on, to compare with those of a saved result."""
         ...
 
     def work_folder(self, session: Session) -> contextlib.AbstractContextManager[object]:
-        """Look up everything that is needed, and open the folder of unfinished work, if any."""
+        """Check that everything needed is available; open the folder of unfinished work."""
         ...
 
     def run_round(self, session: Session, seed: int) -> bool:
@@ -293,13 +293,13 @@ class DecoderTask(Protocol[R_co]):
 
 
 class SavedTask(DecoderTask[R_co], Protocol[R_co]):
-    """A task whose result stays on disk, and is not computed again where it is there already."""
+    """A task whose result stays on disk, and is not computed again if it exists."""
 
     def saved_inputs(self) -> Mapping[str, Any] | None:
-        """What a saved result says it depends on; None if there is none, or an unfinished one.
+        """The settings of a saved result; None if there is none, or it is unfinished.
 
         Raises:
-            DriftlineError: Something is there that must not be overwritten.
+            DriftlineError: There are files that must not be overwritten.
         """
         ...
 
@@ -308,19 +308,19 @@ class SavedTask(DecoderTask[R_co], Protocol[R_co]):
         ...
 
     def refusal(self, changes: Sequence[Difference]) -> DriftlineError:
-        """What to say of a saved result that was made under other settings."""
+        """The error for a saved result that was made under other settings."""
         ...
 
     def skipped(self) -> R_co:
-        """The result where everything is there already."""
+        """The result if all files exist already."""
         ...
 
 
 def already_done(task: SavedTask[Any]) -> bool:
-    """Whether everything that is asked for is there already.
+    """Whether the requested result exists already.
 
     Raises:
-        DriftlineError: It is, but made under other settings.
+        DriftlineError: It exists, but was made under other settings.
     """
     if task.options.force:
         return False
@@ -346,10 +346,10 @@ def run_unless_done(task: SavedTask[R], session: Session) -> R:
 
 
 def run_task(task: DecoderTask[R], session: Session) -> R:
-    """Run one model and shape, or what is missing of it.
+    """Run one model and shape, or the missing part of it.
 
     Raises:
-        DriftlineError: It could not be done. What was finished before is kept.
+        DriftlineError: It could not be done. Finished parts are kept.
     """
     with task.work_folder(session):
         for seed in range(task.options.rounds):
@@ -378,7 +378,7 @@ WORK = {
     "metrics": Address("driftline.decoding.metrics:WORK"),
     "validate": Address("driftline.decoding.validate:WORK"),
 }
-"""The commands whose shapes are shared out, by the name of their work."""
+"""The commands whose shapes can be divided among workers, by the name of their work."""
 
 
 class _ShapeWorker:
@@ -392,7 +392,7 @@ class _ShapeWorker:
         self._session = Session()
 
     def absent(self) -> list[tuple[str, str]]:
-        """Files that exist on the machine that asks, and not on this one."""
+        """Files that exist on the first machine, but not on this one."""
         return [
             (FILES, f"cannot see '{path}'")
             for path in self._about["files"]
@@ -411,7 +411,7 @@ class _ShapeWorker:
             return
         import torch
 
-        # Digits come out the same only with as many threads as one process would take.
+        # The last digits are the same only with as many threads as one process would use.
         torch.set_num_threads(self._about["threads"])
         # Files say by which command they were made: it is the user's, not the worker's.
         sys.orig_argv = list(self._about["command"])
@@ -433,10 +433,10 @@ class ValidateWorker(_ShapeWorker):
 def choose_executor(
     shapes: Sequence[DecoderOptions], jobs: int | None, executor: str | Executor | None
 ) -> Executor | None:
-    """Who runs the shapes; None: this process.
+    """The executor that runs the shapes; None: this process.
 
     Raises:
-        BadInput: There is no shape, or the work would be shared out in two ways at once.
+        BadInput: There is no shape, or the work would be divided in two ways at once.
     """
     if not shapes:
         raise BadInput(
@@ -457,7 +457,7 @@ class Listeners(NamedTuple):
 
     Attributes:
         finished: Takes a result, in the order of the shapes.
-        line: Takes a line that a worker prints, in whatever order they come.
+        line: Takes a line that a worker prints, in any order.
     """
 
     finished: Callable[[int, Any], None]
@@ -479,9 +479,9 @@ def run_on_workers(
 
     Args:
         work: A name of `WORK`.
-        shapes: What is asked for.
-        workers: Who runs them.
-        listeners: What is called meanwhile.
+        shapes: Options of each shape.
+        workers: The executor that runs them.
+        listeners: Callbacks for results and lines.
         folders: Paths that all machines must see, besides models and prompts.
     """
     torch_module = require("torch", install="torch")
@@ -523,7 +523,7 @@ def _existing_files(shapes: Sequence[DecoderOptions]) -> list[str]:
 
 @contextlib.contextmanager
 def marked(folder: Path) -> Generator[str]:
-    """A file by which another machine recognises the folder of the results as the same one."""
+    """A file that lets another machine check that it sees the same folder of results."""
     mark = folder / f".driftline-shared-{os.getpid()}"
     mark.touch()
     try:
@@ -533,10 +533,10 @@ def marked(folder: Path) -> Generator[str]:
 
 
 def no_report(line: str) -> None:
-    """For ranks that print nothing: rank 0 speaks for all."""
+    """Print nothing; for ranks other than 0."""
     del line
 
 
 def reports(report: Report, job: Job) -> Report:
-    """Where the lines of this rank go."""
+    """The report function of this rank: only rank 0 prints."""
     return report if job.writes else no_report

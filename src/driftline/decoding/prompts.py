@@ -1,7 +1,7 @@
 """Prompts: from a file of conversations or lines to token ids, the same for the same seed.
 
-Prompts with between half the requested length and all of it are drawn. Knows tokenizers only as
-objects that encode text, and no model.
+Prompts of half the requested length up to this length are drawn. A tokenizer is only an object that
+encodes text; models are not known here.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _pieces(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The bare tokens, with begin-of-text in front unless it is the end-of-text token too."""
+    """The tokens without special ones, after begin-of-text unless that also is end-of-text."""
     bare = tuple(
         int(token) for token in tokenizer.encode(text, add_special_tokens=False, verbose=False)
     )

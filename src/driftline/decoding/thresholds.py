@@ -39,19 +39,19 @@ from driftline.errors import BadFile, BadInput, DriftlineError
 from driftline.runs.provenance import provenance
 
 _ENOUGH_BEYOND = 10
-"""Values beyond a percentile that make it a limit rather than an accident."""
+"""How many values must be beyond a percentile for a reliable limit."""
 _KEPT_PROVENANCE = ("created", "driftline", "command", "cwd", "git", "python", "platform")
 
 
 class MadeThresholds(NamedTuple):
-    """Thresholds of a model, and what stood in the way of those that were asked for as well."""
+    """Thresholds of a model, and the errors of requested thresholds that could not be made."""
 
     thresholds: Thresholds
     refused: list[DriftlineError]
 
 
 class Lines(NamedTuple):
-    """Where lines go as they are found: results, and warnings about them."""
+    """Functions that take lines at once: results, and warnings about them."""
 
     result: Callable[[str], None]
     warning: Callable[[str], None]
@@ -68,7 +68,7 @@ def make_thresholds(
     statistic: Statistic | None = None,
     seed: int = 0,
 ) -> MadeThresholds:
-    """The thresholds of one model from its metric files; NaN where a value is NaN, or none is.
+    """The thresholds of one model from its metric files; NaN if a value is NaN, or there is none.
 
     Args:
         metric_files: The files of the folder.
@@ -171,9 +171,9 @@ def _warn_of_few_values(entries: Sequence[Threshold], statistic: Statistic, line
 
 
 def write_thresholds(made: MadeThresholds, goal: Path) -> str:
-    """Write them; what other metrics have in the file already stays in it.
+    """Write the thresholds to a file; thresholds of other metrics in the file are kept.
 
-    Per token and per layer go into one file so.
+    So one file can hold thresholds per token and per layer.
 
     Returns:
         A sentence about it.
@@ -213,7 +213,7 @@ def _threshold(
     for file in files:
         values.append(read_values(file.path, metric))
         _warn_of_odd_values(file, values[-1], lines)
-    # Pooled, not averaged: a percentile of percentiles is no percentile.
+    # Pooled, not averaged: an average of percentiles is not a percentile.
     pooled = np.concatenate(values)
     if not pooled.size:
         subject = f"layer {layer}" if layer else f"the model '{files[0].named.model}'"
@@ -252,7 +252,7 @@ def _threshold(
 
 
 def _few(statistic: Statistic, samples: int) -> str:
-    """What to say of a percentile that hangs on a few values; nothing if it does not.
+    """The warning about a percentile that depends on few values; empty if it does not.
 
     >>> _few(P99, 200)
     'the p99 of 200 values depends on the worst 2 of them; 1000 or more are needed for a limit'

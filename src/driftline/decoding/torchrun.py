@@ -1,4 +1,4 @@
-"""One process of a job that torchrun started, or the only one: who writes, what ranks share.
+"""The place of this process in a job of torchrun: which rank writes, and what ranks share.
 
 With `--distributed` the candidate's weights are split over the ranks. Rank 0 alone computes the
 reference, writes files, and announces what comes next; the others compute their part of the
@@ -22,7 +22,7 @@ PATIENCE = timedelta(days=2)
 
 
 class Job(NamedTuple):
-    """Where this process stands."""
+    """The place of this process in its job."""
 
     rank: int = 0
     size: int = 1
@@ -41,7 +41,7 @@ class Job(NamedTuple):
         return cast(T, box[0])
 
     def leave(self) -> None:
-        """Wait for the others, and take the process group apart."""
+        """Wait for the other ranks, and destroy the process group."""
         if self.size > 1:
             dist = require("torch.distributed")
             if dist.is_initialized():
@@ -49,11 +49,11 @@ class Job(NamedTuple):
 
 
 def choose_backend(place: settings.JobPlace, cuda: Any) -> tuple[str, int | None]:
-    """How the processes of a job talk to each other, and which GPU this one takes.
+    """The backend for communication between the processes of a job, and the GPU of this process.
 
     Raises:
         BadInput: There are fewer GPUs than processes. NCCL refuses two processes on one GPU, and
-            whoever splits a model gives each process the GPU of its own number.
+            libraries that split a model give each process the GPU with its own number.
     """
     count = int(cuda.device_count()) if cuda.is_available() else 0
     if not count:
@@ -73,8 +73,8 @@ def join_job(distributed: bool) -> Job:
     """Join the job this process was started in.
 
     Raises:
-        BadInput: Several processes were started, but nothing was said about sharing the work: they
-            would all write the same files. Or there are fewer GPUs than processes.
+        BadInput: Several processes were started without --distributed: all would write the same
+            files. Or there are fewer GPUs than processes.
     """
     place = settings.job_place()
     if not distributed:

@@ -1,8 +1,8 @@
-"""Is a decoder on the device still the same decoder? First by its tokens, then by probabilities.
+"""Validates a decoder on a device against a reference, first by tokens, then by probabilities.
 
-Level 0: both sides generate freely, and every token is the same. Level 1: round by round the
-candidate is forced along the reference's tokens, and too few tokens differ too much. The messages
-are the documented ones. Of a round only counts and scores are kept, unless it is to be saved.
+Level 0 passes if both sides generate the same tokens freely. In level 1, the candidate reads the
+reference's tokens round by round, and few enough tokens may differ too much. The messages are the
+documented ones. Only counts and scores of a round are kept, unless its outputs are saved.
 """
 
 # torch's own annotations are partial.
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from driftline.execution.jobs import Executor
 
 WARM_UP = 2
-"""Tokens that have the candidate compiled: the first call, and one with a cache."""
+"""Tokens of the warm-up that compiles the candidate: one call without cache, and one with it."""
 FORMAT = "driftline-decoder-validation"
 SHOWN = 8
 """Prompts, and layers, that are listed one by one."""
@@ -69,14 +69,14 @@ SPLIT_NOTE = (
     "driftline layer-metrics"
 )
 NEAR = 3
-"""Times the share that is allowed, up to which a rate may come from how the limit was made."""
+"""Up to this multiple of the allowed fraction, a rate may come from how the limit was made."""
 _LONGEST = 24
 _UNFIT = "such logits cannot be validated"
 _WHERE = "driftline layer-metrics shows in which layer they begin"
 
 
 def where_text(options: ValidateOptions) -> str:
-    """What runs where; the suite is known as the AIU's, so it says where no AIU is involved."""
+    """A sentence with the targets; it says if no AIU is involved, as the suite is for the AIU."""
     line = where_line(options.reference, options.candidate)
     return line if options.candidate.is_aiu else f"{line} (no AIU is involved)"
 
@@ -85,9 +85,9 @@ class Verdict(NamedTuple):
     """The result of a validation.
 
     Attributes:
-        options: What was asked for.
-        tokens_equal: Level 0: every token of the free runs is the same.
-        first_other: Prompt and position of the first token that is not; None if all are.
+        options: The options.
+        tokens_equal: Level 0: whether every token of the free runs is the same.
+        first_other: Prompt and position of the first different token; None if all are equal.
         rates: Level 1, in the order in which they are judged; empty if it was not run.
         prompts: Failing tokens of every prompt of every round.
         first: The first token that fails a check.
@@ -114,7 +114,7 @@ class Verdict(NamedTuple):
 
     @property
     def complaint(self) -> str:
-        """The documented words for the first check that fails; empty if none does."""
+        """The documented message for the first failing check; empty if none fails."""
         for rate in self.rates:
             if not rate.passed:
                 return f"failure rate for {rate.called} was too high: {rate.rate}"
@@ -127,13 +127,13 @@ def validate(
     """Validate one model and shape.
 
     Args:
-        options: What is wanted.
+        options: The options.
         report: Takes messages, line by line.
-        session: Models that are loaded already, of another shape.
+        session: Holds models that were loaded for another shape.
 
     Raises:
-        DriftlineError: It could not be done; saved outputs stay. Numbers that differ are no
-            exception: they are a verdict.
+        DriftlineError: It could not be done; saved outputs are kept. Different numbers are not an
+            error, but a verdict.
     """
     return run_task(ValidateTask(options, report), session or Session())
 
@@ -141,8 +141,7 @@ def validate(
 class ValidateTask:
     """The validation of one model and shape; see `pipeline.DecoderTask`.
 
-    A verdict is never taken from an earlier run: it is what the command is run for. What is saved
-    and used again is the reference.
+    A verdict is never taken from an earlier run; only outputs of the reference are reused.
     """
 
     name = "validate"
@@ -159,7 +158,7 @@ class ValidateTask:
         self._level_1 = False
 
     def inputs(self) -> Mapping[str, Any]:
-        """What the reference depends on."""
+        """The settings that the reference depends on."""
         options = self.options
         return {
             "target": str(options.reference),
@@ -196,7 +195,7 @@ class ValidateTask:
         self._lines(f"[{self.job.rank:2d}/{self.job.size:2d}]: {line}")
 
     def _look_up(self, session: Session) -> None:
-        """Find out what is missing before anything is computed."""
+        """Check that everything needed is available, before anything is computed."""
         options = self.options
         find_model(options.source)
         for target in (options.reference, options.candidate):
@@ -240,7 +239,7 @@ class ValidateTask:
 
     @property
     def _candidate(self) -> str:
-        """What messages call the candidate."""
+        """The name of the candidate in messages."""
         target = self.options.candidate
         return "aiu" if target.is_aiu else f"the candidate ({target.device})"
 
@@ -254,7 +253,7 @@ class ValidateTask:
         return reference
 
     def _own_reference(self, session: Session, seed: int, batch: Padded) -> Outputs:
-        """What was saved before, or is computed now."""
+        """The reference of a round, from saved outputs or computed."""
         folder = self.options.out(REFERENCE, seed)
         if folder is not None and folder.is_dir():
             self._say(f"cpu validation info found for seed={seed} -- loading it")
@@ -267,12 +266,12 @@ class ValidateTask:
         return reference
 
     def _require_fitting(self, saved: Outputs, batch: Padded, folder: Path) -> None:
-        """Refuse a saved reference that is not the one that would be computed now.
+        """Refuse a saved reference that differs from the one that would be computed now.
 
-        Whether its logits are numbers is seen when they are scored.
+        Logits that are not numbers are detected later, by the scoring.
 
         Raises:
-            BadInput: It was made of other prompts, another shape, weights or settings.
+            BadInput: It was made from other prompts, or with another shape, weights or settings.
         """
         if not saved.logits:
             raise BadInput(
@@ -310,7 +309,7 @@ class ValidateTask:
         forced: Sequence[torch.Tensor] | None = None,
         keep_logits: bool = True,
     ) -> Validation:
-        """Generate, and say how long it took where that is asked for."""
+        """Generate, and print how long it took if `timing` is set."""
         new_tokens, start = self.options.new_tokens, time.monotonic()
         made = generated(model, batch, new_tokens, forced=forced, keep_logits=keep_logits)
         seconds = time.monotonic() - start
@@ -366,7 +365,7 @@ class ValidateTask:
         return True
 
     def _score(self, session: Session, seed: int, batch: Padded, reference: Outputs) -> None:
-        """Level 1, one round: the candidate along the reference's tokens."""
+        """Score one round of level 1, with the candidate reading the reference's tokens."""
         options = self.options
         model = session.model(options, "candidate", self.job)
         made = self._generated(model, batch, self._candidate, forced=reference.tokens)
@@ -401,7 +400,7 @@ class ValidateTask:
 
     def _judged(self, verdict: Verdict) -> Verdict:
         options, tally = self.options, self._tally
-        # A rate of nothing would pass.
+        # With no tokens at all, the rate would be 0 and pass.
         if not tally.kept:
             raise BadInput(
                 f"no token was kept: all {options.batch_size * options.rounds} texts end at once "
@@ -452,7 +451,7 @@ def _first_difference(made: Validation, reference: Outputs) -> tuple[int, int] |
         numbers = logits.isfinite().logical_not_().sum(dim=-1) - below
         _require_numbers(numbers, prompt, "reference")
         _require_numbers(made.nonfinite[prompt], prompt, "candidate")
-        # Minus infinity says that a token is never said; both sides have to say it of as many.
+        # Minus infinity excludes a token; both sides must exclude equally many.
         other = (below != made.masked[prompt]).nonzero()
         if len(other):
             token = int(other[0])

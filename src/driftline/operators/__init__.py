@@ -1,4 +1,4 @@
-"""Single operators: what each should have computed, and whether its output is that.
+"""Single operators: the definition of each, and whether a dumped output agrees with it.
 
 `golden(op_type, param, inputs)` is the definition of an operator in float64, rounded to the type of
 its output; `check(path)`, and `driftline opcheck`, compare the operators of a dump with it. The

@@ -25,12 +25,12 @@ class OperatorCheck(NamedTuple):
     Attributes:
         rows: One per output, or per operator that could not be checked.
         coverage: How many operators were checked, how many not, and why.
-        remarks: What else is worth knowing.
-        name: What was checked, as the caller gave it.
+        remarks: Further sentences about the source.
+        name: The path that was checked, as the caller gave it.
         kind: Kind of source.
-        metrics: Figures that were asked for besides.
+        metrics: Further figures that were requested.
         scripts: Reproducers that were written.
-        troubles: Why others were not.
+        troubles: Reasons why other reproducers were not written.
     """
 
     rows: tuple[OutputRow, ...]
@@ -67,18 +67,17 @@ def check(
 
     Args:
         path: The dump, a folder inside it, or the run.
-        csv: Operation csv of an ATB dump that says what to check.
-        ids: Only these operations, and what is inside them.
+        csv: Operation csv of an ATB dump with the operators to check.
+        ids: Only these operations and their inner operations.
         names: Only types with one of these in their name, in any case; with `ids`, both must match.
-        metrics: Figures besides the verdict: abs, cos_sim, kl.
-        rerun: Execute each operator again instead of taking what was dumped.
-        device: Where to.
-        imports: Modules to import first, which define custom torch operators that the run calls.
-        repro: Folder for stand-alone scripts that show operators that are not right, twenty of them
-            at most.
-        progress: Called with (operators done, operators in all).
-        jobs: Worker processes that share the operators; the result is the same.
-        executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
+        metrics: Further figures: abs, cos_sim, kl.
+        rerun: Execute each operator again, and check the new outputs.
+        device: Device for `rerun`.
+        imports: Modules to import first, if the run calls custom torch operators that they define.
+        repro: Folder for stand-alone scripts of failing operators, at most twenty.
+        progress: Called with (operators done, operators in total).
+        jobs: Number of worker processes; the result is the same.
+        executor: `ray` or `ray://HOST:PORT`: use the workers of a Ray cluster.
 
     Raises:
         DriftlineError: There is nothing that can be checked.

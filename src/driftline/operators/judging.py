@@ -36,12 +36,12 @@ def judge(
     Args:
         golden: Golden values, already rounded to `dtype`: float64 or complex128 for floating
             types, integers or bool for the others.
-        actual: What was produced, decoded the same way.
+        actual: The output, decoded in the same way.
         dtype: Element type of the output; a name of `numerics.dtypes.DTYPES`.
         terms: Length of the reduction behind one element (K of a matmul); 1 if there is none.
         scale: For `terms` > 1, the size of the terms: root of the sum of their squares, for each
-            element or for all; or what computes it, called only where the plain bound does not do.
-            Default: the root mean square of the golden values.
+            element or for all; or a function that computes it, called only if the plain bound is
+            exceeded. Default: the root mean square of the golden values.
         exact: The operator only moves or selects; nothing is rounded.
         metrics: Figures to compute besides.
     """
@@ -148,7 +148,7 @@ def _same_kind(g: AnyArray, a: AnyArray) -> tuple[AnyArray, AnyArray]:
 
 
 def _alike(g: AnyArray, a: AnyArray) -> AnyArray:
-    """Both NaN, or the same infinity."""
+    """Where both are NaN, or the same infinity."""
     return (np.isnan(g) & np.isnan(a)) | (np.isinf(g) & (g == a))
 
 

@@ -23,14 +23,14 @@ class OperatorCall(NamedTuple):
     Attributes:
         site: Place in the model, as the run calls it.
         op_type: `LinearOperation`, or `aten.add.Tensor`.
-        ids: The dump's own number of it (`24_1`); empty where it has none.
+        ids: Its number in the dump (`24_1`); empty if it has none.
         step: Token, execution or training step.
         rank: Rank or device.
-        process: Tells processes of one rank apart.
+        process: Number of the process within its rank.
         visit: The nth call of the site within the step.
         phase: forward, backward or recompute.
         param: Its parameters, as the dump has them.
-        path: Where it is below what was opened; empty where many share a file.
+        path: Its path below the opened folder; empty if several operators share a file.
     """
 
     site: str
@@ -50,12 +50,12 @@ class Figures(NamedTuple):
 
     Attributes:
         status: pass, fail, or not checked.
-        reason: Why not pass; what is worth knowing of a pass (elements outside, say).
+        reason: Why it does not pass, or a remark about a pass (such as elements outside).
         bound: Largest error an element may have, relative to the golden value (absolute for
             quantised integers; 0 for exact results); of a growing bound, the part that is relative.
         bound_name: Which bound decided: `float16`, `exact`, `float16, K=8192`.
         share: Percent of elements within the bound.
-        required: Percent that must be.
+        required: Percent of elements that must be within the bound.
         max_rel_error: Largest |actual - golden| / |golden|; inf where golden is 0 and actual not.
         max_abs_error: Largest |actual - golden|.
         elements: How many elements there are.
@@ -83,11 +83,11 @@ class OutputRow(NamedTuple):
 
     Attributes:
         call: The operator.
-        slot: Which output; empty for a call that was not checked as a whole.
+        slot: Which output; empty if the call as a whole could not be checked.
         dtype: Element type of the output.
         shape: Its shape.
-        figures: What was found.
-        path: The file of the output, below what was opened; empty where many share one.
+        figures: The result.
+        path: The file of the output below the opened folder; empty if several outputs share it.
     """
 
     call: OperatorCall
@@ -111,10 +111,10 @@ class Coverage(NamedTuple):
     """How many operators were checked, how many not, and why.
 
     Attributes:
-        operators: Calls that were looked at.
-        passed: Calls all of whose outputs pass.
-        failed: Calls with an output that fails.
-        unchecked: Calls without a failing output of which nothing, or not every output, could be
+        operators: All calls.
+        passed: Calls whose outputs all pass.
+        failed: Calls with a failing output.
+        unchecked: Calls without a failing output, if some or all of their outputs could not be
             checked.
         reasons: For each reason, how many calls; the most frequent first.
         filtered: Calls that the user's filters left out; not among `operators`.

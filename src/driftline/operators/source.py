@@ -18,15 +18,15 @@ AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class CheckOptions(NamedTuple):
-    """What the user wants checked, and how.
+    """Which operators are checked, and how.
 
     Attributes:
         ids: Operation ids; one matches itself and everything inside it. Empty: all.
         names: Parts of operator types, in any case. Empty: all. Both filters must match.
-        metrics: Figures besides the verdict.
-        rerun: Execute the operator again instead of taking what was dumped.
-        device: Where to execute it again: "cpu", "cuda:0", or a number.
-        csv: Operation csv that says what to check; None walks the dump.
+        metrics: Further figures.
+        rerun: Execute the operator again, and check the new outputs.
+        device: Device for `rerun`: "cpu", "cuda:0", or a number.
+        csv: Operation csv with the operators to check; None: all operators in the dump.
         imports: Modules that define custom torch operators.
     """
 
@@ -50,12 +50,12 @@ class CheckOptions(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """What a stand-alone script needs to show a failure.
+    """The contents of a stand-alone script that shows a failure.
 
     Attributes:
         call: The operator.
         inputs: Input arrays as stored (bfloat16 as uint16), by name.
-        outputs: What was produced, as stored, by name.
+        outputs: Output arrays as stored, by name.
         dtypes: The element type of each of them.
         script: Text of the script; it reads `tensors.npz` next to it.
     """
@@ -68,11 +68,11 @@ class Reproduction(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """One operator call that was looked at.
+    """One checked operator call.
 
     Attributes:
         call: The operator.
-        rows: One per output; one without a slot when the call as a whole could not be checked.
+        rows: One per output; one without a slot if the call as a whole could not be checked.
     """
 
     call: OperatorCall
@@ -85,7 +85,7 @@ class Source(Protocol):
     Attributes:
         kind: `ATB dump` or `aten calls`; printed.
         filtered: Operator calls that the filters left out.
-        remarks: Sentences to print beside the result.
+        remarks: Sentences to print with the result.
     """
 
     kind: str
@@ -93,21 +93,21 @@ class Source(Protocol):
     remarks: Sequence[str]
 
     def __len__(self) -> int:
-        """How many calls will be looked at."""
+        """The number of calls to check."""
         ...
 
     def __iter__(self) -> Iterator[Checked]: ...
 
     def call(self, number: int) -> OperatorCall:
-        """One of the calls, by its place."""
+        """The call at an index."""
         ...
 
     def at(self, number: int) -> Checked:
-        """The same, looked at."""
+        """The result of the call at an index."""
         ...
 
     def reproduction(self, checked: Checked) -> Reproduction | None:
-        """What shows a failing call without Driftline; None where that cannot be written."""
+        """A script that shows a failing call without Driftline; None if there can be none."""
         ...
 
 

@@ -38,14 +38,14 @@ Outcome: TypeAlias = Literal["pass", "fail", "skipped"]
 
 
 class Case(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check, such as one site.
 
     Attributes:
-        name: What it is called.
-        group: What it is part of.
-        outcome: pass, fail, or skipped for what could not be judged.
-        message: Why not, in a sentence.
-        details: More about that, a line each.
+        name: Name of the check.
+        group: The group it belongs to.
+        outcome: pass, fail, or skipped if it could not be judged.
+        message: Why it did not pass, in a sentence.
+        details: Further lines about that.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Case(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """Everything that was looked at.
+    """All checks of one command.
 
     Attributes:
-        command: Which command did.
+        command: Name of the command.
         passed: Whether the command ends with exit code 0.
         finding: The result as a sentence.
-        first: The first bad place; empty where there is none to name.
-        tally: How many were looked at and how many are bad, as a sentence.
-        cases: One by one.
-        summary: The same for people, with the worst of it.
-        word: The verdict where it is neither pass nor fail, in capitals.
+        first: The first failing place; empty if there is none.
+        tally: Numbers of checks and of failures, as a sentence.
+        cases: The single checks.
+        summary: The same for people, with the worst failures.
+        word: The verdict in capitals, if it is neither pass nor fail.
     """
 
     command: str
@@ -85,7 +85,7 @@ def of_table(table: Table, command: str = "compare", *, allow_incomplete: bool =
     Args:
         table: A judged table.
         command: Which command made it.
-        allow_incomplete: The command ends with exit code 0 where too little was compared to tell.
+        allow_incomplete: The command ends with exit code 0 also if too little was compared.
     """
     cases = SiteCases(table.rows)
     failing = sum(row.status == "fail" for row in table.rows)
@@ -99,7 +99,7 @@ def of_table(table: Table, command: str = "compare", *, allow_incomplete: bool =
         table.finding or table.verdict,
         first,
         count,
-        # A table on disk may have millions of rows, which must not all be held.
+        # A table on disk may have millions of rows, which must not all be in memory.
         cases if is_spooled(table.rows) else tuple(cases),
         _table_summary(table, command, count),
         _word(table.verdict),
@@ -114,9 +114,9 @@ _Place = tuple[int, int, int, str]
 
 
 class SiteCases(Iterable[Case]):
-    """A case for each site, of each step and rank; made as often as they are walked over.
+    """A case for each site of each step and rank, made anew in each iteration.
 
-    Of a long table in which step comes after step, those of one step are held at a time.
+    For a long table that is ordered by step, the cases of one step are in memory at a time.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -146,7 +146,7 @@ class SiteCases(Iterable[Case]):
         yield from self._of([row for left in extra.values() for row in left], {})
 
     def _of(self, rows: Iterable[Row], more: dict[_Place, list[Row]]) -> Iterator[Case]:
-        """The cases of some rows, and of more rows of the same places, which are taken out."""
+        """The cases of `rows` and of the rows in `more` at the same places, which are removed."""
         places: dict[_Place, list[Row]] = {}
         for row in rows:
             places.setdefault(_place(row), []).append(row)
@@ -235,8 +235,8 @@ def of_verdicts(verdicts: Sequence[Verdict], lines: Callable[[Verdict], Iterable
     """Validations of decoders: a case for each model and shape.
 
     Args:
-        verdicts: What was found.
-        lines: What there is to say of one.
+        verdicts: The results.
+        lines: Returns the lines of text about one result.
     """
     cases = [
         Case(
@@ -313,7 +313,7 @@ def _headed(command: str, view: View) -> View:
 
 
 _LONGEST = 200
-"""Of a name: nobody reads more, and a summary holds a megabyte."""
+"""Characters of a name that are shown: a summary may have at most a megabyte."""
 _LONGEST_TEXT = 2000
 
 
@@ -321,10 +321,10 @@ def write_github(checks: Checks, stream: TextIO, summary: str | None = None) -> 
     """Write the annotations to a stream, and append the summary to a file.
 
     Args:
-        checks: What was found.
-        stream: Whatever the runner reads.
-        summary: The file that the step's summary is made of; empty for no summary. None: the one
-            that the runner names.
+        checks: The results.
+        stream: The stream that the runner reads.
+        summary: The file of the step's summary; empty for no summary. None: the file that the
+            runner names.
     """
     for line in commands(checks):
         stream.write(f"{line}\n")
@@ -341,7 +341,7 @@ def write_github(checks: Checks, stream: TextIO, summary: str | None = None) -> 
 
 
 def commands(checks: Checks) -> list[str]:
-    """An error for the first bad place, where there is one, and a notice with the count."""
+    """The annotations: an error for the first failing place, if any, and a notice."""
     title = f"driftline {checks.command}"
     lines: list[str] = []
     finding = f"{checks.word}: {checks.finding}" if checks.word else checks.finding
@@ -363,7 +363,7 @@ def _command(kind: str, title: str, text: str) -> str:
 
 
 def _data(text: str) -> str:
-    r"""What the runner must not take for the end of a command.
+    r"""The text with the characters escaped that would end a command for the runner.
 
     >>> _data("50 %\r\n::error::x")
     '50 %25%0D%0A::error::x'
@@ -372,7 +372,7 @@ def _data(text: str) -> str:
 
 
 def _property(text: str) -> str:
-    """What it must not take for the end of a property either.
+    """The text with the characters escaped that would end a command or a property.
 
     >>> _property("a: b, c")
     'a%3A b%2C c'
@@ -382,7 +382,7 @@ def _property(text: str) -> str:
 
 
 def _bounded(view: View) -> View:
-    """The view with names that stay readable."""
+    """The view with long names shortened."""
 
     def short(value: object) -> object:
         return shorten(value, _LONGEST) if isinstance(value, str) else value
@@ -411,7 +411,7 @@ def write_junit(checks: Checks, stream: TextIO) -> None:
     # A case of its own: a run may fail though no single site does, such as by coverage.
     outcome: Outcome = "fail"
     if checks.passed:
-        # What is allowed to be incomplete is no pass either.
+        # An allowed INCOMPLETE is not a pass.
         outcome = "skipped" if checks.word else "pass"
     finding = f"{checks.word}: {checks.finding}" if checks.word else checks.finding
     verdict = Case(
@@ -461,7 +461,7 @@ def _attributes(**values: int) -> str:
 
 
 def _attribute(text: str) -> str:
-    """Quoted; what XML has no place for (control characters, halves of pairs) as its escape."""
+    """The text as a quoted attribute; characters that XML forbids are written as escapes."""
     return quoteattr(printable(text))
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 
 def number(value: float | int | None) -> str:
-    """Three significant digits; whole counts as they are; absence is a dash.
+    """The number with three significant digits; integers unchanged; None as a dash.
 
-    Just below 1 (a cosine) the distance from 1 is what matters, and keeps its digits.
+    For a value just below 1 (a cosine), the distance from 1 matters, and its digits are kept.
 
     >>> number(0.0123456), number(12), number(float("nan")), number(None)
     ('0.0123', '12', 'nan', '-')
@@ -44,7 +44,7 @@ def shape(sizes: Sequence[int] | None) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit a person would use.
+    """A number of bytes in a readable unit.
 
     >>> size(999), size(1_080_000_000)
     ('999 B', '1.08 GB')
@@ -118,19 +118,20 @@ def shorten(text: str, width: int) -> str:
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 BEYOND = "!"
-"""Stands for what is not finite."""
+"""The sign for values that are not finite."""
 _COLDEST, _HOTTEST = -3.0, 1.0
 """Decimal logarithms of value over limit that the lowest and the highest bar stand for."""
 
 
 def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = False) -> str:
-    """A line of bars, logarithmic where sizes spread over more than a decade.
+    """A line of bars, on a logarithmic scale if the values span more than a decade.
 
     Args:
-        values: In order; None where there is none. More of them than the width are taken together,
-            the largest of each group.
-        width: At most so many bars.
-        errors: They are errors: 0 is the least there is, and does not speak against logarithms.
+        values: In order; None for a missing value. If there are more than `width`, neighbours are
+            grouped, and the largest of each group is shown.
+        width: The largest number of bars.
+        errors: Whether the values are errors: 0 is then the smallest possible value, and does not
+            prevent a logarithmic scale.
 
     >>> spark([1.0, 2.0, None, 8.0]), spark([1.0, 1.001])
     ('▁▂ █', '▁▁')
@@ -145,16 +146,16 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
     positive = [v for v in finite if v > 0]
     if not finite:
         return "".join(" " if v is None else BEYOND for v in values).rstrip()
-    # A logarithm has no place for the zeros of exact sites; they get the lowest bar.
+    # Exact sites have error 0, which has no logarithm; they get the lowest bar.
     least = min(positive, default=0.0) if errors else min(finite)
     wide = least > 0 and max(finite) / least > 10
 
     def scale(value: float) -> float:
         return math.log(max(value, least)) if wide else value
 
-    # Errors of one size beside exact sites: the exact ones are the bottom of the scale.
+    # Errors of one size and exact sites: the exact ones are the bottom of the scale.
     low = 0.0 if errors and not wide and len(positive) < len(finite) else scale(least)
-    # Values that hardly move look so.
+    # Values that hardly change get bars of equal height.
     high = max(scale(max(finite)), low if wide else low + 0.2 * abs(max(finite, key=abs)))
     bars: list[str] = []
     for value in values:
@@ -169,14 +170,14 @@ def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = 
 
 
 def grouped(values: Sequence[float | None], width: int) -> list[Sequence[float | None]]:
-    """As many neighbours together as it takes for `width` groups."""
+    """The values in `width` groups of neighbours."""
     # Rounded edges, so that groups differ by one value at most.
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     return [values[a:b] for a, b in pairwise(edges)]
 
 
 def group_of(index: int, count: int, width: int) -> int:
-    """In which group a value is."""
+    """The index of the group that holds the value at an index."""
     if count <= width:
         return index
     edges = [round(i * count / width) for i in range(width + 1)]
@@ -185,19 +186,19 @@ def group_of(index: int, count: int, width: int) -> int:
 
 def _largest(group: Sequence[float | None]) -> float | None:
     beyond = [v for v in group if v is not None and not math.isfinite(v)]
-    # A group with NaN or infinity must show it, however many finite values are beside.
+    # A group with a NaN or infinity must show it, whatever else is in the group.
     if beyond:
         return beyond[0]
     return max((v for v in group if v is not None), key=abs, default=None)
 
 
 def heat(severity: float) -> str:
-    """One bar for value over limit; half of the limit is high already, on this logarithmic scale.
+    """One bar for value over limit, on a logarithmic scale: half of the limit is already high.
 
     >>> heat(0.0), heat(0.5), heat(1.0), heat(30.0), heat(float("nan"))
     ('▁', '▆', '▇', '█', '█')
     """
-    # What is not finite is as hot as can be shown.
+    # A value that is not finite gets the highest bar.
     if math.isnan(severity) or severity == math.inf:
         return BARS[-1]
     if severity <= 0:

@@ -1,8 +1,8 @@
-"""Views as HTML for a cell of a notebook: small, of one piece, readable on light and dark.
+"""Views as HTML for a cell of a notebook: small, in one element, readable on light and dark.
 
-No style sheet and no script: notebooks take both away from what they do not trust. Colours that
-carry meaning are half transparent or of middle lightness; all others are the page's own. Everything
-that comes from a run is escaped.
+There is no style sheet and no script, because notebooks remove both from untrusted output. Colours
+with a meaning are half transparent or of medium lightness; all others are those of the page. All
+text from a run is escaped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LONGEST = 120
 # Notebooks are saved with their output, so long tables are cut here too.
 _ROWS = 40
 _PAIRS = 10
-# More often, the line would cost more than what it tells about.
+# If it were updated more often, the line would cost more than the work it reports.
 _SECONDS_BETWEEN = 0.25
 _MONO = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.4"
 _STYLES: dict[Tone, str] = {
@@ -58,8 +58,8 @@ _EDGE = "border-bottom:1px solid rgba(128,128,128,0.35)"
 
 
 def table_html(table: Table) -> str:
-    """A comparison: the finding, where it sits, the worst rows."""
-    # On use: a notebook that never shows a table need not load it.
+    """A comparison as HTML: the finding, its place in the model, the worst rows."""
+    # Imported here: a notebook that never shows a table need not load it.
     from driftline.reporting.views import comparison
 
     return paint(comparison.view(table))
@@ -88,7 +88,7 @@ def plan_view(plan: Plan) -> View:
     """The view of a plan: its pairs, and the tensors without a partner."""
     blocks: list[Block] = [Sentence(str(plan), "strong")]
     blocks += [Sentence(note, "doubtful") for note in plan.notes]
-    # What was concluded comes first: what is called the same needs no look.
+    # Concluded pairs come first: pairs with equal names need no attention.
     pairs = sorted(plan.pairs, key=lambda pair: pair.by in ("name", "alias"))
     if pairs:
         headings = ("reference", "candidate", "by", "confidence", "dtype", "shape")
@@ -199,11 +199,11 @@ def _text(text: str) -> str:
     return escape(shorten(printable(text), _LONGEST * 4))
 
 
-# One line that says how far a long call is.
+# One line that shows the progress of a long call.
 
 
 class NotebookLine:
-    """Counts finished items; call it with (done, in all). Does nothing outside of a notebook."""
+    """Shows progress; call it with (done, total). Does nothing outside of a notebook."""
 
     def __init__(self, display: Any = None) -> None:
         self._display = display
@@ -211,7 +211,7 @@ class NotebookLine:
         self._shown = 0.0
 
     def say(self, text: str) -> None:
-        """Show a sentence in place of the last one."""
+        """Show a sentence instead of the previous one."""
         if self._display is None:
             return
         content = {"text/html": f'<div style="opacity:0.65">driftline: {escape(text)}</div>'}
@@ -229,7 +229,7 @@ class NotebookLine:
             self.say(f"{done} of {total} pairs compared")
 
     def clear(self) -> None:
-        """Take the line away: the result shows itself."""
+        """Remove the line, so that only the result is shown."""
         if self._handle is not None:
             self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
@@ -238,7 +238,7 @@ class NotebookLine:
 def notebook_line() -> Generator[NotebookLine, None, None]:
     """A line to report to while the block runs; only a notebook shows it."""
     display: Any = None
-    # A notebook has its kernel loaded; nothing is imported to find out.
+    # In a notebook, IPython is already loaded; nothing is imported to find out.
     if "ipykernel" in sys.modules:
         from IPython.display import display  # type: ignore[import-not-found]
     line = NotebookLine(display)

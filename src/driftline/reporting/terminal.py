@@ -1,7 +1,6 @@
-"""Views as text for a terminal: fits the width, colours only where somebody can see them.
+"""Views as text for a terminal: fitted to the width, with colours only on a terminal.
 
-Written by hand rather than with rich: comparing a gigabyte takes 0.15 s, importing rich nearly as
-long.
+rich is not used: comparing a gigabyte takes 0.15 s, and importing rich takes nearly as long.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ _LEAST_LEGIBLE = 8
 _TELLING = 24
 _CURVE = 100
 _FACT_LINES = 3
-"""A fact takes no more; a command line of a kilobyte is cut in its middle."""
+"""Most lines of a fact; a longer one, such as a long command line, is cut in its middle."""
 _LABELS = 40
-"""Labels of a tree line up as long as none is longer."""
+"""Labels of a tree are aligned up to this length."""
 NOT_A_TERMINAL = 160
-"""Width for a pipe or a file, where nobody wraps."""
+"""Width for a pipe or a file, which have none."""
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█│└├─…→◀▲", ".:-=+*%#|`|-~><^")
-"""One for one, so that columns stay where they are."""
+"""ASCII replacements of one character each, so that columns stay aligned."""
 
 
 def width_of(stream: TextIO) -> int:
     columns = settings.columns()
     # COLUMNS wins, as users and tests set it to fix the width.
-    if columns <= 0 and sys.__stdout__ is not None:  # as `shutil` does it, which loads more
+    if columns <= 0 and sys.__stdout__ is not None:  # like `shutil`, which imports more
         with contextlib.suppress(OSError, ValueError):
             columns = os.get_terminal_size(sys.__stdout__.fileno()).columns
     return columns if columns > 0 else 100 if stream.isatty() else NOT_A_TERMINAL
@@ -57,13 +56,13 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def show(view: View, stream: TextIO | None = None) -> None:
-    """Write a view to a stream (stdout), as that stream can take it."""
+    """Write a view to a stream (default: stdout), with its width, colours and encoding."""
     out = stream or sys.stdout
     out.write(written_for(out, paint(view, width=width_of(out), colour=wants_colour(out))))
 
 
 def written_for(stream: TextIO, text: str) -> str:
-    """The text with our own signs in ASCII where the stream cannot write them."""
+    """The text; with our own signs in ASCII if the stream's encoding lacks them."""
     try:
         # Three signs stand for all of ours: an encoding has either all of them or none.
         "▁└…".encode(stream.encoding or "utf-8")
@@ -77,7 +76,7 @@ def paint(view: View, *, width: int = 100, colour: bool = False) -> str:
     parts: list[str] = []
     previous = None
     for block in view.blocks:
-        # Sentences stand together; every other block is set off by a blank line.
+        # Sentences follow each other directly; every other block follows a blank line.
         if previous is not None and not (
             isinstance(block, Sentence) and isinstance(previous, Sentence)
         ):
@@ -99,7 +98,7 @@ def _wrapped(text: str, width: int, *, break_long_words: bool = True) -> list[st
 
 def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
     if isinstance(block, Sentence):
-        # A path that is broken in two cannot be copied, so long words stay whole.
+        # A broken path cannot be copied, so long words are not broken.
         for line in _wrapped(printable(block.text), width, break_long_words=False) or [""]:
             yield _toned(line, block.tone, colour)
     elif isinstance(block, Facts):
@@ -130,7 +129,7 @@ def _toned(text: str, tone: Tone, colour: bool) -> str:
 
 
 def curve(block: Curve, width: int) -> Iterator[str]:
-    """The bars of a curve, and under them where it is pointed at."""
+    """The lines of a curve: its bars, and below them the mark with its label."""
     # Longer lines of bars do not say more.
     wide = max(10, min(width, _CURVE))
     yield spark(block.values, wide, errors=True)
@@ -147,7 +146,7 @@ def curve(block: Curve, width: int) -> Iterator[str]:
 
 
 def _sizes(branches: Sequence[Branch]) -> list[int]:
-    """How wide label and cells of neighbours are, so that they line up."""
+    """The widths of labels and cells, so that neighbours are aligned."""
     sizes = [columns(printable(branch.label)) for branch in branches]
     # One very long name must not push all its neighbours to the right.
     widths = [max((size for size in sizes if size <= _LABELS), default=0)]
@@ -168,7 +167,7 @@ def _branch(
     padded = [_left(part, size) for part, size in zip(parts, sizes, strict=False)]
     text = "  ".join([*padded, *remark]).rstrip()
     room = max(20, width - len(lead) - (2 if mark else 0))
-    while columns(text) > room and len(parts) > 1:  # not lined up, then without what is known
+    while columns(text) > room and len(parts) > 1:  # first without alignment, then fewer cells
         text = "  ".join(part for part in (*parts, *remark) if part)
         del parts[1]
     yield lead + mark + _toned(cut(text, room), branch.tone, colour)
@@ -192,7 +191,7 @@ def _tone_of(severity: float) -> Tone:
 
 
 def columns(text: str) -> int:
-    """How many columns a text takes; Chinese and Japanese signs take two."""
+    """How many columns a text takes; Chinese and Japanese characters take two."""
     # Nearly every text; the Unicode tables are then not loaded.
     if text.isascii() or text.translate(_ASCII).isascii():
         return len(text)
@@ -277,7 +276,7 @@ def _fitting(grid: Grid, widths: list[int], width: int) -> list[int]:
 
 
 def cut(text: str, width: int) -> str:
-    """`shorten`, by the columns that a text takes."""
+    """The text shortened in its middle to a number of columns."""
     if columns(text) <= width:
         return text
     short = shorten(text, width)
@@ -299,7 +298,7 @@ def _text(value: Value) -> str:
 
 
 def printable(text: str) -> str:
-    """A name from somebody's file must not steer the terminal: control characters are escaped.
+    """The text with control characters escaped, so that a name in a file cannot steer the terminal.
 
     >>> printable("a\\x1b[2J")
     'a\\\\x1b[2J'

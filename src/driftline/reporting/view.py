@@ -32,9 +32,10 @@ class Heading(NamedTuple):
 
     Attributes:
         title: What it holds.
-        essential: A painter that runs out of width drops the others, last one first.
-        stretch: Text that may be shortened in its middle when there is no other way.
-        kept: Of the essential ones, those that are left when there is hardly any width.
+        essential: Whether a renderer keeps it if the width is short; others are dropped, the last
+            one first.
+        stretch: Whether its text may be shortened in the middle if there is no other way.
+        kept: Whether it is kept, of the essential columns, if there is hardly any width.
     """
 
     title: str
@@ -44,7 +45,7 @@ class Heading(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of a grid: one value per heading, and how the whole row should strike the eye."""
+    """A row of a grid: one value per heading, and the tone of the whole row."""
 
     values: tuple[Value, ...]
     tone: Tone = "plain"
@@ -73,11 +74,11 @@ class Branch(NamedTuple):
 
     Attributes:
         label: Its name.
-        remark: What is said of it, last.
-        tone: How it should strike the eye.
-        below: What is below it.
-        cells: What is known of it; the same thing in the same place as for its neighbours.
-        heat: How bad it is there, as value over limit; None where that is not known.
+        remark: Text at the end of the line.
+        tone: Its tone.
+        below: The branches below it.
+        cells: Its values; each position has the same meaning for all neighbours.
+        heat: Value over limit at the place; None if that is not known.
     """
 
     label: str
@@ -89,7 +90,7 @@ class Branch(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Where things sit."""
+    """Places of a model as a tree."""
 
     title: str
     roots: tuple[Branch, ...]
@@ -101,8 +102,8 @@ class Curve(NamedTuple):
     Attributes:
         title: What is shown.
         values: One per place; None where there is none.
-        marked: Which of them is pointed at; None for none.
-        label: What that one is.
+        marked: Index of the marked value; None for none.
+        label: Label of the mark.
     """
 
     title: str
@@ -121,7 +122,7 @@ class View(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """Data for a spreadsheet: everything, unabridged and unrounded."""
+    """Data for a spreadsheet: complete and not rounded."""
 
     headings: tuple[str, ...]
     lines: Sequence[Sequence[Value]]

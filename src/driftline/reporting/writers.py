@@ -63,7 +63,7 @@ def write_csv(sheet: Sheet, stream: TextIO) -> None:
 
 
 Content: TypeAlias = Literal["view", "json", "csv", "checks"]
-"""What a result can offer: a view for people, checks for CI, documents of its own for programs."""
+"""What a result can offer: a view for people, checks for CI, documents for programs."""
 
 
 class Writer(NamedTuple):
@@ -104,7 +104,7 @@ def write(
     json: Callable[[TextIO], None] | None = None,
     csv: Callable[[TextIO], None] | None = None,
 ) -> None:
-    """Write a result in one of the formats; what the result does not offer is None.
+    """Write a result in one of the formats; contents that the result does not offer are None.
 
     Args:
         format: A name of `WRITERS`.
@@ -151,8 +151,8 @@ def table(
             github and junit for CI.
         stream: Where to.
         everything: For people too, every row.
-        command: Which command made it, as CI shall call it.
-        allow_incomplete: For CI: too little to tell is no failure.
+        command: The command that made it, for CI.
+        allow_incomplete: For CI: whether INCOMPLETE counts as success.
     """
 
     def view() -> View:
@@ -171,7 +171,7 @@ def table(
         files.write_csv(compared, stream)
 
     def write_document(stream: TextIO) -> None:
-        # Compact lines: one row each reads and diffs well, and 100 000 rows stay bearable.
+        # One compact line per row is easy to read and to diff, also with 100 000 rows.
         head = printed_json(compared.head_as_json(), indent=1)
         stream.write(head.removesuffix("\n}") + ',\n "rows": [')
         for index, row in enumerate(compared.rows):

@@ -38,7 +38,7 @@ class FormatConformance(ABC):
         format: The format under test.
         suffix: Of the files that `write` makes.
         one_tensor: The format holds a single tensor without a name.
-        damages: How many damaged copies to try.
+        damages: Number of damaged copies to try.
     """
 
     format: ClassVar[Format]
@@ -275,7 +275,7 @@ class TreeConformance(ABC):
 
 
 def _read(run: Run) -> int:
-    """Read everything; a value that cannot be had says why. How many could not."""
+    """Read everything; a lost value must have a reason. Returns the number of lost values."""
     lost = 0
     for handle in run.tensors():
         if handle.lost:

@@ -1,4 +1,4 @@
-"""Small runs made by hand, in memory: the shortest way from arrays to something that compares.
+"""Small runs in memory, made from arrays, for tests of comparisons.
 
     run_of({"embed": array, "layers.0.mlp/input/x": array})
 
@@ -45,7 +45,7 @@ def record_into(
     alias: str = "",
     class_name: str = "",
 ) -> None:
-    """Hand one array to a sink as a capture would. ml_dtypes arrays keep their type."""
+    """Put one array into a sink as a capture would. ml_dtypes arrays keep their type."""
     array = np.ascontiguousarray(values)
     flat = array.reshape(-1)
     dtype = DTYPES[array.dtype.name]
@@ -89,7 +89,7 @@ def run_of(
         stride: For `sample`.
         aliases: Other names of slots, by the tensor's name.
         classes: Class names, by site.
-        name: What messages call the run.
+        name: Name of the run in messages.
     """
     sink = MemorySink(name=name)
     for key, values in tensors.items():

@@ -49,17 +49,18 @@ def calibrate(
         driftline calibrate clean -o tiny-thresholds.json
         driftline compare cpu npu --thresholds tiny-thresholds.json
 
-    For every site, port and metric: a quantile of what the clean comparisons measured, times a
-    margin. The more of them, and the more alike to what will be checked, the better.
+    The limit of a site, port and metric is a quantile of the values that the clean comparisons
+    measured there, times a margin. Limits get better with more comparisons, and with comparisons
+    that are more similar to the runs you will check.
 
     Args:
         tables: Folders that `driftline compare -o` wrote.
         output: The thresholds file to write.
-        quantile: Of a layer's clean values, counted towards the bad side.
-        margin: How many times that is allowed; for a cosine, of its distance from 1.
+        quantile: Quantile of the clean values of a layer; 1 is the worst value.
+        margin: Factor on that quantile; for a cosine, on its distance from 1.
         model: Name of the model, written into the file.
-        seed: Of the bootstrap that gives the confidence intervals.
-        force: Replace a file that is there already.
+        seed: Seed of the bootstrap that gives the confidence intervals.
+        force: Replace an existing file.
     """
     if not tables:
         raise BadInput("`driftline calibrate` needs TABLE", hint="see driftline calibrate --help")
@@ -78,7 +79,7 @@ def calibrate(
     opened = [script.part(open_table, path) for path in tables]
     for path, table in () if script.is_script() else zip(tables, opened, strict=True):
         if table.verdict == "fail":
-            # Taken all the same: only the user knows whether the limits or the runs were wrong.
+            # Used anyway: only the user knows whether the limits or the runs were wrong.
             warning = printable(f"{path} did not pass when it was compared ({table.finding})")
             print(f"driftline: {warning}; it is used as a clean run all the same", file=sys.stderr)
     made = script.step(
@@ -113,14 +114,14 @@ def _summary(thresholds: Thresholds, output: Path, *, tables: int, margin: float
 
 
 def _refuse_unusable(thresholds: Thresholds) -> None:
-    """The file is written; but a limit that nothing can pass must not go unnoticed."""
+    """Raise if the file that was written holds a limit that nothing can pass."""
     from driftline.reporting.formatting import counted
 
     unusable = [entry for entry in thresholds.entries if not entry.usable]
     if unusable:
         first = unusable[0]
         raise BadInput(
-            f"{counted(len(unusable), 'limit')} could not be had, {first.metric} of '{first.site}' "
-            f"{first.port} for one: its clean values are not finite; the others were written",
+            f"{counted(len(unusable), 'limit')} could not be computed, such as {first.metric} of "
+            f"'{first.site}' {first.port}: clean values are not finite; the others were written",
             hint="choose another --metric, or other sites",
         )

@@ -22,22 +22,22 @@ def check(
     model: Annotated[str | None, Parameter(metavar="MODEL", group=LIMITS)] = None,
     output: OutputOptions = OutputOptions(),
 ) -> int:
-    """Judge a comparison by thresholds or other limits; names the first layer beyond its own.
+    """Judge a comparison by thresholds or other limits, and name the first layer beyond its limit.
 
         driftline check table --thresholds tiny-thresholds.json
         driftline check table --max relative_l2=0.01
         driftline check table
 
-    Reads no tensor: what was measured is in the table, and so is what a replay, noise runs or a
-    bisection had to say. Without any limit it gives the verdict of `compare` or `layer-metrics`.
-    Exit code 1 if a limit is broken, 2 if too little could be judged.
+    No tensor is read: the table holds what was measured, and also the evidence of a replay, of
+    noise runs or of a bisection. Without any limit, the verdict is that of `compare` or
+    `layer-metrics`. Exit code 1 if a limit is broken, 2 if too little could be judged.
 
     Args:
         table: A folder that `driftline compare -o` wrote, the `….layers` of `layer-metrics`, or a
             folder of layer files (.abs_diff.csv, .cos_sim.csv), which need limits.
-        slack: How many times its threshold a tensor may reach. An average of clean runs is passed
-            by about half of all clean runs: allow 2 or more there.
-        model: Refuse thresholds for another model than this.
+        slack: Factor on every threshold. If a threshold is an average of clean runs, about half of
+            all clean runs exceed it: give 2 or more then.
+        model: Refuse thresholds that were made for another model.
     """
     from driftline.comparison.pipeline import check as judge_again
     from driftline.comparison.table.files import is_table, open_table
@@ -46,7 +46,7 @@ def check(
     from driftline.decoding.files.names import LAYER_TABLE
 
     judged_before = is_table(table)
-    # Bare files of layers have no number format that would say what is allowed.
+    # Layer files record no number format, so there are no default limits for them.
     if not judged_before and not table.exists() and not script.is_script():
         raise BadInput(
             f"there is no '{table}'", hint="`driftline compare REF CAND -o TABLE` writes a table"
@@ -54,7 +54,7 @@ def check(
     if not judged_before and limits.thresholds is None and not limits.words:
         tables = sorted(table.glob(f"*{LAYER_TABLE}")) if table.is_dir() else []
         raise BadInput(
-            "nothing says what is allowed",
+            "no limit is given",
             hint=f"the table next to these files has limits of its own: driftline check {tables[0]}"
             if tables
             else "--thresholds FILE.json, --max relative_l2=0.01 or --min cosine=0.999",
@@ -64,7 +64,7 @@ def check(
         from driftline.comparison.tolerance.thresholds import load_thresholds
 
         thresholds = script.part(load_thresholds, limits.thresholds, model=model)
-    # Thresholds of layer files say which statistic of the files beside a table they are held to.
+    # Thresholds of layer files apply to a statistic of the files next to a table: read those files.
     if judged_before and not (thresholds and table.suffix == LAYER_TABLE):
         measured = script.part(open_table, table)
     else:

@@ -54,7 +54,7 @@ _AS_USUAL = ModelPairOptions()
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SideOptions:
-    """The two runs, as `ait llm compare` takes them, and models that are run on the spot.
+    """The two sides as options of `ait llm compare`, and how ONNX models are run.
 
     Attributes:
         golden_path: Another way to give REF.
@@ -68,7 +68,7 @@ class SideOptions:
 
     @property
     def writes_ait_report(self) -> bool:
-        """Whoever gives both paths this way gets ait's report as well."""
+        """Whether ait's report is written too: both paths are given by ait's options."""
         return self.golden_path is not None and self.my_path is not None
 
 
@@ -78,12 +78,12 @@ class CompareLimits(LimitOptions):
     """What is measured and how much difference is allowed.
 
     Attributes:
-        metric: Measure this too: sqnr (dB), kl, or a Python function of your own; may be repeated.
-        rtol: Every element must keep |c - r| <= atol + rtol |r|.
+        metric: Also measure this: sqnr (dB), kl, or a Python function of your own; may be repeated.
+        rtol: Require |c - r| <= atol + rtol |r| of every element.
         atol: See --rtol.
-        replay: What `driftline replay CAND` wrote: what each module adds by itself.
+        replay: What `driftline replay CAND` wrote: the error that each module adds by itself.
         noise: What `driftline noise` wrote, or another trusted run; may be repeated.
-        bisect: What `driftline bisect --format json` printed: proves what a site explains.
+        bisect: What `driftline bisect --format json` printed: measures how much a site explains.
     """
 
     metric: Annotated[list[str] | None, Parameter(metavar="NAME|FILE.py:FUNC")] = None
@@ -94,7 +94,7 @@ class CompareLimits(LimitOptions):
     bisect: Annotated[Path | None, Parameter(metavar="FILE.json", group=EVIDENCE)] = None
 
     def evidence(self) -> dict[str, Any]:
-        """Arguments of `driftline.compare` that say where evidence lies; only what was given."""
+        """Arguments of `driftline.compare` with the paths of evidence that are given."""
         files = {"replay": self.replay, "noise": self.noise, "bisect": self.bisect}
         return {name: value for name, value in files.items() if value}
 
@@ -142,19 +142,19 @@ class CompareAlignment:
     """Which tensors are compared with each other.
 
     Attributes:
-        map: Sites that are called differently, such as 'model.*=*'; each star stands for the same
-            text on both sides; may be repeated.
+        map: Sites with different names on the two sides, such as 'model.*=*'; each star stands for
+            the same text on both sides; may be repeated.
         op_mapping_file: A file of such pairs (.toml or .json), or the folder of ait's
             op_mapping_file.json, which maps classes.
         no_structure: Pair by names only, never by class, shape and order of execution.
-        plan: Compare what this saved plan says, and nothing else.
-        save_plan: Write the plan to this file, to be edited and given back with --plan.
-        step_map: Which step is which where the runs count differently, such as 0=1,1=2.
-        placement: How tensors lie over ranks when one side is sharded: shard(AXIS), replicate or
-            partial(sum), such as 'attn.*=shard(1)'; may be repeated.
-        mask: Leave pads out of all metrics: a file of [batch, tokens], non-zero where a position
-            counts, or `captured` for the attention_mask that a run holds; `none` counts pads of
-            two engines, too.
+        plan: Compare the tensors that this saved plan pairs, and no others.
+        save_plan: Write the plan to this file; you can edit it and use it with --plan.
+        step_map: Pairs of steps, if the two runs number their steps differently, such as 0=1,1=2.
+        placement: How tensors are distributed over ranks if one side is sharded: shard(AXIS),
+            replicate or partial(sum), such as 'attn.*=shard(1)'; may be repeated.
+        mask: Exclude padding from all metrics: a file of shape [batch, tokens], non-zero where a
+            position counts, or `captured` for the attention_mask in a run. `none` also counts the
+            padding of two engines. May be repeated.
     """
 
     map: Annotated[list[str] | None, Parameter(metavar="REF=CAND")] = None
@@ -169,7 +169,7 @@ class CompareAlignment:
     mask: Annotated[list[str] | None, Parameter(metavar="FILE.npy|captured|none")] = None
 
     def steps(self, steps: frozenset[int]) -> tuple[frozenset[int], dict[int, int] | None]:
-        """The candidate's numbers of the selected steps, and the map of just those."""
+        """The selected steps as the candidate numbers them, and the map of those steps."""
         if not self.step_map:
             return steps, None
         from driftline.alignment.normalise.steps import parse_step_map
@@ -180,8 +180,8 @@ class CompareAlignment:
         selected = {ref: cand for ref, cand in step_map.items() if ref in steps}
         if not selected:
             raise BadInput(
-                "--step-map names none of the steps that --step asks for",
-                hint="leave out one of them",
+                "--step-map names none of the steps of --step",
+                hint="give only one of them",
             )
         return frozenset(selected.values()), selected
 
@@ -207,9 +207,10 @@ class CompareOutput(OutputOptions):
 
     Attributes:
         csv: Also write the rows to this file.
-        dry_run: Print what would be compared with what; reads no tensor but masks and token ids.
-        log_level: debug also prints the plan, warning only what does not agree, error nothing.
-        fail_on_differences: Exit 1 also where all tensors agree and the models differ: in
+        dry_run: Print which tensors would be compared; reads only masks and token ids.
+        log_level: debug also prints the plan; warning prints only differences; error prints
+            nothing.
+        fail_on_differences: Exit code 1 also if all tensors agree but the models differ: in
             attributes, code, weights, mode, process or training.
     """
 
@@ -223,23 +224,23 @@ class CompareOutput(OutputOptions):
 
     @property
     def is_silent(self) -> bool:
-        """Nothing is printed at all."""
+        """Whether nothing is printed at all."""
         return self.quiet or self.log_level == "error"
 
     @property
     def only_warns(self) -> bool:
-        """Nothing is printed if all is well."""
+        """Whether nothing is printed if the verdict is PASS."""
         return self.log_level in ("warning", "warn")
 
 
 @Parameter(name="*", group=SPEED)
 @dataclass(frozen=True)
 class CompareWorkers(WorkerOptions, ThreadOptions):
-    """Who measures.
+    """Which threads, processes and machines measure.
 
     Attributes:
-        shard: Measure only this share of the pairs, such as 3/8, and write it into the folder -o;
-            `driftline merge` makes the table of all of them.
+        shard: Measure only this part of the pairs, such as 3/8, and write it to the folder -o;
+            `driftline merge` makes one table of all parts.
     """
 
     shard: Annotated[str | None, Parameter(metavar="I/N")] = None
@@ -263,14 +264,15 @@ def compare(
         driftline compare a.npy b.pt --max relative_l2=0.01
         driftline compare float.onnx int8.onnx --inputs x.npz
 
-    Says which site adds more error than its number format and what it was given explain, and which
-    one is first. Exit code 1 if any does, 2 if too little was compared to tell. With -gp
-    and -mp it also writes ait_cmp_report_{timestamp}.csv into the folder -o, or into this one.
+    Names the sites that add more error than their inputs and their number format explain, and the
+    first of them. Exit code 1 if there is such a site, 2 if too little was compared to judge. With
+    -gp and -mp it also writes ait_cmp_report_{timestamp}.csv to the folder -o, or to the current
+    one.
 
     Args:
-        reference: What is right: a run, a dump of another program, a tensor file, or an ONNX
-            model, which is run on the spot.
-        candidate: What is in question.
+        reference: The trusted side: a run, a dump of another program, a tensor file, or an ONNX
+            model, which is run for the comparison.
+        candidate: The side to test; the same kinds.
     """
     threads = workers.count()
     paths = _two_paths(reference, candidate, sides)
@@ -289,7 +291,7 @@ def compare(
 
     pair = _open_pair(paths, sides.models, select, alignment)
     align_by = alignment.keywords(select, pair.step_map)
-    # Only where the plan itself is wanted, or edited: `driftline.compare` makes its own.
+    # Made here only if the plan itself is needed: `driftline.compare` makes its own.
     plan: Plan | None = None
     if alignment.save_plan is not None or output.dry_run or report_folder or pair.plan_ranks:
         plan = _make_plan(pair, align_by)
@@ -334,13 +336,13 @@ def compare(
 def _refuse_evidence_for_shard(limits: CompareLimits) -> None:
     if limits.evidence():
         raise BadInput(
-            "a shard is measured, and not judged: evidence is for the whole comparison",
+            "a shard is measured but not judged: evidence is for the whole comparison",
             hint="driftline report TABLE --replay DIR judges the merged table with it",
         )
 
 
 def _differences_code(table: Table, output: CompareOutput) -> int:
-    """The exit code of tensors that agree: differences of the models count only if asked for."""
+    """The exit code if all tensors agree; `--fail-on-differences` makes it 1 if models differ."""
     from driftline.comparison.differences.difference import counted
 
     if not output.fail_on_differences:
@@ -377,11 +379,11 @@ def _write_ait_report(
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two runs, seen as far as steps and ranks were selected.
+    """The two runs, narrowed to the selected steps and ranks.
 
     Attributes:
-        step_map: Which step of the candidate is which of the reference's.
-        plan_ranks: Ranks that are selected by the plan, because the two runs have different ones.
+        step_map: The candidate's step for each step of the reference.
+        plan_ranks: Ranks that are selected in the plan, because the two runs have different ranks.
     """
 
     reference: Run
@@ -398,7 +400,7 @@ def _open_pair(
 ) -> _Pair:
     steps, ranks = numbers_from("--step", select.step), numbers_from("--rank", select.rank)
     candidate_steps, step_map = alignment.steps(steps)
-    # A rank of eight is no rank of one: where they differ, the plan knows which shards belong.
+    # Rank 3 of 8 is no rank of a run with one: the plan knows which shards belong together.
     plan_ranks = ranks if ranks and not _same_ranks(*paths) else frozenset[int]()
     run_ranks = ranks - plan_ranks
     reference, candidate = models.open_pair(paths)
@@ -411,7 +413,7 @@ def _open_pair(
 
 
 def _same_ranks(ref: Path, cand: Path) -> bool:
-    """Whether the runs have the same ranks; `--python` assumes it of runs that do not exist."""
+    """Whether the runs have the same ranks; `--python` assumes so if the runs do not exist."""
     from driftline.alignment.selection import have_the_same_ranks
     from driftline.formats.registry import open_run
 
@@ -460,7 +462,7 @@ def _print_plan(plan: Plan) -> int:
 
 
 def _announce(output: CompareOutput) -> Callable[[Plan], None]:
-    """Prints, before tensors are read, which of them are paired: as much as was asked for."""
+    """A function that prints the plan, or a summary of it, before tensors are read."""
 
     def announce(plan: Plan) -> None:
         if output.log_level == "debug":
@@ -479,7 +481,7 @@ def _announce(output: CompareOutput) -> Callable[[Plan], None]:
 
 
 def _executor(workers: CompareWorkers, *, quiet: bool) -> Any:
-    """Who measures; a cluster that is not to speak must be told so."""
+    """The executor; a quiet one for a Ray cluster if nothing may be printed."""
     if not quiet or workers.executor is None or script.is_script():
         return workers.executor
     from driftline.execution.jobs import chosen
@@ -488,7 +490,7 @@ def _executor(workers: CompareWorkers, *, quiet: bool) -> Any:
 
 
 def _check_shard(shard: str, output: CompareOutput, sides: SideOptions) -> None:
-    """Before anything is read: a shard needs a folder, and a report of all pairs has to wait."""
+    """Refuse a shard without -o, or options of the whole comparison, before anything is read."""
     from driftline.comparison.table.part import part_name, refuse_part
     from driftline.execution.slicing import parse_shard
 
@@ -506,8 +508,8 @@ def _check_shard(shard: str, output: CompareOutput, sides: SideOptions) -> None:
     }.items():
         if is_given:
             raise BadInput(
-                f"{option} is for the whole comparison, of which --shard {shard} is a part",
-                hint="give REF and CAND by their places"
+                f"{option} is for the whole comparison, and --shard {shard} is a part of it",
+                hint="give REF and CAND as plain arguments"
                 if option.startswith("-gp")
                 else f"give {option} to driftline merge",
             )
@@ -520,7 +522,7 @@ def _check_shard(shard: str, output: CompareOutput, sides: SideOptions) -> None:
 
 
 def _compare_shard(pair: _Pair, shard: str, options: dict[str, Any], output: CompareOutput) -> int:
-    """One share of the pairs, measured and written; there is no verdict yet."""
+    """Measure one shard of the pairs and write it; there is no verdict yet."""
     from driftline.comparison.shards import compare_shard
     from driftline.comparison.table.part import Part
 
@@ -535,15 +537,15 @@ def _compare_shard(pair: _Pair, shard: str, options: dict[str, Any], output: Com
 def _two_paths(
     reference: Path | None, candidate: Path | None, sides: SideOptions
 ) -> tuple[Path, Path]:
-    """REF and CAND, each given by its place or by ait's option, in any mixture."""
-    # A path by its place fills whichever of the two no option names.
+    """REF and CAND, each given as an argument or by ait's option, in any mixture."""
+    # An argument takes the first of the two roles that no option fills.
     places = [path for path in (reference, candidate) if path is not None]
     paths: list[Path] = []
     for name, option in (("REF", sides.golden_path), ("CAND", sides.my_path)):
         if option is None and not places:
             raise BadInput(
                 f"`driftline compare` needs {name}",
-                hint="driftline compare REF CAND: what is right, then what is in question",
+                hint="driftline compare REF CAND: the trusted side, then the side to test",
             )
         paths.append(places.pop(0) if option is None else option)
     if places:
@@ -566,8 +568,8 @@ def merge(
         driftline merge parts -o table
 
     The table, the report and the exit code are those of `driftline compare` without --shard, bit
-    for bit. A shard that is missing or there twice is named; parts of different runs, options or
-    versions are refused.
+    for bit. A shard that is missing or given twice is named. Parts that come from different runs,
+    options or versions are refused.
 
     Args:
         parts: Files that `compare --shard` wrote, or folders that hold them.

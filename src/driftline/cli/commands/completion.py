@@ -1,9 +1,9 @@
-"""`driftline completion`: a script by which a shell completes commands, options and their values.
+"""`driftline completion`: a script that lets a shell complete commands, options and their values.
 
-The script has all words in it, so completing a line starts no Python. cyclopts can write such
-scripts, too; its own lose three things that users of ours have: a folder that is called like a
-command (`driftline compare reference dump --fo`) ends the completion of options, fish is not told
-of options such as `-er`, and `--help` and `--python` are missing.
+The script contains all words, so completing a line starts no Python. cyclopts can write such
+scripts too, but they have three faults: a folder named like a command
+(`driftline compare reference dump --fo`) ends the completion of options, options such as `-er` are
+missing for fish, and `--help` and `--python` are missing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Command(NamedTuple):
     summary: str
     options: tuple[_Option, ...]
     choices: tuple[str, ...]
-    """Words that its first place takes, if these are known."""
+    """Words that its first argument takes, if these are known."""
 
 
 def completion(shell: Annotated[Shell, place("SHELL")], /) -> int:
-    """Print a script by which a shell completes Driftline's commands and options.
+    """Print a script that lets a shell complete Driftline's commands and options.
 
         driftline completion bash >> ~/.bashrc
         driftline completion zsh > ~/.zfunc/_driftline
@@ -45,7 +45,7 @@ def completion(shell: Annotated[Shell, place("SHELL")], /) -> int:
     For zsh, the folder must be in `fpath` before `compinit` runs.
 
     Args:
-        shell: Which shell.
+        shell: The shell that will read the script.
     """
     text = script.step("text", completion_script, shell)
     script.end(text)

@@ -13,7 +13,7 @@ from driftline.cli.options import URLS, place
 from driftline.cli.progress import progress_bar
 from driftline.errors import EXIT_DIFFERENT, EXIT_FINE, BadInput
 
-# So many tensors that were left out are named; then reasons are counted.
+# At most this many omitted tensors are named; beyond that, reasons are counted.
 MOST_SHOWN = 20
 
 
@@ -30,16 +30,16 @@ def convert(
         driftline convert tree/ait_dump -o run
         driftline convert run -o files --to npy
 
-    Takes whatever `driftline show` shows. Tensors go through one by one, so a dump may be larger
-    than memory; summaries, module trees and events go along into a run. The result has its name
-    only when it is whole. Exit code 1 if a tensor could not be read or the target has no place for
-    it; each is named.
+    The source can be anything that `driftline show` shows. Tensors are converted one by one, so a
+    dump may be larger than memory. A run also gets summaries, module trees and events. The result
+    is written under another name until it is complete. Exit code 1 if a tensor could not be read,
+    or if the target format cannot hold it; each such tensor is named.
 
     Args:
         path: A run, a dump of another program, or a tensor file.
         output: Folder of the result.
-        to: run, or files: npy and pt are a file per tensor, safetensors a file per rank and step,
-            each with a list of the keys beside them; ait is the tree of `ait llm dump`.
+        to: run, or files: npy and pt write a file per tensor, safetensors a file per rank and step,
+            each with a list of the keys; ait writes the tree of `ait llm dump`.
         force: Replace an earlier result.
     """
     from driftline.formats.convert import convert as conversion

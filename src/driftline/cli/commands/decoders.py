@@ -1,7 +1,7 @@
-"""`driftline metrics` and `layer-metrics`: a decoder on two targets, by tokens and by layers.
+"""`driftline metrics` and `layer-metrics`: compare a decoder on two targets, by token or by layer.
 
-The options take the spellings and environment variables of IBM's scripts, which these commands
-stand in for.
+These commands replace IBM's scripts, so the options accept the spellings and environment variables
+of those scripts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class MetricsModel:
 
     Attributes:
         model_path: Folder of a causal language model, or its id.
-        unfuse_weights: Separate projections in models of ibm-fms; transformers' stay as they are.
-        extra_get_model_kwargs: More words for the library's own loader.
+        unfuse_weights: Separate fused projections in models of ibm-fms; has no effect on
+            transformers.
+        extra_get_model_kwargs: Further arguments for the loader of the library.
     """
 
     model_path: Annotated[str, spelt("model_path", "PATH")] = ""
@@ -60,10 +61,11 @@ class MetricsShapes:
     """Which shapes are run.
 
     Attributes:
-        batch_size: Prompts of one round, 1 if not given; several values are run in turn.
-        min_pad_length: Sequence length: prompts have half of it to all of it, and are padded to it.
-        max_new_tokens: Tokens generated per prompt and round; 100 if not given.
-        num_test_tokens_per_sequence: In all rounds together; one round if not given.
+        batch_size: Prompts per round; several values are run one after another. Default: 1.
+        min_pad_length: Sequence length. Prompts of half this length up to this length are drawn,
+            and are padded to it.
+        max_new_tokens: Tokens generated per prompt and round. Default: 100.
+        num_test_tokens_per_sequence: Tokens per prompt in all rounds together. Default: one round.
     """
 
     batch_size: Annotated[str, spelt("batch_size", "N[,N]")] = ""
@@ -80,9 +82,9 @@ class MetricsTargets:
     """How the candidate computes.
 
     Attributes:
-        default_dtype: Number format of the candidate; fp16 if not given.
-        compile_dynamic: A compiled target is compiled once for all lengths.
-        distributed: Under torchrun: split the candidate over the ranks; only rank 0 writes.
+        default_dtype: Number format of the candidate. Default: fp16.
+        compile_dynamic: Compile a compiled target once for all lengths.
+        distributed: Under torchrun, split the candidate over the ranks; only rank 0 writes.
     """
 
     default_dtype: Annotated[str, spelt("default_dtype", "D[,D]")] = ""
@@ -97,10 +99,10 @@ class MetricsOutput:
 
     Attributes:
         output_dir: Folder of the results.
-        topk_per_token: How many of the reference's largest logits the four metrics look at.
-        logits: Keep the whole vocabulary, or the largest logits and their logsumexp.
-        skip_computation: Only score the logits that are there.
-        force: Compute again what is there.
+        topk_per_token: How many of the reference's largest logits the four metrics use.
+        logits: Save the logits of the whole vocabulary, or the largest ones and their logsumexp.
+        skip_computation: Run no model; score the logits that were saved before.
+        force: Compute results again that exist already.
     """
 
     output_dir: Annotated[Path | None, spelt("output_dir", "DIR", "-o")] = None
@@ -126,18 +128,18 @@ def metrics(
             --batch_size=1 --min_pad_length=64 --max_new_tokens=128
             --num_test_tokens_per_sequence=1024 --default_dtype=fp16 --output_dir=out
 
-    The reference generates greedily; the candidate is forced along the reference's tokens, so that
-    both read the same text. Per token before the end of the text: ce, prob_mean, prob_std and
-    diff_mean, one csv each, and a table (….tokens.parquet) with further scores over the whole
-    vocabulary. Both sides' logits are kept in ….out folders. After an interruption the same command
-    goes on where it was. Baselines become thresholds with `driftline thresholds`.
+    The reference generates greedily. The candidate reads the reference's tokens instead of its
+    own, so both read the same text. Every token up to the end of the text gets four scores: ce,
+    prob_mean, prob_std and diff_mean, one csv each. A table (….tokens.parquet) has further scores
+    over the whole vocabulary. The logits of both sides are saved in ….out folders. After an
+    interruption, the same command continues. `driftline thresholds` makes limits of the scores.
 
     A target is device=cpu|cuda|npu|aiu, dtype=fp32|fp16|bf16 and compile=BACKEND of torch.compile,
-    with commas between them: device=cuda,dtype=fp16,compile=inductor. The candidate is CUDA if
-    there is one, else the CPU, in --default_dtype, if not given. MODEL_PATH, DS_PATH, BATCH_SIZES,
-    SEQ_LENS, MAX_NEW_TOKENS and DEFAULT_TYPES in the environment are taken where the option is not
-    given. With --jobs or --executor, shapes are shared out; each process loads the models for
-    itself.
+    joined by commas: device=cuda,dtype=fp16,compile=inductor. The default candidate is CUDA if
+    there is a device, else the CPU, in --default_dtype. If an option is not given, its value comes
+    from the environment: MODEL_PATH, DS_PATH, BATCH_SIZES, SEQ_LENS, MAX_NEW_TOKENS and
+    DEFAULT_TYPES. With --jobs or --executor, the shapes are divided among processes, and each
+    process loads its own models.
     """
     from driftline.decoding.option_reader import metrics_options
 
@@ -156,7 +158,7 @@ def _run_metrics(tasks: list[MetricsOptions]) -> int:
     job = join_job(tasks[0].distributed)
     results: list[MetricsResult] = []
     for options in tasks:
-        # Of the ranks of a job only one writes, and only one shows a bar.
+        # Only one rank of a job writes, and only that rank shows a bar.
         quiet = script.is_script() or not job.writes
         with progress_bar("tokens", quiet=quiet) as bar:
             result = script.step(
@@ -212,7 +214,7 @@ def _metrics_summary(result: MetricsResult, options: MetricsOptions) -> str:
     rounds = counted(result.rounds, "round")
     lines = [
         f"{result.prefix}: {counted(result.tokens, 'token')} of {rounds}",
-        "  of the logits that were saved"
+        "  from the logits that were saved"
         if options.skip_computation
         else f"  reference {options.reference}; candidate {options.candidate}",
         f"  {'metric':<16}{'mean':>12}{'99 %':>12}{'largest':>12}",
@@ -223,9 +225,9 @@ def _metrics_summary(result: MetricsResult, options: MetricsOptions) -> str:
     lines.append(f"  the largest logit agrees at {agreed} of {result.tokens} tokens")
     if result.first_other is not None:
         seed, prompt, position = result.first_other
-        lines[-1] += f"; first not: round {seed}, prompt {prompt}, token {position}"
+        lines[-1] += f"; first difference: round {seed}, prompt {prompt}, token {position}"
     if not result.companions:
-        lines.append("  whole-vocabulary scores are left out: only the largest logits are saved")
+        lines.append("  no scores over the whole vocabulary: only the largest logits are saved")
     lines += [
         f"  in {result.folder}: four csv files, .tokens.parquet, both sides' .out folders",
         f"  next: driftline thresholds --models {options.model} --metrics diff_mean ce "
@@ -241,7 +243,7 @@ class LayersModel:
 
     Attributes:
         model_paths: Folders of causal language models, or their ids.
-        fused_weights: Leave the joined projections of models of ibm-fms joined.
+        fused_weights: Do not separate the fused projections of models of ibm-fms.
     """
 
     model_paths: Annotated[str, spelt("model_paths", "PATH[,PATH]", "--model_path")] = ""
@@ -254,10 +256,10 @@ class LayersShapes:
     """Which shapes are run.
 
     Attributes:
-        batch_sizes: Prompts that are run together, 1 if not given.
-        seq_lengths: Prompts have half of it to all of it in tokens, and are padded to it; 64 if not
-            given.
-        max_new_tokens: Iterations of generate; 128 if not given.
+        batch_sizes: Prompts that are run together. Default: 1.
+        seq_lengths: Sequence length. Prompts of half this length up to this length are drawn, and
+            are padded to it. Default: 64.
+        max_new_tokens: Iterations of generate. Default: 128.
     """
 
     batch_sizes: Annotated[str, spelt("batch_sizes", "N[,N]")] = ""
@@ -272,7 +274,8 @@ class LayersTargets:
 
     Attributes:
         default_dtype: Number format of the candidate.
-        compile_unit: What a compiled target makes one graph of; nothing inside a graph is seen.
+        compile_unit: The part of a compiled target that becomes one graph; layers inside a graph
+            are not compared.
     """
 
     default_dtype: Annotated[str, spelt("default_dtype", "D")] = "fp16"
@@ -285,10 +288,10 @@ class LayersOutput:
     """What is written and printed.
 
     Attributes:
-        output_path: Folder of the results; it is made.
-        elements: abs_diff files get a line per element; large.
-        quiet: Print nothing but errors.
-        force: Compute again what is there.
+        output_path: Folder of the results; it is created.
+        elements: Write a line per element to abs_diff files; these files are large.
+        quiet: Print only errors.
+        force: Compute results again that exist already.
     """
 
     output_path: Annotated[Path | None, spelt("output_path", "DIR", "-o")] = None
@@ -307,28 +310,31 @@ def layer_metrics(
     targets: LayersTargets = LayersTargets(),
     output: LayersOutput = LayersOutput(),
 ) -> int:
-    """Run a decoder on two targets and compare what every layer gives.
+    """Run a decoder on two targets and compare the output of every layer.
 
         driftline layer-metrics --mode generate --model_paths M --batch_sizes 1
             --seq_lengths 64 --max_new_tokens 128 --sharegpt_path share_gpt.json
             --output_path out
 
-    Both targets read the same prompts; with --mode generate they go on token by token, the
-    candidate along the reference's tokens, and every iteration counts. Per layer two csv files:
-    abs_diff (mean |difference|) and cos_sim (cosine), a line per token and output of the layer.
-    Padding does not count. ….layers is the same as a comparison table, for `driftline show` and
-    `driftline check`. Files become thresholds with `driftline thresholds --layer_io`.
+    Both targets read the same prompts. With --mode generate they continue token by token, the
+    candidate with the reference's tokens, and every iteration is compared. Each layer gets two csv
+    files, abs_diff (mean |difference|) and cos_sim (cosine), with a line per token and output of
+    the layer. Padding does not count. ….layers holds the same figures as a comparison table, for
+    `driftline show` and `driftline check`. `driftline thresholds --layer_io` makes limits of the
+    files.
 
     A target is device=cpu|cuda|npu|aiu, dtype=fp32|fp16|bf16 and compile=BACKEND of torch.compile,
-    with commas between them: device=cuda,dtype=fp16. The candidate is CUDA if there is one, else
-    the CPU, in --default_dtype, if not given. MODEL_PATHS, BATCH_SIZES, SEQ_LENGTHS,
-    MAX_NEW_TOKENS, OUTPUT_PATH and SHARE_GPT_DATASET_PATH in the environment are taken where the
-    option is not given; without any, prompts are in ~/share_gpt.json. All combinations of several
-    values are run; what is there already is not computed again. Exit code 1 if anything is NaN, or
-    infinite on one side only; 2 if a part never reached the backend that was to compile it.
+    joined by commas: device=cuda,dtype=fp16. The default candidate is CUDA if there is a device,
+    else the CPU, in --default_dtype. If an option is not given, its value comes from the
+    environment: MODEL_PATHS, BATCH_SIZES, SEQ_LENGTHS, MAX_NEW_TOKENS, OUTPUT_PATH and
+    SHARE_GPT_DATASET_PATH. The default prompts are in ~/share_gpt.json. If options have several
+    values, all combinations are run. Results that exist already are not computed again. Exit code 1
+    if a value is NaN, or infinite on one side only; 2 if a part did not reach the backend that
+    should compile it.
 
     Args:
-        mode: generate: token by token, with a cache; model-forward: one call on the prompts.
+        mode: generate runs token by token, with a cache; model-forward makes one call on the
+            prompts.
     """
     from driftline.decoding.option_reader import layer_options
 
@@ -388,7 +394,7 @@ def _layers_summary(result: LayersResult) -> str:
     options = result.options
     layers = result.layers
     steps = counted(options.new_tokens, "iteration") if options.mode == "generate" else "one call"
-    # A layer of which no row is a number has no figure that could be the largest.
+    # A layer whose rows are all non-finite has no figure to rank.
     numbers = [layer for layer in layers if layer.rows > layer.nonfinite]
     lines = [
         f"{options.prefix}: {counted(len(layers), 'layer')}, "

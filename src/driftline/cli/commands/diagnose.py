@@ -1,4 +1,4 @@
-"""`driftline diagnose`: two runs and evidence → `driftline.diagnose` → a finding, an exit code."""
+"""`driftline diagnose`: two runs and evidence → `driftline.diagnose` → a finding and exit code."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DiagnosisOutput(ExitOptions):
     Attributes:
         format: table for people; json and markdown for programs and reviews; github (annotations
             and a step summary) and junit for CI.
-        repro: Write a small program that shows the guilty module by itself, with its input.
-        all: Show every site rather than those that matter.
-        quiet: Print nothing; the exit code says it.
-        force: Replace output that is there already.
+        repro: Write a small program that runs only the faulty module, on its input.
+        all: Show every site, not only those that matter.
+        quiet: Print nothing; the exit code gives the result.
+        force: Replace existing output.
     """
 
     format: DiagnosisFormat = "table"
@@ -66,23 +66,23 @@ def diagnose(
         driftline diagnose ref cand
         driftline diagnose ref cand --replay replay --noise noise
 
-    Works with what it is given: two runs, trusted runs in the candidate's number format
-    (`driftline noise`), the reference's modules on the candidate's inputs (`driftline replay`).
-    Also takes a folder that `driftline compare -o` wrote. Exit code 1 if a site introduces error,
-    2 if nothing could be judged.
+    Two runs are enough. Two kinds of evidence make the answer more certain: trusted runs in the
+    candidate's number format (`driftline noise`), and the reference's modules applied to the
+    candidate's inputs (`driftline replay`). A folder that `driftline compare -o` wrote can replace
+    the two runs. Exit code 1 if a site introduces error, 2 if nothing could be judged.
 
     Args:
-        reference: What is right: a run or a dump of another program; or a comparison, alone.
-        candidate: What is in question.
+        reference: The trusted run, or a dump of another program; or a comparison, without CAND.
+        candidate: The run to test.
     """
     threads = workers.count()
     repro = output.repro
     if repro is not None and repro.exists() and not output.force and not script.is_script():
         raise AlreadyThere(f"{repro} exists", hint="give another --repro, or --force")
-    # A comparison has figures and no tensors: fewer kinds of evidence apply to it.
+    # A comparison holds figures but no tensors, so fewer kinds of evidence apply to it.
     if candidate is None:
         if repeats.bisect is not None:
-            raise BadInput("--bisect belongs to two runs", hint="give the two runs: REF CAND")
+            raise BadInput("--bisect needs two runs", hint="give the two runs: REF CAND")
         diagnosis = _diagnose_table(reference, evidence, repro)
     else:
         from driftline.diagnosis.api import diagnose as diagnose_runs
@@ -146,7 +146,7 @@ def _write_repro(
         written = script.step(
             "written", write_repro, diagnosis, *runs, repro, replay=replay, force=force
         )
-    except BadInput as error:  # the finding stands, and so does its exit code
+    except BadInput as error:  # the finding and its exit code are still valid
         written = f"{error}; nothing is written to {repro}"
     script.end(diagnosis, written)
     print(f"driftline: {written}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`driftline labels` and `check-hooks`: what users of aclcmp and of the Paddle hook type."""
+"""`driftline labels` and `check-hooks`, for users of aclcmp and of Paddle's saving hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from driftline.dialects.aclcmp.report import Outcome
     from driftline.dialects.paddle_hook.tree_checker import Checked, Places, Progress, Survey
 
-# Trees of different models have thousands of names that only one of them has.
+# Trees of two different models have thousands of names that are in only one of them.
 MOST_NAMES = 10
 
 
@@ -36,19 +36,23 @@ def labels(
         driftline labels -- python infer.py
 
     The program calls driftline.set_label("pta", id, tensor) for the reference and
-    set_label("acl", id, tensor) for the candidate, in any process and any order. Each round that
-    set_task_id() began becomes {task_id}_cmp_result.csv in this folder. The exit code is the
-    program's if it fails; else 1 if a pair differs, 2 if nothing could be compared.
+    set_label("acl", id, tensor) for the candidate, in any process and in any order. Every call of
+    set_task_id() begins a round, and each round becomes {task_id}_cmp_result.csv in the current
+    folder. The exit code is the program's if it fails; else 1 if a pair differs, 2 if nothing could
+    be compared.
 
     Args:
         program: The program and its arguments, after two dashes.
-        from_: Compare labels that are there already, a folder cmp_dump_data; nothing is run.
-        all: Show every row rather than the worst.
-        quiet: Print nothing; the csv and the exit code say it.
+        from_: Compare the labels of an earlier run, in its folder cmp_dump_data; run no program.
+        all: Show every row, not only the worst.
+        quiet: Print nothing; the csv and the exit code give the result.
     """
     if from_ is not None:
         if start.exec_ or program:
-            raise BadInput("--from compares old labels, --exec makes new ones", hint="give one")
+            raise BadInput(
+                "--from compares existing labels, and --exec makes new ones",
+                hint="give one of them",
+            )
         status, store = 0, from_
         if not store.is_dir():
             raise BadInput(f"there is no folder {store}", hint="run the program that labels first")
@@ -62,7 +66,7 @@ def labels(
     from driftline.dialects.aclcmp.report import report_tasks
 
     outcomes: list[Outcome] = []
-    # The program makes the store with its first label: without one there is none.
+    # The program creates the folder with its first label.
     if script.is_script() or store.is_dir():
         outcomes = script.step("outcomes", report_tasks, store, Path.cwd())
     script.end(outcomes)
@@ -102,9 +106,9 @@ def _print_labels(outcomes: Sequence[Outcome], *, everything: bool) -> None:
 
 
 def _labels_exit_code(outcomes: Sequence[Outcome]) -> int:
-    # One round that fails decides; rounds without a verdict count only if there is no other.
+    # One failing round decides. Rounds without a verdict count only if there is no other.
     verdicts = {outcome.table.verdict for outcome in outcomes}
-    # A label whose file is gone is a failed comparison to the readers of this command's codes.
+    # For users of this command, a label whose file is missing is a failed comparison.
     if verdicts & {"fail", "incomplete"}:
         return EXIT_DIFFERENT
     return EXIT_FINE if "pass" in verdicts else EXIT_COULD_NOT
@@ -116,19 +120,19 @@ def check_hooks(
     path_b: Annotated[Path | None, Parameter(name="--pathB", metavar="DIR")] = None,
     all: bool = False,
 ) -> int:
-    """Compare two trees of the saving hook, one csv per rank.
+    """Compare two folders of Paddle's saving hook; write one csv per rank.
 
         driftline check-hooks --pathA tmp_tensors --pathB tmp_tensors_0
 
-    Cosine similarity, mean, standard deviation and variance of every tensor that both trees have
-    go to A/tensors/compare_rst/rank_N_rst.csv and A/grads/compare_rst/rank_N_rst.csv. What only one
-    tree has is printed. It gives figures and no verdict: exit code 1 means that a tensor which both
-    trees have could not be compared, 2 that there was nothing to compare.
+    Writes cosine similarity, mean, standard deviation and variance of every tensor that is in both
+    folders to A/tensors/compare_rst/rank_N_rst.csv and A/grads/compare_rst/rank_N_rst.csv. Tensors
+    that are in only one folder are printed. There is no verdict. Exit code 1 means that a tensor of
+    both folders could not be compared, 2 that there was nothing to compare.
 
     Args:
-        path_a: The first tree; the results are written into it.
-        path_b: The second tree.
-        all: Print every tensor that only one tree has, rather than the first ten per rank.
+        path_a: The first folder; the results are written into it.
+        path_b: The second folder.
+        all: Print every tensor that is in only one folder, not only the first ten per rank.
     """
     if path_a is None or path_b is None:
         raise BadInput(

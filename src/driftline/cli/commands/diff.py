@@ -1,4 +1,4 @@
-"""`driftline diff`: two commands in, one answer out."""
+"""`driftline diff`: run two commands, compare their models, write a report."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class VariantOptions:
     """One command, run in two ways.
 
     Attributes:
-        rev: A..B runs the command at two git revisions, in worktrees of their own.
-        env: Environment variables, NAME=VALUE[,NAME=VALUE]; given twice, the first is the
-            reference's and the second the candidate's.
+        rev: Run the command at the two git revisions A and B, each in its own worktree.
+        env: Environment variables, NAME=VALUE[,NAME=VALUE]. If --env is given twice, the first is
+            for the reference and the second for the candidate.
     """
 
     rev: Annotated[str, Parameter(metavar="A..B")] = ""
@@ -43,11 +43,12 @@ class VariantOptions:
 @Parameter(name="*", group=AMOUNT)
 @dataclass(frozen=True)
 class DiffAmount:
-    """How much is kept of both runs; as `driftline dump` takes it.
+    """How much of both runs is kept, with the options of `driftline dump`.
 
     Attributes:
-        keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
-        level: What is looked at; several may be given. Default: modules.
+        keep: How much of each tensor to keep: full, summary, digest, sample or sample(N). Default:
+            full.
+        level: What to capture; several may be given. Default: modules.
     """
 
     keep: Annotated[str, Parameter(metavar="full|summary|digest|sample")] = ""
@@ -57,13 +58,13 @@ class DiffAmount:
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
 class DiffOutput:
-    """Where things go.
+    """Where the results are written.
 
     Attributes:
-        output: Folder of the two runs, the comparison and the report. The same command goes on
-            where it stopped.
-        no_replay: Do not run the reference once more when the comparison fails.
-        force: Begin anew.
+        output: Folder of the two runs, the comparison and the report. If a command was interrupted,
+            the same command continues.
+        no_replay: Do not run the reference again if the comparison fails.
+        force: Discard earlier results in the folder and start again.
     """
 
     output: Annotated[Path, Parameter(name=("--output", "-o"), metavar="DIR")] = Path(
@@ -89,13 +90,14 @@ def diff(
         driftline diff "python infer.py" --rev main..my-branch
         driftline diff "python infer.py" --env DTYPE=float32 --env DTYPE=bfloat16
 
-    Both are dumped and compared; if the comparison fails, the reference runs once more with its
-    modules applied to the candidate's inputs. The report is a page that opens from disk. Exit codes
+    Both programs are dumped and compared. If the comparison fails, the reference runs once more,
+    with its modules applied to the candidate's inputs. The report is an HTML file. The exit codes
     are those of `driftline compare`.
 
     Args:
-        reference: The command that is right.
-        candidate: The command in question; left out, the reference runs in two ways.
+        reference: The command of the trusted program.
+        candidate: The command of the program to test. Without it, the reference runs in two ways
+            (--rev, --env).
     """
     programs = _programs(reference, candidate, variants)
     from driftline.diagnosis.experiments.two_programs import DiffOptions, diff_programs
@@ -115,7 +117,7 @@ def diff(
     from driftline.reporting.writers import write_view
 
     blocks = comparison.view(difference.table).blocks
-    # What the comparison has said already is not said twice.
+    # Blocks of the comparison are not printed twice.
     more = [b for b in diagnosis.view(difference.diagnosis).blocks if b not in blocks]
     write_view(View((*blocks, *more)), "table", sys.stdout)
     for note in difference.notes:
@@ -130,7 +132,7 @@ def _say(sentence: str) -> None:
 
 
 def _programs(reference: str, candidate: str, variants: VariantOptions) -> tuple[Program, Program]:
-    """The two programs, from two commands or from one and two ways to run it."""
+    """The two programs, from two commands, or from one command and two ways to run it."""
     from driftline.diagnosis.experiments.two_programs import Program
 
     words = [
@@ -145,10 +147,10 @@ def _programs(reference: str, candidate: str, variants: VariantOptions) -> tuple
         )
     if len(words) == 1 and revisions == ("", "") and not variables:
         raise BadInput(
-            "there is one command and nothing that differs",
+            "there is only one command, and no option that makes two runs differ",
             hint='driftline diff "python a.py" "python b.py", or --rev A..B, or --env twice',
         )
-    # One --env is the candidate's: the reference runs as it always did.
+    # A single --env is for the candidate: the reference runs unchanged.
     nothing: dict[str, str] = {}
     variables = [nothing] * (2 - len(variables)) + variables
     return (

@@ -1,7 +1,7 @@
-"""`driftline dump`: run an unchanged program and keep what its model computed.
+"""`driftline dump`: run an unchanged program and save what its model computes.
 
-Only words are read and written here: options become a capture plan, `launch.run` does the rest. The
-spellings of `ait llm dump` are names like any other; what they mean is in `captures.selection`.
+This module only turns options into a capture plan and prints the outcome; `captures.launch` does
+the work. `captures.selection` defines what the options of `ait llm dump` mean.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from driftline.captures.launch.atb import AtbHarvest
     from driftline.captures.launch.launcher import Outcome
 
-# More would push the sentence that matters off the screen; all are in the run.
+# More notes would push the important line off the screen; the run holds all of them.
 MOST_NOTES = 8
 # Spellings of a truth value that people type.
 _YES = frozenset({"true", "yes", "y", "t", "1", "on"})
@@ -63,17 +63,18 @@ class FilterOptions:
     """Which tensors of those modules are kept; most are options of `ait llm dump`.
 
     Attributes:
-        ids: Only modules at these places of the tree: child indices joined by '_', such as 2,3_1.
-            `driftline show RUN` prints them.
+        ids: Only modules with these ids: child indices in the module tree, joined by '_', such as
+            2,3_1. `driftline show RUN` prints them.
         execute_range: Steps, as pairs with both ends included: 3,5,7,7 is 3, 4, 5 and 7. Default:
-            step 0 in full, later ones as summaries.
+            step 0 in full, later steps as summaries.
         child: With -ids: also everything below those modules.
-        time: Take inputs 0 before the call, 1 after it, 2 both; 3, or not given: inputs before,
-            outputs after.
-        opname: Only modules whose class or own name begins like this, in any case; comma list.
+        time: When to take tensors: 0 before the call, 1 after it, 2 both, 3 inputs before and
+            outputs after. Default: 3.
+        opname: Only modules whose class or last part of the name begins with this, in any case;
+            several are separated by commas.
         part: 0 inputs, 1 outputs, 2 both.
-        device: Only tensors on the device with this index, and those on the CPU.
-        port: Only these sides: input, output, grad_input, grad_output, param, param_grad.
+        device: Only tensors on the device with this index, and tensors on the CPU.
+        port: Only these ports: input, output, grad_input, grad_output, param, param_grad.
         rank: Only these ranks.
     """
 
@@ -132,21 +133,22 @@ class AmountOptions:
     """How much of the tensors is kept.
 
     Attributes:
-        type_: tensor stores tensors; model and layer the module tree, and onnx with them a graph
-            of it; op lists operators with parameters and shapes, kernel the kernels that ran,
-            cpu_profiling times by operator. Several may be given. Default: tensor.
-        only_save_desc: Descriptions only: name, type and shape of each tensor, no values.
-        keep: How much of each tensor: full, summary, digest, sample or sample(N). Default: full.
-        level: What is looked at; several may be given, also as ops,params. Default: modules.
+        type_: What to store: tensor stores tensors; model and layer the module tree; onnx, with one
+            of them, a graph of it; op the operators with parameters and shapes; kernel the kernels
+            that ran; cpu_profiling times by operator. Several may be given. Default: tensor.
+        only_save_desc: Store only name, type and shape of each tensor, no values.
+        keep: How much of each tensor to keep: full, summary, digest, sample or sample(N). Default:
+            full.
+        level: What to capture; several may be given, also as ops,params. Default: modules.
         max_bytes: Stop storing values at this size, such as 2GB.
-        budget: Disk for the steps after the first where no steps are given; the latest ones are
+        budget: Disk space for the steps after the first, if no steps are given; the last steps are
             left out. Default: 1GiB.
-        device_budget: Memory on each GPU for copies of tensors on their way; 0 for none. Default:
-            1GiB.
-        host_budget: Pinned host memory where they land before they are written. Default: 2GiB.
-        when_full: What happens when the run is written more slowly than that: the program waits, or
-            tensors are dropped and counted.
-        save_tiling: Also tiling data, which ATB programs have; torch has none, which is noted.
+        device_budget: Memory on each GPU for copies of tensors that wait for transfer; 0 for none.
+            Default: 1GiB.
+        host_budget: Pinned host memory for copies that wait to be written. Default: 2GiB.
+        when_full: What to do if these buffers are full: the program waits, or tensors are dropped
+            and counted.
+        save_tiling: Also save tiling data of ATB programs; torch has none.
         no_model_facts: Do not describe the models: attributes, code, state, training.
         no_weights: Describe the models without digests and samples of their weights.
     """
@@ -179,24 +181,24 @@ class AmountOptions:
         return Reduction("describe")
 
     def types(self) -> tuple[DumpType, ...]:
-        """What is written."""
-        # Given twice is given once; `dict.fromkeys` keeps the order.
+        """What is written, without repetitions."""
+        # `dict.fromkeys` keeps the order.
         return tuple(dict.fromkeys(self.type_ or ["tensor"]))
 
     def levels(self) -> tuple[Level, ...]:
-        """What is looked at."""
+        """What is captured."""
         usual: list[Level] = ["modules"]
         if {"op", "tensor"} <= set(self.types()):
-            # Where operators are listed and tensors stored, theirs are stored, too.
+            # If operators are listed and tensors stored, the operators' tensors are stored too.
             usual.append("ops")
         return tuple(dict.fromkeys(self.level or usual))
 
     def facts(self) -> FactOptions:
-        """What of the models is described besides their tensors."""
+        """What is recorded about the models besides their tensors."""
         return FactOptions(not self.no_model_facts, not self.no_weights)
 
     def budgets(self) -> Budgets:
-        """Memory for tensors of devices, from sizes as people write them."""
+        """The memory budgets, from sizes such as `500MB`."""
         return budgets_from(
             _budget("--device-budget", self.device_budget),
             _budget("--host-budget", self.host_budget),
@@ -223,14 +225,13 @@ class EngineOptions:
     """Which library computes.
 
     Attributes:
-        engine: atb also switches on the probe of the ATB library in the program; that is the
-            default where ATB_HOME_PATH is set. torch and paddle leave it off and look at nothing
-            else; without any, both are captured. onnxruntime runs a model from its file.
-        graph: Record what torch.compile makes: auto reads the kernels of graphs that inductor
-            compiles, and executes those of other backends node by node; fx executes every graph
-            node by node with torch's own operators, whatever the backend; inductor reads what its
-            kernels compute.
-        no_fusion: With --graph inductor: fuse nothing, every node has a kernel of its own.
+        engine: torch and paddle capture only that framework. atb also enables the probe of the ATB
+            library; it is the default if ATB_HOME_PATH is set. onnxruntime runs a model from its
+            file. Default otherwise: torch and paddle.
+        graph: Also record the graphs of torch.compile: auto reads what the kernels of inductor
+            compute, and runs the graphs of other backends node by node; fx runs every graph node by
+            node with torch's own operators; inductor reads what the kernels of inductor compute.
+        no_fusion: With --graph inductor: do not fuse operators; every node gets its own kernel.
     """
 
     engine: Literal["torch", "atb", "paddle", "onnxruntime"] | None = None
@@ -248,15 +249,15 @@ def dump(
     model: OnnxOptions = OnnxOptions(),
     output: RunOutputOptions = RunOutputOptions(),
 ) -> int:
-    """Run an unchanged program and keep what its model computed.
+    """Run an unchanged program and save what its model computes.
 
         driftline dump -o ref --exec "python infer.py --dtype float32"
         driftline dump -o ref -- python infer.py --dtype float32
 
     Every Python process that the program starts and that imports torch is captured: scripts,
     `python -m`, shell scripts, torchrun, subprocesses. The program keeps its terminal, input and
-    exit status. Step 0 is captured in full, and later steps as summaries (1 to 15, then powers of
-    two and their successors), unless --step (or -er) says otherwise. An ONNX model needs no
+    exit status. Unless --step (or -er) is given, step 0 is captured in full, and later steps as
+    summaries: 1 to 15, then powers of two and the steps after them. An ONNX model needs no
     program:
 
         driftline dump --engine onnxruntime --model m.onnx --inputs x.npz -o cand
@@ -317,7 +318,7 @@ def _capture_plan(
     if url:
         refuse_memory(url)
     reduction = amount.reduction()
-    # The probe of ATB and the trees of other tools know numbers of steps only.
+    # The probe of ATB and the trees of other tools can select steps only by number.
     plain = output.layout == "run" and "tensor" in amount.types() and probe_engine != "atb"
     if selection.steps == (LADDER,):
         if plain and takes_ladder(amount.levels(), engine.graph):
@@ -403,7 +404,7 @@ def _details(outcome: Outcome) -> list[str]:
 
 
 def _warnings(outcome: Outcome) -> list[str]:
-    """What was asked for and did not happen, and notes of the capture."""
+    """What was requested but not captured, and notes of the capture."""
     lines: list[str] = []
     if not outcome.reason:
         lines += [f"  {sentence}" for sentence in outcome.unmatched]
@@ -440,13 +441,13 @@ def _captured_text(outcome: Outcome) -> str:
 
 
 def _in_full(outcome: Outcome) -> str:
-    """Which of several steps were kept in full, where that is not all of them."""
+    """Which steps were kept in full, if not all of them were."""
     several = len(outcome.harvest.steps) > 1
     return " (step 0 in full)" if several and outcome.plan.reduction.later is not None else ""
 
 
 def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
-    """One line for each engine: the reader must see at once which of them saw the model."""
+    """One line for each engine, so that readers see at once which of them captured the model."""
     harvest, plan = outcome.harvest, outcome.plan
     if harvest.tensors or outcome.sheets.words or (harvest.topologies and not plan.wants_tensors):
         torch = f"driftline: torch: {_captured_text(outcome)}"
@@ -472,7 +473,7 @@ def _captured_lines_of_both(outcome: Outcome, atb: AtbHarvest) -> list[str]:
 def _skipped_steps(outcome: Outcome) -> str:
     steps = outcome.skipped_steps
     if outcome.plan.selection.steps == (LADDER,):
-        # Not all rungs are kept, either: a budget leaves out the latest.
+        # A budget may leave out the last of the selected steps.
         ran = {step for report in outcome.messages.reports for step in report.steps_seen}
         return (
             f"{len(outcome.harvest.steps)} of {len(ran)} steps are kept, all but the first as "

@@ -1,7 +1,7 @@
 """`driftline dump --engine onnxruntime`: a model file → `driftline.capture_onnx` → a run.
 
-There is no program to launch: the model is a file, and is run in this process. Options of launched
-programs that mean nothing then are refused.
+No program is launched: the model is a file and runs in this process. Options that apply only to
+launched programs are refused.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ class OnnxOptions:
     """An ONNX model and how to run it.
 
     Attributes:
-        model: The ONNX file; its weights may lie beside it.
-        inputs: Arrays by name, or a run whose model inputs are taken. Several are steps.
-        optimize: How much ONNX Runtime changes the graph; what is captured is the changed one.
+        model: The ONNX file; its weights may be in files next to it.
+        inputs: Arrays by name, or a run that provides the model inputs. Each file or run is a step.
+        optimize: How much ONNX Runtime optimizes the graph; the optimized graph is captured.
             Default: all.
-        providers: Where it runs, the preferred one first, such as CUDA CPU. Default: CPU.
-        threads: Threads of one node. Default: as ONNX Runtime likes.
-        memory: Inner tensors held at a time; beyond it the model is executed again. Default: 1GB.
-        at_once: How many inner tensors are held at a time. Default: as many as fit.
-        custom_ops: A library with operators of your own; may be repeated.
+        providers: Execution providers, the preferred one first, such as CUDA CPU. Default: CPU.
+        threads: Threads of one node. Default: ONNX Runtime chooses.
+        memory: Memory for inner tensors; if they need more, the model is executed several times.
+            Default: 1GB.
+        at_once: How many inner tensors one execution captures. Default: as many as fit.
+        custom_ops: A library with custom operators; may be repeated.
         session_config: A further entry of the session's configuration; may be repeated.
-        profile: Write ONNX Runtime's own profile of the session without capture to this file.
+        profile: Write ONNX Runtime's profile of the session without capture to this file.
     """
 
     model: Annotated[str, Parameter(metavar="FILE.onnx")] = ""
@@ -67,7 +68,7 @@ class OnnxOptions:
     profile: Annotated[str, Parameter(metavar="FILE.json")] = ""
 
     def spelt(self) -> list[str]:
-        """The options that were given, as they are spelt."""
+        """The options that were given, as they are spelt on the command line."""
         return [
             f"--{field.name.replace('_', '-')}"
             for field in fields(self)
@@ -81,13 +82,14 @@ class RunOutputOptions:
     """Where a run goes.
 
     Attributes:
-        output: Folder of the run, or an address such as s3://bucket/run, to which it is sent while
-            the program runs. Default: ./driftline_{timestamp}.
-        stage: Where a run waits to be sent; deleted when all has arrived. Default: ./NAME.sending.
+        output: Folder of the run, or an address such as s3://bucket/run; the run is sent there
+            while the program runs. Default: ./driftline_{timestamp}.
+        stage: With an address: the folder for parts that are not sent yet; it is deleted when
+            everything is sent. Default: ./NAME.sending.
         layout: run, or ait for the tree of `ait llm dump`.
-        force: Replace a run that is there already.
+        force: Replace an existing run.
         dry_run: Print the plan and run nothing.
-        log_level: How much is said.
+        log_level: How much to print.
     """
 
     output: Annotated[str, Parameter(name=("--output", "-o"), metavar="DIR")] = ""
@@ -99,7 +101,7 @@ class RunOutputOptions:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is said if all is well."""
+        """Whether nothing is printed if there is no problem."""
         return self.log_level not in ("debug", "info")
 
 
@@ -117,14 +119,14 @@ class OnnxAmount:
 @Parameter(name="*", group=ONNX)
 @dataclass(frozen=True)
 class ModelPairOptions:
-    """How ONNX files are run that are given in the place of runs.
+    """How ONNX files are run if they are given instead of runs.
 
     Attributes:
-        inputs: What they are run with: arrays by name, or a run whose model inputs are taken.
-            Several are steps. Default: what the other side was given, else numbers by chance.
-        seed: Of the numbers by chance.
-        optimize: How much ONNX Runtime changes the graphs. Default: all.
-        providers: Where they run, the preferred one first, such as CUDA CPU. Default: CPU.
+        inputs: Inputs for the ONNX files: arrays by name, or a run that provides the model inputs.
+            Each file or run is a step. Default: the inputs of the other side, else random numbers.
+        seed: Seed of the random numbers.
+        optimize: How much ONNX Runtime optimizes the graphs. Default: all.
+        providers: Execution providers, the preferred one first, such as CUDA CPU. Default: CPU.
     """
 
     inputs: Annotated[list[str] | None, SEVERAL, Parameter(metavar="FILE.npz|RUN")] = None
@@ -133,7 +135,7 @@ class ModelPairOptions:
     providers: Annotated[list[str] | None, SEVERAL, Parameter(metavar="NAME")] = None
 
     def open_pair(self, paths: tuple[Path, Path]) -> tuple[Run, Run]:
-        """Both sides as runs; a model that is a file is run, and nothing of it is kept.
+        """Both sides as runs; an ONNX file is run, and nothing of that run is written.
 
         Raises:
             BadInput: Options for models are given, and none is.
@@ -148,7 +150,7 @@ class ModelPairOptions:
                     hint="leave them out, or give an .onnx file",
                 )
             return script.part(open_run, paths[0]), script.part(open_run, paths[1])
-        # The side that is a run already says what the other one is given.
+        # The inputs of the side that is a run already are used for the other side.
         if is_model[0] and not is_model[1]:
             candidate = script.step("candidate", open_run, paths[1])
             return self._run(paths[0], candidate), candidate
@@ -170,7 +172,7 @@ class ModelPairOptions:
 
 
 def is_onnx(engine: str | None, model: OnnxOptions) -> bool:
-    """Whether a model of ONNX Runtime is meant.
+    """Whether the command line asks for a model of ONNX Runtime.
 
     Raises:
         BadInput: Options of an ONNX model are given, and another engine is named, or no model is.
@@ -186,7 +188,7 @@ def is_onnx(engine: str | None, model: OnnxOptions) -> bool:
 
 
 def refuse_program_options(options: Mapping[str, bool]) -> None:
-    """Refuse options that mean nothing for a model file.
+    """Refuse options that do not apply to a model file.
 
     Args:
         options: Whether each was given, by its spelling.
@@ -197,19 +199,19 @@ def refuse_program_options(options: Mapping[str, bool]) -> None:
     for option, is_given in options.items():
         if is_given:
             raise BadInput(
-                f"{option} means nothing for ONNX Runtime, which runs a model and no program",
+                f"{option} does not apply to ONNX Runtime: it runs a model, not a program",
                 hint="leave it out",
             )
 
 
 def dump_onnx(model: OnnxOptions, amount: OnnxAmount, output: RunOutputOptions) -> int:
-    """Run the model and say what was captured."""
+    """Run the model and print what was captured."""
     from driftline.captures.onnxruntime.api import capture_onnx
     from driftline.formats.registry import open_run
 
     _check_model(model)
     folder, url = run_place(output.output, output.stage)
-    # As it was typed: this process does not change its folder.
+    # The path as it was typed: this process does not change its working directory.
     if not url:
         folder = output.output or Path(folder).name
     options = _capture_options(model, amount, force=output.force)
@@ -241,7 +243,7 @@ def dump_onnx(model: OnnxOptions, amount: OnnxAmount, output: RunOutputOptions) 
 
 
 def _check_model(model: OnnxOptions) -> None:
-    """Refuse a model that is not named, or that nothing is given to."""
+    """Refuse a command line without a model, or without the inputs that the model needs."""
     from driftline.captures.onnxruntime.inputs import NOTHING_TAKEN
 
     if not model.model:
@@ -249,7 +251,7 @@ def _check_model(model: OnnxOptions) -> None:
     if not model.inputs and (declared := _declared_inputs(model.model)) != NOTHING_TAKEN:
         raise BadInput(
             "there are no inputs to run the model with",
-            hint=f"--inputs x.npz, or a run whose inputs are taken; {declared}",
+            hint=f"--inputs x.npz, or a run that provides the inputs; {declared}",
         )
 
 
@@ -317,7 +319,7 @@ def _session_entries(words: Sequence[str]) -> dict[str, str] | None:
 
 
 def _declared_inputs(model: str) -> str:
-    """What a model takes, where that can be read without running it."""
+    """The inputs that a model declares, read without running it."""
     from driftline.captures.onnxruntime.inputs import declared
     from driftline.captures.onnxruntime.model_file import load_graph
 

@@ -1,6 +1,7 @@
-"""`driftline errcheck`: run an unchanged program and name who made the first NaN or infinity.
+"""`driftline errcheck`: run an unchanged program and name the operator of the first NaN or inf.
 
-Only words are read and written here: options become a watch plan, `launch.errcheck` does the rest.
+This module only turns options into a watch plan and prints the outcome; `launch.errcheck` does the
+work.
 """
 
 from __future__ import annotations
@@ -41,14 +42,13 @@ class WatchOptions:
     """What is looked for, and where.
 
     Attributes:
-        type_: overflow is nan and inf; saturation is the largest value of fp16, bf16 or fp8;
-            underflow is numbers lost to zero; several may be given. Default: overflow.
+        type_: overflow is NaN and infinity; saturation is the largest value of fp16, bf16 or fp8;
+            underflow is non-zero numbers that became zero. Several may be given. Default: overflow.
         exit_: Stop the program at the first finding, which is printed last.
-        level: operator looks at every aten call; module at what modules give, which costs less.
-        allow: Sites or operators that may make what they like, such as 'model.sampler/*' or
-            'aten.log'.
-        engine: atb also has the probe of the ATB library look for overflows; that is the default
-            where ATB_HOME_PATH is set. torch leaves it off.
+        level: operator checks every aten call; module checks the outputs of modules and is faster.
+        allow: Sites or operators that are not checked, such as 'model.sampler/*' or 'aten.log'.
+        engine: atb also lets the probe of the ATB library look for overflows; it is the default if
+            ATB_HOME_PATH is set. torch does not.
     """
 
     type_: Annotated[
@@ -66,10 +66,11 @@ class FindingOutput:
     """Where findings go.
 
     Attributes:
-        headroom: Also write how near every site came to its format's largest value, as csv.
-        max_bytes: Keep no more than this of the tensors of findings.
-        output: Folder for what is found. Default: the current one.
-        log_level: How much is said.
+        headroom: Also write a csv that says how close every site came to the largest value of its
+            number format.
+        max_bytes: Keep at most this size of tensors of findings.
+        output: Folder of the findings. Default: the current folder.
+        log_level: How much to print.
     """
 
     headroom: Annotated[Path | None, Parameter(metavar="FILE")] = None
@@ -84,16 +85,16 @@ def errcheck(
     watch: WatchOptions = WatchOptions(),
     output: FindingOutput = FindingOutput(),
 ) -> int:
-    """Run an unchanged program and name who made the first NaN or infinity.
+    """Run an unchanged program and name the operator that made the first NaN or infinity.
 
         driftline errcheck --exec "python train.py"
         driftline errcheck --type all --exit -o out -- torchrun --nproc-per-node 2 train.py
 
-    A finding is the operator whose inputs were finite and whose output was not, with its module,
-    line, step, rank and phase; operators that only hand it on are counted. Masks and other
-    deliberate infinities are none. Every Python process that imports torch is watched, and computes
-    what it computes without. Without a finding nothing is written. Exit code: the program's own if
-    it fails, else 1 with a finding, 2 if nothing could be watched.
+    A finding is an operator whose inputs were finite and whose output was not, with its module,
+    line, step, rank and phase. Operators that only pass on a NaN or infinity are counted. Masks and
+    other deliberate infinities are not reported. Every Python process that imports torch is
+    watched; its results do not change. Files are written only if there is a finding. Exit code: 1
+    with a finding, else the program's own if it fails, 2 if nothing could be watched.
 
     Args:
         program: The program and its arguments, after two dashes.
@@ -173,14 +174,14 @@ def messages(outcome: WatchOutcome) -> list[str]:
         folder = shlex.quote(short_path(plan.folder))
         command = "opcheck -i" if plan.level == "operator" else "show"
         lines.append(f"  written to {folder}, tensors and all: driftline {command} {folder}")
-    # The line that these belong to was not wanted at this level.
+    # At this log level, the line that these belong to is not printed.
     if lines and lines[0].startswith("  "):
         lines[0] = f"driftline: {lines[0].strip()}"
     return lines
 
 
 def findings(outcome: WatchOutcome) -> list[str]:
-    """The result: what was found. The one at which the program was stopped comes last."""
+    """The findings as lines; the one at which the program was stopped comes last."""
     lines: list[str] = []
     stopped = outcome.stopped
     alike: dict[tuple[object, ...], list[Finding]] = {}
@@ -218,7 +219,7 @@ def _summary(outcome: WatchOutcome) -> str:
     total = count + len(outcome.atb or ())
     text += f": {_count(total, 'finding')}"
     if outcome.propagators:
-        text += f"; {_count(outcome.propagators, plan.level)} only passed on what was there"
+        text += f"; {_count(outcome.propagators, plan.level)} only passed on such values"
     if outcome.repeats:
         text += f"; {outcome.repeats} more of the same at the same sites"
     if outcome.silent and processes and outcome.stopped is None:
@@ -233,7 +234,7 @@ def _count(number: int, noun: str, plural: str = "") -> str:
 
 
 def _headroom_lines(outcome: WatchOutcome) -> list[str]:
-    """The sites that came nearest to the largest value of a narrow format, if asked for."""
+    """Lines for the sites closest to the largest value of a narrow format, if asked for."""
     if not {"saturation", "all"}.intersection(outcome.plan.types):
         return []
     from driftline.numerics.dtypes import PATTERNS
@@ -246,7 +247,7 @@ def _headroom_lines(outcome: WatchOutcome) -> list[str]:
 
 
 def write_headroom(path: Path, outcome: WatchOutcome) -> None:
-    """How near every site came to the largest value of its format, as csv."""
+    """Write a csv that says how close every site came to the largest value of its format."""
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)

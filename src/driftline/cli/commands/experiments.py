@@ -1,4 +1,4 @@
-"""`driftline replay`, `noise`, `repeat` and `bisect`: a program is run again, a little differently.
+"""`driftline replay`, `noise`, `repeat` and `bisect`: run a program again with small changes.
 
 The experiments are in `driftline.diagnosis.experiments`, imported when one runs.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from driftline.diagnosis.experiments.replay import Replayed
     from driftline.diagnosis.experiments.replay_method import ReplayMethod
 
-# So many reasons and notes of a replay are printed; replay.json has all of them.
+# At most this many reasons and notes of a replay are printed; replay.json has all of them.
 MOST_REASONS = 6
 
 
@@ -42,9 +42,9 @@ class ReplayMapping:
     """How modules of the two programs correspond.
 
     Attributes:
-        reference_run: A dump of the reference program, where the two models' names differ.
-        map_: With --reference-run: modules that are called differently.
-        partial: Go on where the two models differ, and leave out what differs.
+        reference_run: A dump of the reference program, needed if the two models' names differ.
+        map_: With --reference-run: modules with different names in the two models.
+        partial: If the two models differ, replay the modules that are the same, and skip the rest.
     """
 
     reference_run: Annotated[Path | None, Parameter(metavar="RUN")] = None
@@ -58,13 +58,13 @@ class ReplayMethodOptions:
     """What is replayed, and how thoroughly.
 
     Attributes:
-        also: Another run of the same model, replayed while the program runs this once.
-        check_each: Prove for every call that the module gives its own output again. Default: once
+        also: Another run of the same model, to be replayed in the same execution of the program.
+        check_each: Check for every call that the module reproduces its own output. Default: once
             for all calls of one class with the same shapes and parts.
-        keep_all: Keep every result. Default: not the values of calls that give, in the candidate's
-            number format, the candidate's own output to the bit; their noise is measured on some
-            rows instead.
-        max_held: Memory that may be taken in the program, such as 2GB. Default: 4GB.
+        keep_all: Keep the values of every result. Default: drop the values of a call that, in the
+            candidate's number format, gives the candidate's output bit for bit; their noise is
+            measured on some rows instead.
+        max_held: Memory that the replay may use in the program, such as 2GB. Default: 4GB.
     """
 
     also: Annotated[list[Path] | None, SEVERAL, Parameter(metavar="RUN")] = None
@@ -84,12 +84,12 @@ class ReplayMethodOptions:
 @Parameter(name="*", group=OUTPUT)
 @dataclass(frozen=True)
 class ReplayOutput:
-    """Where the replay goes, and what is said of it.
+    """Where the replay is written, and whether a summary is printed.
 
     Attributes:
-        output: Folder of the replay; with --also, of one folder for each run, called like it.
-        force: Replace a replay that is there already.
-        quiet: Print nothing at the end; the exit code says it.
+        output: Folder of the replay. With --also it holds one folder for each run, with its name.
+        force: Replace an existing replay.
+        quiet: Print nothing at the end; the exit code gives the result.
     """
 
     output: Annotated[Path, Parameter(name=("--output", "-o"), metavar="DIR")] = Path("replay")
@@ -107,16 +107,17 @@ def replay(
     method: ReplayMethodOptions = ReplayMethodOptions(),
     output: ReplayOutput = ReplayOutput(),
 ) -> int:
-    """Run the reference program, its modules also applied to what the candidate's were given.
+    """Run the reference program, and apply its modules to the candidate's inputs as well.
 
         driftline replay cand --exec "python infer.py --dtype float32" -o replayed
         driftline diagnose ref cand --replay replayed
         driftline replay cand --also cand2 --exec "python infer.py --dtype float32" -o both
 
     Every module is applied to the candidate's captured inputs, once in float32 and once in the
-    candidate's number format. So an error is seen where it is made, not in everything after it.
-    The program's own results stay what they are, to the bit. A module that does not give its own
-    output again from its own inputs (dropout in training, say) is left out and listed.
+    candidate's number format. So an error shows only at the module that makes it, not at all
+    modules after it. The program's own results do not change, not by one bit. A module that does
+    not reproduce its own output from its own inputs (such as dropout in training) is skipped and
+    listed.
 
     Args:
         candidate: A run with inputs and outputs in full, as `driftline dump` makes it.
@@ -165,7 +166,7 @@ def _replay_summary(outcome: Replayed, candidate: Path) -> list[str]:
         for site, entry in outcome.sites.items()
         if entry["status"] == "unknown"
     ]
-    # Hundreds of layers share a few reasons: each is said once, with an example.
+    # Hundreds of layers share a few reasons: each reason is printed once, with an example.
     reasons = Counter(reason for _, reason in unknown)
     for reason, count in reasons.most_common(MOST_REASONS):
         first = next(site for site, own_reason in unknown if own_reason == reason)
@@ -188,9 +189,9 @@ class VariantOptions:
     """In which ways the program is run.
 
     Attributes:
-        like: The run whose number format the variants take.
-        dtype: That format, given by name. Default: bfloat16.
-        variant: Only these. Default: all but threads.
+        like: The run whose number format the variants use.
+        dtype: The number format, if --like is not given. Default: bfloat16.
+        variant: Run only these variants. Default: all except threads.
     """
 
     like: Annotated[Path | None, Parameter(metavar="RUN")] = None
@@ -212,21 +213,22 @@ def noise(
     ),
     force: Annotated[bool, Parameter(group=OUTPUT)] = False,
 ) -> int:
-    """Run the trusted program in other ways that are all right: how much noise is normal?
+    """Run the trusted program in several correct ways, to measure how much noise is normal.
 
         driftline noise --like cand --exec "python infer.py --dtype float32" -o noise
         driftline diagnose ref cand --noise noise
 
-    The program is run once for each variant, in the candidate's number format: as it is, with norms
-    and activations rounded once (as fused kernels do), with eager attention, with SDPA's math
-    kernel, and with inputs and embeddings moved by one unit in the last place. A variant that
-    cannot be made is listed with its reason. Step 0 is captured unless --step says otherwise.
+    The program runs once for each variant, in the candidate's number format: without other changes,
+    with norms and activations rounded only once (as fused kernels do), with eager attention, with
+    the math kernel of SDPA, and with inputs and embeddings changed by one unit in the last place.
+    Variants that cannot be run are listed with the reason. Only step 0 is captured unless --step is
+    given.
 
     Args:
         program: The program and its arguments, after two dashes.
-        keep: How much of each tensor.
+        keep: How much of each tensor to keep.
         output: Folder of the runs.
-        force: Replace an experiment that is there already.
+        force: Replace an existing experiment.
     """
     from driftline.diagnosis.experiments.noise import noise as run_noise
 
@@ -273,15 +275,15 @@ def repeat(
 
         driftline repeat --exec "python infer.py" -k 5 --vary threads,batch,order
 
-    Digests of all tensors are compared. --vary also asks whether the number of threads matters,
-    whether a sequence gives the same bits alone as in its batch, and whether the order of the batch
-    matters; the program is not changed for that. Step 0 is captured unless --step says otherwise.
-    The exit code is 1 where something differs.
+    Digests of all tensors are compared. --vary runs the program again with another number of
+    threads, with a sequence alone instead of in its batch, or with another order of the batch; you
+    need not change the program for this. Only step 0 is captured unless --step is given. Exit code
+    1 if something differs.
 
     Args:
         program: The program and its arguments, after two dashes.
-        times: How often it is run as it is.
-        vary: What else is changed: threads, batch, order; with commas.
+        times: How often the unchanged program is run.
+        vary: What else to vary: threads, batch, order; separated by commas.
         format: json prints one object.
     """
     from driftline.diagnosis.experiments.repeat import lines
@@ -309,12 +311,12 @@ def repeat(
 @Parameter(name="*")
 @dataclass(frozen=True)
 class EndResultOptions:
-    """What is the end result, and how its error is measured.
+    """What the end result is, and how its error is measured.
 
     Attributes:
-        metric: How the end result is measured: any metric of `driftline compare`.
+        metric: Metric of the error of the end result: any metric of `driftline compare`.
         output_site: The module whose output is the end result. Default: the model itself.
-        slot: Which tensor of it. Default: the first one of floating point.
+        slot: Which tensor of that output. Default: the first floating-point tensor.
     """
 
     metric: Annotated[str, Parameter(metavar="NAME")] = "relative_l2"
@@ -329,19 +331,20 @@ def bisect(
     end: EndResultOptions = EndResultOptions(),
     format: Annotated[Literal["table", "json"], Parameter(group=OUTPUT)] = "table",
 ) -> int:
-    """Search the block that makes the error of the end result, by replacing outputs.
+    """Find the block that causes the error of the end result, by replacing outputs.
 
         driftline dump -o ref --exec "python infer.py --dtype float32"
         driftline bisect --reference-run ref --exec "python infer.py --dtype bfloat16"
 
-    The candidate program is run several times; each time the modules up to some point give what
-    the reference's gave. Where the error of the end falls, there it was made. Halving needs few
-    runs: about 10 for a model of 32 layers down to one Linear.
+    The candidate program runs several times. In each run, the outputs of all modules up to some
+    point are replaced by those of the reference. The block whose replacement reduces the error of
+    the end result has caused it. The search halves the model each time, so it needs few runs: about
+    10 from a model of 32 layers down to one Linear.
 
     Args:
         program: The candidate program and its arguments, after two dashes.
-        reference_run: A dump of the reference with whole outputs.
-        format: json prints everything that was tried.
+        reference_run: A dump of the reference with full outputs.
+        format: json prints every run that was tried.
     """
     from driftline.diagnosis.experiments.bisect import bisect as search
 
@@ -382,8 +385,8 @@ def _bisect_report(bisection: Bisection) -> list[str]:
     if bisection.verdict == "spread":
         most = f", {bisection.path[-1]} the most" if bisection.path else ""
         return [
-            f"no single block: {error} is {bisection.baseline:.3g}, and replacing blocks takes it "
-            f"away bit by bit{most} ({runs})"
+            f"no single block: {error} is {bisection.baseline:.3g}, and replacing blocks reduces "
+            f"it little by little{most} ({runs})"
         ]
     culprit = "this module"
     if bisection.own_code:

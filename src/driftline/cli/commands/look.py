@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ShowOptions:
-    """What of it is shown, and how.
+    """What is shown, and how.
 
     Attributes:
         tensors: List the tensors with their statistics instead of the modules.
         site: Only sites that match, such as 'model.layers.*.mlp'; lists their tensors, or the rows
             of a comparison; may be repeated.
-        port: Only these sides: input, output, grad_input, grad_output, param, ...; may be repeated.
+        port: Only these ports: input, output, grad_input, grad_output, param, ...; may be repeated.
         step: Only these steps, such as 0 or 3-5; may be repeated.
-        format: table for people; json and csv for programs, whole; markdown for a review.
-        all: Leave nothing out for length.
+        format: table for people; json and csv for programs, always complete; markdown for a review.
+        all: Show everything, even if it is long.
     """
 
     tensors: bool = False
@@ -63,7 +63,7 @@ class ShowOptions:
 
     @property
     def everything(self) -> bool:
-        """Only a table for people is cut."""
+        """Whether all of it is shown; only a table for people is shortened."""
         return self.all or self.format != "table"
 
 
@@ -89,15 +89,16 @@ def show(
         path: A run, a dump of another program, a comparison's folder, a thresholds file, or a
             tensor file.
         candidate: With --differences: the other run.
-        verify: Read every byte of a run and say which are not those that were captured; exit 1.
-        differences: Say in what the models of two runs differ: attributes, code, state, training;
-            no tensor is read.
+        verify: Read every byte of a run and name the tensors whose bytes are not those that were
+            captured; exit code 1 if there are any.
+        differences: Show how the models of two runs differ: attributes, code, state, training; no
+            tensor is read.
     """
     if differences or candidate is not None:
         return _show_differences(path, candidate, options, asked=differences)
     from driftline.comparison.table.files import TABLE_FILE, is_table, open_table
 
-    # These two are known by their files; whatever is left is opened as a run.
+    # Comparisons and thresholds are recognised by their files; anything else is opened as a run.
     if is_table(path) or path.name == TABLE_FILE:
         return _show_table(script.step("found", open_table, path), options)
     from driftline.comparison.tolerance.thresholds import looks_like_thresholds
@@ -115,7 +116,7 @@ def _show_differences(
 ) -> int:
     if candidate is None or not asked:
         raise BadInput(
-            "two runs are shown by their differences",
+            "two runs can only be shown by their differences",
             hint="driftline show REF CAND --differences; driftline compare REF CAND for tensors",
         )
     from driftline.comparison.differences.find import differences_of
@@ -246,10 +247,10 @@ class PageOptions(ExitOptions):
 
     Attributes:
         output: The file to write.
-        title: Of the page; the names of the two runs if not given.
-        pictures: How many tensors get histograms and heat maps; the worst ones.
-        tokenizer: Of a decoder: folder or id of its tokenizer, for the text of tokens.
-        force: Replace a file that is there already.
+        title: Title of the page. Default: the names of the two runs.
+        pictures: How many of the worst tensors get histograms and heat maps.
+        tokenizer: For a decoder: folder or id of its tokenizer, to show tokens as text.
+        force: Replace an existing file.
         quiet: Print nothing.
     """
 
@@ -266,7 +267,7 @@ class PageOptions(ExitOptions):
         """Refuse what cannot be written, before the work is done."""
         if self.pictures < 0:
             raise BadInput(
-                f"--pictures {self.pictures} is no number of pictures", hint="give 0 or more"
+                f"--pictures takes 0 or more, not {self.pictures}", hint="give 0 or more"
             )
         if self.output.is_dir():
             raise AlreadyThere(f"{self.output} is a folder", hint="give the name of a file with -o")
@@ -286,20 +287,20 @@ def report(
     alignment: AlignmentOptions = AlignmentOptions(),
     workers: ThreadOptions = ThreadOptions(),
 ) -> int:
-    """Write a comparison as one HTML file: to look at, to attach to a bug, to keep.
+    """Write a comparison as one HTML file, for example to attach to a bug.
 
         driftline report ref cand -o report.html
         driftline report table -o report.html
 
-    The file opens from disk, without a network and without Driftline. It holds the verdict, the
-    error along the depth, every row, and pictures of the worst tensors. Exit code 0 if it was
-    written, whatever it says; with --bisect-exit that of the verdict.
+    The file opens in a browser, without a network and without Driftline. It shows the verdict, the
+    error along the depth of the model, every row, and pictures of the worst tensors. Exit code 0 if
+    the file was written, whatever the verdict is; with --bisect-exit the exit code of the verdict.
 
     Args:
         subject: A comparison (`driftline compare -o`), a folder of `driftline metrics`,
-            `layer-metrics` or `validate`, a file of `opcheck --format json`; or the reference, if a
-            candidate follows.
-        candidate: What is in question; it is compared with the reference first.
+            `layer-metrics` or `validate`, a file of `opcheck --format json`; or the reference, if
+            CAND is given.
+        candidate: The run to test; it is compared with the reference first.
     """
     threads = workers.count()
     page.check()
@@ -348,9 +349,9 @@ class ServerOptions:
     """The page and where it is served.
 
     Attributes:
-        port: Where to listen; the next free one is taken. Default: 8412.
+        port: Port to listen on; if it is in use, the next free port. Default: 8412.
         open: Open the page in the browser of this machine.
-        title: Of the page; the names of the two runs if not given.
+        title: Title of the page. Default: the names of the two runs.
     """
 
     port: Annotated[int | None, Parameter(metavar="N")] = None
@@ -369,20 +370,20 @@ def view(
     alignment: AlignmentOptions = AlignmentOptions(),
     workers: ThreadOptions = ThreadOptions(),
 ) -> int:
-    """Look at two runs in a browser: the report's page, and every tensor behind it.
+    """Open two runs in a browser: the page of the report, and every tensor behind it.
 
         driftline view ref cand
         driftline view table --open
 
     Prints the address of a page that only this machine can reach, and serves it until Ctrl-C. The
-    page reads tensors when they are looked at: slices, statistics, error maps at any zoom, both
-    sides' values. Runs may be larger than memory, and may still be written: reload the page to see
-    what is new.
+    page reads tensors when you open them: slices, statistics, error maps at any zoom, the values of
+    both sides. Runs may be larger than memory. A run may still be growing: reload the page to see
+    new tensors.
 
     Args:
-        subject: What is right: a run or a dump of another program; or a comparison, alone, whose
-            runs still lie where they were.
-        candidate: What is in question; it is compared with the reference first.
+        subject: The trusted run, or a dump of another program; or, without CAND, a comparison whose
+            runs are still at the same paths.
+        candidate: The run to test; it is compared with the reference first.
     """
     threads = workers.count()
     from driftline.alignment.align import AlignOptions
@@ -411,17 +412,17 @@ def view(
 @Parameter(name="*")
 @dataclass(frozen=True)
 class GraphOptions:
-    """What of the run is drawn.
+    """What is drawn.
 
     Attributes:
-        level: How deep to look: 0 is the whole model as one node, 1 its outermost parts. Default:
-            the innermost ones.
-        step: Which step of a run. Default: its first one.
-        rank: Which rank of a run.
-        table: A comparison's folder: its status and numbers stand on the nodes, as attributes.
-            model-explorer also colours them and writes FILE.node_data.json (numbers) and
-            FILE.status.node_data.json beside the graph.
-        metric: Which number of the comparison. Default: how far each tensor is beyond its limit.
+        level: Depth of the graph: 0 draws the whole model as one node, 1 its outermost parts.
+            Default: the innermost parts.
+        step: Step of the run. Default: the first one.
+        rank: Rank of the run.
+        table: Folder of a comparison: each node gets its status and numbers as attributes.
+            With model-explorer, nodes are also coloured, and FILE.node_data.json (numbers) and
+            FILE.status.node_data.json are written next to the graph.
+        metric: The number of the comparison to show. Default: value over limit of each tensor.
     """
 
     level: Annotated[int | None, Parameter(metavar="N")] = None
@@ -431,7 +432,7 @@ class GraphOptions:
     metric: Annotated[str, Parameter(metavar="NAME")] = ""
 
     def overlay(self) -> Overlay | None:
-        """What stands on the nodes.
+        """The numbers of a comparison to show on the nodes; None if no comparison is given.
 
         Raises:
             BadInput: A metric without a comparison.
@@ -465,14 +466,14 @@ def topology(
         driftline topology run --table cmp --metric relative_l2
         driftline topology run --to model-explorer --table cmp
 
-    A run shows its modules and, where they were dumped with --type op or onnx, the operators in
-    them. Nothing of the file can be executed: it holds shapes and parameters, no weights.
+    The graph of a run shows its modules and, if the run was dumped with --type op or onnx, their
+    operators. The file cannot be executed: it holds shapes and parameters, but no weights.
 
     Args:
         path: A run, a dump of another program, or a topology file of ATB (*.json).
         to: onnx for Netron and others; model-explorer for Google's Model Explorer.
-        output: The file. Default: beside the source, with its name.
-        force: Replace a file that is there.
+        output: The file. Default: next to the source, with the name of the source.
+        force: Replace an existing file.
     """
     from driftline.reporting.formatting import counted
     from driftline.reporting.terminal import printable

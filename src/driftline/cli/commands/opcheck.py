@@ -1,4 +1,4 @@
-"""`driftline opcheck`: is each operator right, given what went into it?"""
+"""`driftline opcheck`: is the output of each operator right for its inputs?"""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class DumpOptions:
 
     Attributes:
         input: An ATB dump or a folder inside it, or a run of `driftline dump --level ops`.
-        csv_path: The operation csv of an ATB dump: checks what it lists. Without it, every operator
-            that the folders hold.
-        precision_metric: More figures: abs (share within the bound, absolute), cos_sim, kl.
+        csv_path: The operation csv of an ATB dump: check only the operators in it. Default: every
+            operator in the folders.
+        precision_metric: Further figures: abs (fraction of elements within the absolute bound),
+            cos_sim, kl.
     """
 
     input: Annotated[Path | None, Parameter(name=("--input", "-i"), metavar="DIR")] = None
@@ -95,9 +96,9 @@ class OperatorSelection:
     """Which operators are checked.
 
     Attributes:
-        operation_ids: Only these operations, and what is inside them: 24_1,2_3_5.
-        operation_name: Only types with this in their name, in any case: self,linear. With -ids too,
-            both must match.
+        operation_ids: Only these operations and their inner operations: 24_1,2_3_5.
+        operation_name: Only types whose name contains this, in any case: self,linear. If -ids is
+            given too, both must match.
     """
 
     operation_ids: Annotated[
@@ -108,7 +109,7 @@ class OperatorSelection:
     ] = None
 
     def ids(self) -> tuple[str, ...]:
-        """The ids, each of which could be one."""
+        """The ids, checked for their form."""
         ids = split_names(self.operation_ids)
         for word in ids:
             if not _IDS.fullmatch(word):
@@ -125,10 +126,11 @@ class ExecutionOptions(WorkerOptions):
     """Where operators are executed.
 
     Attributes:
-        device_id: Where -rerun executes: a number, cpu, or cuda:0.
-        atb_rerun: Execute each operator again instead of trusting the dumped output. Tells results
-            that change from run to run from inaccurate ones. Not for ATB dumps without an NPU.
-        import_: Modules to import first, which define custom torch operators that the run calls.
+        device_id: Device on which -rerun executes: a number, cpu, or cuda:0.
+        atb_rerun: Execute each operator again, and check the new outputs instead of the dumped
+            ones. Separates results that change between executions from inaccurate results. ATB
+            dumps need an NPU for this.
+        import_: Modules to import first, if the run calls custom torch operators that they define.
     """
 
     device_id: Annotated[
@@ -146,12 +148,11 @@ class OperatorOutput:
     """Where the result goes.
 
     Attributes:
-        output: Where opcheck_result_{time}.csv goes; the current folder unless given.
-        repro: Write a stand-alone script with its inputs for each operator that is not right, up to
-            twenty.
+        output: Folder of opcheck_result_{time}.csv. Default: the current folder.
+        repro: Write a stand-alone script with its inputs for each failing operator, up to twenty.
         format: table for people; json, csv and markdown print the whole result; github (annotations
             and a step summary) and junit are for CI.
-        all: Show every output, not only those that are not right (with -metric, the first twenty).
+        all: Show every output. Default: only failing outputs; with -metric the first twenty.
     """
 
     output: Annotated[Path | None, Parameter(name=("--output", "-o"), metavar="DIR")] = None
@@ -176,16 +177,16 @@ def opcheck(
     execution: ExecutionOptions = ExecutionOptions(),
     output: OperatorOutput = OperatorOutput(),
 ) -> int:
-    """Check single operators: their outputs against what they should be for their inputs.
+    """Check single operators: is each output right for the inputs of the operator?
 
         driftline opcheck -i ait_dump/tensors/0_4242/0 -c operation_tensors_0.csv -o result
         driftline opcheck -i ait_dump -opname self, linear --metric cos_sim kl
         driftline opcheck -i RUN --repro failing
 
-    Each operator is computed again from its dumped inputs in float64 and rounded to the type of its
-    output. An output passes when enough of its elements are within the bound of its type; what the
-    bounds are is in docs/operators.md. Needs no device. Exit code 1: an operator is not right. 2:
-    nothing could be checked.
+    Each operator is computed again in float64 from its dumped inputs, and the result is rounded to
+    the type of its output. An output passes if enough of its elements are within the bound of its
+    type; docs/operators.md lists the bounds. No device is needed. Exit code 1 if an operator is
+    not right, 2 if nothing could be checked.
     """
     folder = dump.folder()
     output.check()
@@ -246,7 +247,7 @@ def _print_report(report: Report, output: OperatorOutput) -> None:
 
 
 def _write_csv(report: Report, output: OperatorOutput) -> Path | None:
-    """The csv, where one is wanted: people who print a table want it too."""
+    """Write the csv if -o is given or a table is printed; returns its path."""
     from driftline.reporting.views.operators import write_csv
 
     if output.output is None and output.format != "table":
@@ -255,7 +256,7 @@ def _write_csv(report: Report, output: OperatorOutput) -> Path | None:
 
 
 def _print_files(checked: OperatorCheck, csv_file: Path | None, output: OperatorOutput) -> None:
-    """What was written where; to stderr where stdout is for a program."""
+    """Print which files were written; to stderr if stdout is for a program."""
     from driftline.reporting.writers import WRITERS
 
     # A table or a page may end with these lines; JSON may not.
@@ -267,4 +268,4 @@ def _print_files(checked: OperatorCheck, csv_file: Path | None, output: Operator
     for trouble in checked.troubles:
         print(f"no reproducer: {trouble}", file=stream)
     if output.repro is not None and not checked.scripts and not checked.troubles:
-        print("no reproducer: there is nothing that is not right", file=stream)
+        print("no reproducer: no operator fails", file=stream)

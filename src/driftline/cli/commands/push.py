@@ -1,4 +1,4 @@
-"""`driftline push`: a run or a comparison of this machine → an address elsewhere."""
+"""`driftline push`: send a run or a comparison from this machine to an address."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def push(
     force: bool = False,
     patience: Annotated[float, Parameter(metavar="SECONDS")] = 60.0,
 ) -> int:
-    """Send a run or a comparison to an address, or go on sending what a dump left.
+    """Send a run or a comparison to an address, or send the rest of a dump.
 
         driftline push ref s3://bucket/ref
         driftline push ref.sending s3://bucket/ref
 
-    Addresses are those of fsspec: s3://, gs://, hf://, memory:// and others; what each of them
-    needs is told when it is missing. What has arrived is not sent again. Exit code 2 if something
-    did not arrive.
+    Addresses are those of fsspec: s3://, gs://, hf://, memory:// and others. If the package for an
+    address is missing, a message names it. Files that were sent before are not sent again. Exit
+    code 2 if a file could not be sent.
 
     Args:
-        folder: A run, a comparison, or what `driftline dump -o URL` could not send.
-        url: Where to.
-        force: Replace the run or comparison that is there.
-        patience: Give up after so many seconds in which nothing moved.
+        folder: A run, a comparison, or the folder that `driftline dump -o URL` could not send.
+        url: The address to send to.
+        force: Replace an existing run or comparison at the address.
+        patience: Stop after this many seconds without progress.
     """
     from driftline.runs.stores.addresses import memory_warning
     from driftline.runs.stores.api import push as push_folder
@@ -52,6 +52,6 @@ def push(
     # What has arrived is not sent again, so the same command goes on.
     again = f"driftline push {shlex.quote(str(folder))} {shlex.quote(str(url))}"
     print(f"driftline: not all of it is at {sent.url}: {sent.reason}", file=sys.stderr)
-    print(f"  {sent.left} files wait in {sent.folder}", file=sys.stderr)
-    print(f"  hint: go on with: {again}", file=sys.stderr)
+    print(f"  {sent.left} files not sent yet, in {sent.folder}", file=sys.stderr)
+    print(f"  hint: continue with: {again}", file=sys.stderr)
     return EXIT_COULD_NOT

@@ -1,8 +1,8 @@
 """Setting up: the tour, `compat install`, and `doctor`, which describes this installation.
 
-`compat install` lays the scripts and test modules of IBM's and Paddle's documents into a folder, so
-that their command lines run as they are written. The checks look at a machine step by step, up to
-the first thing that is missing, and leave a report that can be sent.
+`compat install` writes the scripts and test modules that IBM's and Paddle's documents name, so that
+the command lines of those documents run unchanged. The hardware checks test a machine step by step,
+stop at the first failure, and write a report that users can send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from driftline.cli.options import OUTPUT, place
 from driftline.errors import EXIT_COULD_NOT, EXIT_FINE, AlreadyThere, BadInput, DriftlineError
 from driftline.settings import cores
 
-# --- scripts and test modules under the names that documents give them
+# --- scripts and test modules with the names that other tools' documents use
 
 COMMAND_OF = {
     "generate_metrics": "metrics",
@@ -35,8 +35,8 @@ COMMAND_OF = {
     "get_thresholds": "thresholds",
     "hook_result_checker": "check-hooks",
 }
-"""Scripts of other tools, and the command that answers each."""
-_SCRIPT = '''"""{name}.py, answered by Driftline; laid here by `driftline compat install`."""
+"""Scripts of other tools, and the command that replaces each."""
+_SCRIPT = '''"""{name}.py, by Driftline; written by `driftline compat install`."""
 
 import sys
 
@@ -45,13 +45,13 @@ from driftline.cli.commands.setup import run_script
 if __name__ == "__main__":
     sys.exit(run_script("{name}", sys.argv[1:]))
 '''
-_SUITE = '''"""{name}.py, answered by Driftline; laid here by `driftline compat install`."""
+_SUITE = '''"""{name}.py, by Driftline; written by `driftline compat install`."""
 
 from driftline.suites.{name} import *{more}
 '''
 _MODELS = """
 
-# Models that are expected of, by id or folder; options of the command line win over them.
+# Models to test, by id or folder; options of the command line override them.
 decoder_models = []
 tuple_output_models = []
 """
@@ -61,7 +61,7 @@ SCRIPTS = {
     "get_thresholds": ("", "tests/resources"),
     "hook_result_checker": ("",),
 }
-"""Folders where the documents start each script from."""
+"""Folders in which the documents expect each script."""
 SUITES = {"test_decoders": "", "test_model_expectations": _MODELS}
 
 
@@ -72,20 +72,20 @@ def compat(
     *,
     force: bool = False,
 ) -> int:
-    """Lay the scripts and test modules of other tools' documents into a folder.
+    """Write the scripts and test modules that other tools' documents name into a folder.
 
         driftline compat install aiu-fms-testing-utils
         cd aiu-fms-testing-utils
         python generate_metrics.py --architecture=hf_pretrained --model_path=$MODEL_PATH …
         pytest tests/models/test_decoders.py -vv
 
-    The files are a few lines each and call Driftline. Modules that programs import (`ait_llm`,
-    `msquickcmp`, `saving_hook`) come with the package driftline-compat instead.
+    Each file has a few lines and calls Driftline. Modules that programs import (`ait_llm`,
+    `msquickcmp`, `saving_hook`) are in the package driftline-compat instead.
 
     Args:
         what: install.
-        folder: Where they go; it is made.
-        force: Replace files that are there.
+        folder: The folder to write to; it is created.
+        force: Replace existing files.
     """
     del what
     paths = script.step("paths", install_scripts, folder, force=force)
@@ -96,10 +96,10 @@ def compat(
 
 
 def install_scripts(folder: Path, *, force: bool = False) -> list[Path]:
-    """Write the files that `compat install` lays into a folder; their paths.
+    """Write the files of `compat install` to a folder; returns their paths.
 
     Raises:
-        AlreadyThere: A file of another tool is there.
+        AlreadyThere: A file with other contents exists.
         BadInput: The folder cannot be written.
     """
     files = {
@@ -109,7 +109,7 @@ def install_scripts(folder: Path, *, force: bool = False) -> list[Path]:
     }
     for name, more in SUITES.items():
         files[folder / "tests" / "models" / f"{name}.py"] = _SUITE.format(name=name, more=more)
-    # All are looked at before one is written: half of them would be worse than none.
+    # All are checked before the first is written, so that a refusal leaves no half of them.
     for path, text in files.items():
         if path.exists() and not force and path.read_text(errors="replace") != text:
             raise AlreadyThere(f"{path} is there", hint="give another folder, or --force")
@@ -125,7 +125,7 @@ def install_scripts(folder: Path, *, force: bool = False) -> list[Path]:
 
 
 def run_script(name: str, words: Sequence[str]) -> int:
-    """Answer a script of another tool by its name."""
+    """Run the command that replaces a script of another tool; returns its exit code."""
     from driftline.cli.main import main
 
     arguments = list(words)
@@ -159,15 +159,16 @@ def doctor(
         driftline doctor --ascend
         driftline doctor --aiu
 
-    torch is asked about its devices only if it is installed. With --ascend or --aiu the hardware
-    is looked at step by step, up to the first thing that is missing, and a small report is written
-    to send to us: our tests have stand-ins only. Exit code 2 if something is missing.
+    Devices are listed if torch is installed. With --ascend or --aiu, the hardware is checked step
+    by step, up to the first failure, and a small report is written. Please send it to us: our own
+    tests use simulated devices. Exit code 2 if a check fails.
 
     Args:
-        format: How to print it.
-        ascend: Toolkit, ATB library, its probe, torch on the NPU, torchair.
-        aiu: The AIU's package and backend, a first graph, ibm-fms.
-        output: The report. Default: driftline_ascend_report.json or driftline_aiu_report.json.
+        format: How to print the result.
+        ascend: Check the toolkit, the ATB library, its probe, torch on the NPU and torchair.
+        aiu: Check the AIU's package and backend, a first graph and ibm-fms.
+        output: File of the report. Default: driftline_ascend_report.json or
+            driftline_aiu_report.json.
     """
     if ascend or aiu:
         fine = script.step("fine", check_hardware, ascend=ascend, aiu=aiu, output=output)
@@ -198,7 +199,7 @@ def environment_facts() -> dict[str, str]:
         versions = [version for package in packages if (version := _version(package))]
         facts[engine] = versions[0] if versions else f"not installed: pip install {packages[0]}"
     facts |= _kernel_facts()
-    # Importing torch takes seconds, so it is asked for only if it can answer.
+    # Importing torch takes seconds: look first whether it is installed.
     if find_spec("torch") is not None:
         facts |= _torch_facts()
     return facts
@@ -216,7 +217,8 @@ def _torch_facts() -> dict[str, str]:
     from driftline.captures.torch.device.accelerator import device_names
 
     if torch.accelerator.is_available():
-        torch.zeros(1, device=torch.accelerator.current_accelerator())  # it says nothing asleep
+        # An accelerator that was not used yet reports no name.
+        torch.zeros(1, device=torch.accelerator.current_accelerator())
     return {
         "torch threads": str(torch.get_num_threads()),
         "devices": ", ".join(["cpu", *device_names()]),
@@ -225,13 +227,13 @@ def _torch_facts() -> dict[str, str]:
 
 
 class Step(NamedTuple):
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What it is.
-        fine: Whether it is as it should be; None if it was not looked at.
-        text: What was found.
-        hint: What to do next; empty if nothing.
+        name: Name of the check.
+        fine: Whether it passed; None if it was not run.
+        text: What was observed.
+        hint: What to do next; may be empty.
     """
 
     name: str
@@ -241,11 +243,11 @@ class Step(NamedTuple):
 
 
 Check = Callable[[], str]
-"""Returns what was found, or raises DriftlineError with what to do."""
+"""Returns a description of what it found, or raises DriftlineError with a hint."""
 
 
 def walk_steps(checks: Mapping[str, Check]) -> Iterator[Step]:
-    """Carry out checks in their order; what comes after the first that fails is not looked at."""
+    """Run checks in order; those after the first failure are not run."""
     failed = False
     for name, check in checks.items():
         if failed:
@@ -264,7 +266,7 @@ def walk_steps(checks: Mapping[str, Check]) -> Iterator[Step]:
 
 
 def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> list[Step]:
-    """Carry out the checks of one kind of hardware and write the report.
+    """Run the checks of one kind of hardware and write the report.
 
     Raises:
         BadInput: The report cannot be written.
@@ -273,7 +275,7 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
     report = {
         "format": "driftline-hardware-report",
         "kind": kind,
-        # Names of files without their folders, and versions: nothing else of the user's machine.
+        # Only names of files without their folders, and versions: nothing private of the machine.
         "steps": [
             step._replace(
                 text=_without_folders(step.text), hint=_without_folders(step.hint)
@@ -294,7 +296,7 @@ def report_hardware(kind: str, checks: Mapping[str, Check], output: Path) -> lis
 
 
 def _without_folders(text: str) -> str:
-    """A sentence for the report, which is sent: folders may have names of people and projects.
+    """The text without folder names: the report is sent, and folders may name people and projects.
 
     >>> _without_folders("there is no /home/ada/secret/lib/libatb.so")
     'there is no …/libatb.so'
@@ -303,7 +305,7 @@ def _without_folders(text: str) -> str:
 
 
 def print_steps(steps: Sequence[Step], output: Path) -> bool:
-    """Print the steps; whether all are fine."""
+    """Print the steps; returns whether all of them passed."""
     marks = {True: "ok", False: "FAILED", None: "-"}
     for step in steps:
         print(f"{marks[step.fine]:<8}{step.name}: {step.text}")
@@ -327,7 +329,7 @@ def _version(package: str) -> str:
 
 
 def ascend_checks() -> dict[str, Check]:
-    """What `dump`, `errcheck` and `opcheck -rerun` need of an Ascend machine, in their order."""
+    """Checks of what `dump`, `errcheck` and `opcheck -rerun` need on an Ascend machine."""
     from driftline.captures.launch.atb import find_probe
 
     environment = settings.environment()
@@ -373,7 +375,7 @@ def ascend_checks() -> dict[str, Check]:
 
 
 def aiu_checks() -> dict[str, Check]:
-    """What `validate` and `layer-metrics --candidate device=aiu` need, in their order."""
+    """Checks of what `validate` and `layer-metrics --candidate device=aiu` need, in order."""
     from driftline.decoding.models.targets import AIU_BACKEND, Target, ready
 
     target = Target("aiu", "fp16", AIU_BACKEND)
@@ -415,7 +417,7 @@ def aiu_checks() -> dict[str, Check]:
 
 
 def check_hardware(*, ascend: bool, aiu: bool, output: Path | None) -> bool:
-    """Look at the hardware that is named; whether all is fine."""
+    """Check the named hardware and print the results; returns whether everything passed."""
     fine = True
     wanted: list[tuple[str, Callable[[], dict[str, Any]]]] = []
     wanted += [("ascend", ascend_checks)] if ascend else []
@@ -444,9 +446,9 @@ def demo(
 
         driftline demo
 
-    Takes less than a minute. With torch installed, a small Llama runs in float32 and in bfloat16
-    with a wrong activation in one layer; without torch, a network in numpy does the same. Exit code
-    0 if the fault was named.
+    The tour takes less than a minute. If torch is installed, a small Llama runs in float32 and in
+    bfloat16 with a wrong activation in one layer; otherwise a numpy network does the same. Exit
+    code 0 if Driftline names the fault.
 
     Args:
         output: Folder for the program, the runs and the report.

@@ -1,4 +1,4 @@
-"""`driftline thresholds`: metric files of clean runs → lines and a thresholds file per model."""
+"""`driftline thresholds`: metric files of clean runs → printed lines and a thresholds file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from driftline.errors import EXIT_FINE, BadInput, DriftlineError
 if TYPE_CHECKING:
     from driftline.decoding.thresholds import MadeThresholds
 
-# Complaints about metric files that are printed for each model, which has hundreds of layers.
+# At most this many complaints are printed for a model, which may have hundreds of layers.
 MOST_COMPLAINTS = 8
 
 
@@ -34,20 +34,20 @@ def thresholds(
         driftline thresholds --models acme/tiny --metrics diff_mean ce --file_base out
         driftline thresholds --models acme/tiny --metrics abs_diff --file_base out --layer_io
 
-    Reads what `driftline metrics` and `driftline layer-metrics` wrote, in DIR and the folders below
-    it, prints one line per threshold, and writes {model}-thresholds.json there. Exit code 2 when a
-    threshold could not be had; NaN among the values is one reason.
+    Reads the files of `driftline metrics` and `driftline layer-metrics` in DIR and in the folders
+    below it, prints one line per threshold, and writes {model}-thresholds.json to DIR. Exit code 2
+    if a threshold could not be computed, for example because of NaN among the values.
 
     Args:
         models: Ids or paths of the models, as they were given when the files were made.
         metrics: ce, diff_mean, prob_mean, prob_std, and over the whole vocabulary kl_rc, kl_cr,
             total_variation, top1_agree, rank_of_reference; with --layer_io abs_diff, cos_sim.
         file_base: The folder of the metric files.
-        layer_io: One threshold per layer, from the files of layers.
-        statistic: p99 (per token) and average (per layer) unless given: any percentile such as
-            p99.9, counted towards the bad side, or average, median, max, std, l2.
-        seed: Of the bootstrap that gives the confidence intervals.
-        output_path: Where the thresholds files go instead of DIR.
+        layer_io: Make one threshold per layer, from the files of layers.
+        statistic: A percentile such as p99.9, where p100 is the worst value, or average, median,
+            max, std, l2. Default: p99 per token, average per layer.
+        seed: Seed of the bootstrap that gives the confidence intervals.
+        output_path: Folder of the thresholds files. Default: DIR.
     """
     if not models or not metrics or file_base is None:
         missing = "--models" if not models else "--metrics" if not metrics else "--file_base"
@@ -76,7 +76,7 @@ def thresholds(
             if len(model_names) == 1:
                 results.print_complaints()
                 raise
-            # The other models may do better; the exit code will tell.
+            # The other models may still succeed; the exit code reports the error at the end.
             _print_warning(str(error))
             results.print_complaints()
             results.errors.append(error)
@@ -87,7 +87,7 @@ def thresholds(
 
 
 class _ThresholdFiles:
-    """Makes the thresholds of one model after the other, and remembers what went wrong."""
+    """Makes the thresholds of one model after another, and collects the errors."""
 
     def __init__(self, files: Any, metrics: list[str], keywords: dict[str, Any]) -> None:
         self.files = files
@@ -123,7 +123,7 @@ class _ThresholdFiles:
         self.errors += made.refused
 
     def print_complaints(self) -> None:
-        """Print what was wrong with files of the last model."""
+        """Print the complaints about files of the last model."""
         for line in self.complaints[:MOST_COMPLAINTS]:
             _print_warning(line)
         if len(self.complaints) > MOST_COMPLAINTS:
@@ -132,22 +132,22 @@ class _ThresholdFiles:
 
 
 def _refuse_incomplete(unusable: list[str], errors: list[DriftlineError]) -> None:
-    """What could be had is written; the exit code says that some of it is missing."""
+    """Raise if thresholds are missing or unusable; the others were written."""
     if unusable:
         single = len(unusable) == 1
         raise BadInput(
             f"{len(unusable)} threshold{' is' if single else 's are'} no number"
             f"{': ' if single else ', '}{unusable[0]}{'' if single else ' for one'}",
-            hint="the values named above are why; such a threshold lets nothing pass",
+            hint="the values named above are the reason; with such a threshold nothing passes",
         )
     if errors:
         raise BadInput(
-            "not every threshold could be had; the others were written", hint=errors[0].hint
+            "some thresholds could not be computed; the others were written", hint=errors[0].hint
         )
 
 
 class _Lines:
-    """Prints results line by line. A reader who leaves (`| head`) still gets the files."""
+    """Prints results line by line. If a pipe is closed (`| head`), files are still written."""
 
     def __init__(self) -> None:
         self._closed: BrokenPipeError | None = None
@@ -162,7 +162,7 @@ class _Lines:
                 self._closed = error
 
     def end(self) -> None:
-        """Raise what printing would have raised, now that all files are written."""
+        """Raise the error of printing, now that all files are written."""
         if self._closed is not None:
             raise self._closed
 

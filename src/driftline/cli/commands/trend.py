@@ -21,7 +21,7 @@ from driftline.reporting.formatting import spark
 from driftline.reporting.terminal import written_for
 from driftline.units import csv_cell, printed_json, visible
 
-# A screen of them; --all shows the rest.
+# About one screen; --all shows the rest.
 MOST_SHOWN = 20
 
 
@@ -39,18 +39,17 @@ def trend(
         driftline trend train
         driftline trend release-1 release-2 release-3 --figure max_abs
 
-    Shows first the layers that left their usual size (twice as large or half as large, for good),
-    the earliest first: when did this layer start to grow? What is wrong with the runs themselves
-    comes before that: NaN and infinity, damaged tensors, a program that was killed. Runs that hold
-    summaries only are enough.
+    Lists the layers whose figure became, and stayed, twice as large or half as large as usual,
+    the earliest first. Problems of the runs themselves are printed before: NaN and infinity,
+    damaged tensors, a program that was killed. Runs with summaries only are enough.
 
     Args:
         runs: One run of many steps, or several runs in their order.
-        figure: What is followed.
-        port: Which sides: output, input, grad_output, param, ... Default: output.
+        figure: The figure to follow.
+        port: Only these ports: output, input, grad_output, param, ... Default: output.
         site: Only module paths that match.
-        all: Every layer, in execution order.
-        format: csv has one line per tensor and point, json everything.
+        all: Show every layer, in execution order.
+        format: csv has one line per tensor and point; json has everything.
     """
     if not runs:
         raise BadInput("`driftline trend` needs a run", hint="see driftline trend --help")
@@ -75,7 +74,7 @@ def trend(
 
 
 def lines(course: Trend, *, everything: bool = False) -> Iterator[str]:
-    """What a person reads."""
+    """The lines of the table for people."""
     yield from course.faults
     moved = course.moved()
     points = f"{len(course.points)} {course.over}, {course.points[0]} to {course.points[-1]}"
@@ -91,7 +90,7 @@ def lines(course: Trend, *, everything: bool = False) -> Iterator[str]:
         # Figures are those of the finite elements.
         rest = "apart from that, " if course.faults else ""
         yield f"{rest}all {len(course.series)} tensors kept their usual {course.figure} ({points})"
-    # Those that moved are the answer; without any, all are.
+    # If no tensor moved, all of them are listed.
     listed = list(course.series) if everything or not moved else moved
     shown = listed if everything else listed[:MOST_SHOWN]
     yield ""

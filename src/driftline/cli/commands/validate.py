@@ -1,4 +1,4 @@
-"""`driftline validate`: is a decoder on a device still the decoder it was?"""
+"""`driftline validate`: does a decoder on a device give the tokens of a trusted device?"""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ class ValidateModel:
 
     Attributes:
         model_paths: Folders or ids of causal language models.
-        from_model_configuration: File with a JSON object per line that names a model and its
-            limits; replaces --model_paths.
-        from_model_configuration_frequency: Of that file, lines of at most this frequency; 0 if not
-            given.
-        micro_layers: Test a micro model: only so many layers of each model.
-        micro_weights: Draw the micro model's weights (random), or keep those of its layers (local).
-        micro_models_home: Folder with trained micro models, under the names of the whole ones.
+        from_model_configuration: File with one JSON object per line: a model and its limits.
+            Replaces --model_paths.
+        from_model_configuration_frequency: Use only lines of that file with at most this frequency.
+            Default: 0.
+        micro_layers: Test a micro model with only this many layers of each model.
+        micro_weights: Weights of the micro model: random, or local for those of the model's own
+            layers.
+        micro_models_home: Folder with trained micro models, under the names of the full models.
     """
 
     model_paths: Annotated[str, spelt("model_paths", "M[,M]")] = ""
@@ -58,7 +59,7 @@ class ValidateModel:
 
     @property
     def is_micro(self) -> bool:
-        """Whether a smaller model stands for the whole one."""
+        """Whether a smaller model replaces the full one."""
         return bool(self.micro_layers or self.micro_weights or self.micro_models_home)
 
 
@@ -68,10 +69,11 @@ class ValidateShapes:
     """Which shapes are run.
 
     Attributes:
-        batch_sizes: Prompts of one round; 1,2,4,8 if not given.
-        seq_lengths: Sequence lengths; 64,2048 if not given.
-        max_new_tokens: Tokens generated per prompt and round; 128 if not given.
-        cumulative_test_tokens_per_sequence: In all rounds of level 1; 1024 if not given.
+        batch_sizes: Prompts per round. Default: 1,2,4,8.
+        seq_lengths: Sequence lengths. Default: 64,2048.
+        max_new_tokens: Tokens generated per prompt and round. Default: 128.
+        cumulative_test_tokens_per_sequence: Tokens per prompt in all rounds of level 1. Default:
+            1024.
     """
 
     batch_sizes: Annotated[str, spelt("batch_sizes", "N[,N]")] = ""
@@ -88,9 +90,9 @@ class ValidateTargets:
     """How the candidate computes.
 
     Attributes:
-        attn_type: sdpa (default) or math; of ibm-fms, which then loads the models, paged, math_fp8
-            or paged_fp8.
-        distributed: Under torchrun: split the candidate over the ranks.
+        attn_type: sdpa (default) or math; paged, math_fp8 or paged_fp8 load the models with
+            ibm-fms.
+        distributed: Under torchrun, split the candidate over the ranks.
     """
 
     attn_type: Annotated[str, spelt("attn_type", "NAME")] = ""
@@ -100,15 +102,16 @@ class ValidateTargets:
 @Parameter(name="*", group=LIMITS)
 @dataclass(frozen=True)
 class ValidateLimits:
-    """What a token may differ by, and how many may.
+    """How much a token may differ, and how many tokens may fail.
 
     Attributes:
-        metrics_threshold: Limits of ce and mean difference; win over all others.
+        metrics_threshold: Limits of ce and mean difference; they override all other limits.
         thresholds: File of `driftline thresholds` with the limits.
-        threshold_table: Your own JSON table of limits by model; made, with the documented values,
-            where there is none.
-        failure_threshold: Share of failing tokens that is too much; 0.01 if not given.
-        skip_assertions: ce or mean_diff: told, not judged.
+        threshold_table: Your own JSON table of limits by model. If the file does not exist, it is
+            created with the documented values.
+        failure_threshold: The check fails if the fraction of failing tokens reaches this. Default:
+            0.01.
+        skip_assertions: ce or mean_diff: report it, but do not judge it.
         force_validation_level_1: Run level 1 even if all tokens are equal.
     """
 
@@ -126,15 +129,16 @@ class ValidateOutput:
     """What is printed and written.
 
     Attributes:
-        validation_info_dir: Folder with saved outputs, such as `driftline metrics` writes: those of
-            the reference are used, not computed.
-        save_validation_info_outputs: Save both sides' outputs there.
-        output: Also write what was found there: verdict, rates and scores of every token, and with
-            --explain the layers; for `driftline report DIR`.
-        explain: On failure compare all layers on the text before the first failing token.
-        timing: Tell how long generating takes.
-        format: table for people, line by line; markdown for reviews, github (annotations and a step
-            summary) and junit for CI print the result at the end, and the lines go to stderr.
+        validation_info_dir: Folder with saved outputs, such as those of `driftline metrics`; saved
+            outputs of the reference are used instead of running it.
+        save_validation_info_outputs: Save the outputs of both sides to that folder.
+        output: Also write the verdict, the rates and the scores of every token to this folder, and
+            with --explain the layers; for `driftline report DIR`.
+        explain: If the check fails, compare all layers on the text before the first failing token.
+        timing: Print how long generation takes.
+        format: table prints lines for people as it goes. markdown (for reviews), github
+            (annotations and a step summary) and junit (for CI) print the result at the end, and the
+            lines go to stderr.
     """
 
     validation_info_dir: Annotated[Path | None, spelt("validation_info_dir", "DIR")] = None
@@ -155,22 +159,23 @@ def validate(
     output: ValidateOutput = ValidateOutput(),
     workers: WorkerOptions = WorkerOptions(),
 ) -> int:
-    """Check that a decoder on a device says what it says on a trusted one, or nearly.
+    """Check that a decoder gives the same tokens on a device as on a trusted one, or nearly.
 
         driftline validate --model_paths=M --sharegpt_path=share_gpt.json --batch_sizes=1
             --seq_lengths=64 --max_new_tokens=128 --thresholds=out/M-thresholds.json
 
-    Level 0: both generate freely, and all tokens are equal. If they are not, level 1: the candidate
-    is forced along the reference's tokens, and a token fails whose ce or mean difference reaches
-    its limit; the share of failing tokens must stay below --failure_threshold. Exit code 0: passed,
-    1: failed. The same check is a pytest suite: pytest --pyargs driftline.suites.test_decoders.
+    Level 0: both sides generate freely. The check passes if all tokens are equal. Otherwise level 1
+    follows: the candidate reads the reference's tokens, and a token fails if its ce or its mean
+    difference reaches the limit. The fraction of failing tokens must stay below
+    --failure_threshold. Exit code 0: passed, 1: failed. The same check is a pytest suite: pytest
+    --pyargs driftline.suites.test_decoders.
 
-    The candidate is the AIU if its package is there, else CUDA, else the CPU, in fp16, if not
-    given. Every option that is not given is taken from the environment:
+    The default candidate is the AIU if its package is installed, else CUDA, else the CPU, in fp16.
+    If an option is not given, its value comes from the environment:
     FMS_TEST_SHAPES_COMMON_BATCH_SIZES for --batch_sizes, FMS_TEST_SHAPES_METRICS_THRESHOLD for
-    --metrics_threshold, and so on, also spelt DRIFTLINE_TEST_SHAPES_…; prompts from
-    SHARE_GPT_DATASET_PATH. With --jobs or --executor, shapes are shared out; each process loads the
-    models for itself.
+    --metrics_threshold, and so on; DRIFTLINE_TEST_SHAPES_… works too. SHARE_GPT_DATASET_PATH is the
+    default of --sharegpt_path. With --jobs or --executor, the shapes are divided among processes,
+    and each process loads its own models.
     """
     from driftline.decoding.option_reader import validate_options, validate_words
 
@@ -189,7 +194,7 @@ def validate(
 
 
 class _Validation:
-    """All models and shapes of one command, and what became of them."""
+    """All models and shapes of one command, and their results."""
 
     def __init__(
         self, tasks: list[ValidateOptions], output: ValidateOutput, *, explain: bool
@@ -205,7 +210,7 @@ class _Validation:
         self.job = join_job(tasks[0].distributed)
         self.verdicts: list[Verdict] = []
         self.failed: list[str] = []
-        # Where stdout is for a program, people read stderr.
+        # If stdout is read by a program, the lines for people go to stderr.
         self.stream: TextIO = sys.stdout if output.format == "table" else sys.stderr
 
     def run(self, workers: WorkerOptions) -> int:
@@ -234,7 +239,8 @@ class _Validation:
             _print_verdicts(self.verdicts, self.output.format)
         self.job.leave()
         script.end(*([self.verdicts] if workers.shared else self.verdicts))
-        # Rank 0 speaks for all: when another one fails first, torchrun stops it in mid-sentence.
+        # Only rank 0 returns a failure: torchrun stops all ranks when one of them fails, and rank 0
+        # could not finish printing.
         return EXIT_DIFFERENT if self.failed and self.job.writes else EXIT_FINE
 
     def _print_progress(self, line: str) -> None:
@@ -246,7 +252,7 @@ class _Validation:
             self._print_progress(line)
 
     def _finish(self, options: ValidateOptions, verdict: Verdict) -> None:
-        """Print and write what became of one model and shape."""
+        """Print and write the result of one model and shape."""
         from driftline.decoding.validate import SPLIT_NOTE, lines_of
 
         self.verdicts.append(verdict)
@@ -282,7 +288,7 @@ class _Validation:
             from driftline.decoding.files.names import LAYER_TABLE
 
             table = judge(write_layers(options, verdict.first, self.session, folder))
-            # Replaced without asking, like the verdict beside it, which was just written.
+            # Replaced without --force, like the verdict in the same folder, which was just written.
             table.write(folder / f"{options.prefix}{LAYER_TABLE}", force=True)
         writers.table(table, "table", self.stream)
 
@@ -290,7 +296,7 @@ class _Validation:
 def _write_script(
     tasks: list[ValidateOptions], workers: WorkerOptions, output: Path | None
 ) -> None:
-    """The same calls, for `--python`."""
+    """Record the same calls for `--python`."""
     from driftline.decoding.pipeline import Session
     from driftline.decoding.validate import validate, validate_shapes, write_verdicts
 

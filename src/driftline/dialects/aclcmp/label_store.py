@@ -59,13 +59,13 @@ class Label(NamedTuple):
         time: Nanoseconds of the day it was set.
         process: The process that set it, `{pid}-{random}`.
         number: The nth label of that process.
-        pid: Of that process; the Ascend library dumps under it.
+        pid: Id of that process; the Ascend library uses it in the names of its dump folders.
         dtype: Element type; empty for a label that only names a file.
         shape: Of the value.
         file: The value's file, inside the store; empty for a label that only names a file.
         tensor_path: As the caller gave it.
-        roots: The dump folders that were set then, by the name of their variable.
-        folder: The current folder then.
+        roots: The dump folders that were set at that time, by the name of their variable.
+        folder: The working directory at that time.
     """
 
     task: str
@@ -84,10 +84,10 @@ class Label(NamedTuple):
 
 
 class LabelWriter:
-    """The labels of one process. Not for several threads at once: the caller takes turns."""
+    """Writes the labels of one process. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the store if it is not there.
+        """Create the store if it does not exist.
 
         Raises:
             OSError: It cannot be written.
@@ -148,7 +148,7 @@ def file_stem(text: str) -> str:
 
 
 def _write_value(path: Path, value: Value) -> None:
-    """As a safetensors file; types that format does not know go as bytes, the line has the rest."""
+    """Write a safetensors file; types unknown to that format are written as bytes."""
     dtype = DTYPES[value.dtype]
     plain = dtype.safetensors != "U8" or value.dtype == "uint8"
     entry: dict[str, Any] = {
@@ -166,9 +166,9 @@ def _write_value(path: Path, value: Value) -> None:
 
 
 def read_labels(folder: Path) -> list[Label]:
-    """Every whole label of a store, in the order they were set.
+    """Every complete label of a store, in the order in which they were set.
 
-    What is no label is passed over: the last line of a killed process may be cut.
+    Invalid lines are skipped: the last line of a killed process may be cut.
     """
     labels = [label for path in sorted(folder.glob(_LINES)) for label in _lines_of(folder, path)]
     # Clocks of several processes may agree; process and number make the order definite.
@@ -190,7 +190,7 @@ def _lines_of(folder: Path, path: Path) -> Iterator[Label]:
 
 
 def _label(line: Any) -> Label:
-    # Raised errors are suppressed by the caller, which passes over such lines.
+    # The caller suppresses errors and skips such lines.
     if line["source"] not in ("pta", "acl"):
         raise ValueError("neither pta nor acl")
     if any(int(size) < 0 for size in line.get("shape", ())):
@@ -216,7 +216,7 @@ def read_value(folder: Path, label: Label) -> npt.NDArray[Any]:
     """The value of a label as a flat array of its storage type; a view of the mapped file.
 
     Raises:
-        BadFile: The file is not there, leads out of the store, or is not what the label says.
+        BadFile: The file is missing, leads out of the store, or does not fit the label.
     """
     path = folder / label.file
     try:
@@ -238,11 +238,11 @@ def read_value(folder: Path, label: Label) -> npt.NDArray[Any]:
     return cast("npt.NDArray[Any]", raw.view(dtype.storage))
 
 
-# Files behind a `tensor_path`: where two generations of the Ascend library put them.
+# Files of a `tensor_path`, in the folders of two generations of the Ascend library.
 
 
 class Dumped(NamedTuple):
-    """A tensor of somebody's file."""
+    """A tensor of a dumped file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -254,7 +254,7 @@ def find_dumped(label: Label) -> Path:
     """The file that a label's `tensor_path` names.
 
     Raises:
-        BadInput: It is in none of the folders; the sentence lists them.
+        BadInput: It is in none of the folders; the message lists them.
     """
     wanted = Path(label.tensor_path)
     # The user named one file; no other folder is searched.
@@ -309,21 +309,21 @@ def _inside(folder: Path, path: Path) -> bool:
 
 
 def read_dumped(path: Path, expected: tuple[str, tuple[int, ...]] | None) -> Dumped:
-    """A file of one tensor, in any format driftline reads; else bytes of the partner's type.
+    """A file of one tensor, in any format of Driftline; else raw bytes of the partner's type.
 
     Raises:
-        DriftlineError: It cannot be read, or its size fits nothing that is known.
+        DriftlineError: It cannot be read, or its size does not fit.
     """
     try:
         run = open_file(path)
     except BadFile as refused:
-        # Only what nobody recognises may be bare bytes; a damaged file of a format stays refused.
+        # Only a file of no known format may be raw bytes; a damaged file of a format is refused.
         with path.open("rb") as stream:
             start = stream.read(9)
         if expected is None or start == b"$Version=":
             raise
         return _raw(path, expected, refused)
-    # A label stands for one tensor; which of several would be a guess.
+    # A label is for one tensor; choosing one of several would be a guess.
     if len(run) != 1:
         raise BadFile(f"{path} holds {len(run)} tensors, not one")
     record = run.records[0]

@@ -33,10 +33,7 @@ SOURCES = ("pta", "acl")
 
 
 def gen_id() -> str:
-    """A new id from the time of day, for two labels that belong together.
-
-    No other call gives the same one, in this process or in another.
-    """
+    """A new id for two labels that belong together; unique among all processes."""
     # Time, process and random digits: labels of several processes meet in one store.
     return f"data_{time.time_ns()}_{os.getpid()}_{secrets.token_hex(4)}"
 
@@ -67,8 +64,8 @@ def set_label(
             its dump folder. It is looked for when labels are compared.
 
     Raises:
-        BadConfig: The arguments cannot mean anything, such as a `pta` label without a value. A
-            ValueError, as the callers of the original expect.
+        BadConfig: The arguments are invalid, such as a `pta` label without a value. It is a
+            ValueError, as callers of the original expect.
     """
     if data_src not in SOURCES:
         raise BadConfig(f"data_src is 'pta' or 'acl', not {data_src!r}")
@@ -157,7 +154,7 @@ class _ProcessLabels:
                     self.writer = self._begin()
                 self.writer.add(task, source, data_id, value, place)
             except OSError as trouble:
-                # The model's run is worth more than its labels: say it once, and stop.
+                # The model's run matters more than its labels: report the problem once, and stop.
                 self.broken = True
                 print_to_stderr(f"labels stop at '{data_id}': {trouble.strerror or trouble}")
             else:
@@ -166,7 +163,7 @@ class _ProcessLabels:
     def _begin(self) -> LabelWriter:
         folder = Path(settings.label_store() or Path.cwd() / STORE)
         writer = LabelWriter(folder)
-        # `driftline labels` compares at its end; without it this process has to.
+        # `driftline labels` compares at its end; otherwise this process does.
         if not settings.labels_awaited():
             # Child processes must write into the same store to find their partners.
             settings.set_label_store(str(folder))
@@ -175,7 +172,7 @@ class _ProcessLabels:
         return writer
 
     def report(self) -> None:
-        """At exit, when nobody else compares: the csv of every round this process had a part in."""
+        """Write the csv of every round of this process at exit, unless `driftline labels` does."""
         with self.lock:
             # Taken out under the lock: a thread may still set labels while the program
             # ends.
@@ -185,7 +182,7 @@ class _ProcessLabels:
             return
         writer.close()
         try:
-            # On use: labelling must not load the comparison.
+            # Imported here: labelling must not load the comparison.
             from driftline.dialects.aclcmp.report import report_tasks
 
             for outcome in report_tasks(writer.folder, writer.folder.parent, tasks, threads=1):

@@ -63,11 +63,11 @@ Couple = tuple[Label | None, Label | None]
 
 
 class Outcome(NamedTuple):
-    """One round that was compared.
+    """One compared round.
 
     Attributes:
-        task: Its id; empty when `set_task_id` was never called.
-        csv: What was written.
+        task: Its id; empty if `set_task_id` was never called.
+        csv: The file that was written.
         table: The judged comparison: `pta` is the reference.
     """
 
@@ -81,12 +81,12 @@ class Outcome(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """A label with what can be read of its tensor.
+    """A label and its tensor, if the tensor can be read.
 
     Attributes:
-        path: Where the tensor is, or would be.
-        trouble: Why it cannot be read; empty when it can.
-        fetch: Its values, flat, of the storage type.
+        path: The path of the tensor, or its expected path.
+        trouble: Why it cannot be read; empty if it can.
+        fetch: Returns its values, flat, of the storage type.
     """
 
     label: Label
@@ -102,8 +102,8 @@ def report_tasks(
 ) -> list[Outcome]:
     """Compare the labels of a store and write one csv per round.
 
-    Processes that end at the same time take turns, and each reads the store in its turn, so the
-    last csv of a round has every label of it.
+    Processes that end at the same time take turns, and each reads the store again, so the last csv
+    of a round has all its labels.
 
     Args:
         store: Folder of the labels.
@@ -127,7 +127,7 @@ def report_tasks(
         for task in chosen:
             csv = folder / f"{file_stem(task) if task else ''}_cmp_result.csv"
             if not rounds[task]:
-                # All its labels have found their partners in another process's round since.
+                # All its labels have partners in another process's round by now.
                 csv.unlink(missing_ok=True)
                 continue
             sides = [_opened(store, pta, acl) for pta, acl in rounds[task]]
@@ -146,9 +146,10 @@ def report_tasks(
 def rounds_of(labels: Sequence[Label]) -> dict[str, list[Couple]]:
     """The couples of every round, in the order in which rounds began.
 
-    `set_task_id()` names a round after its process. Two processes that both call it set labels of
-    one id in rounds of two names; where such a label has no partner in its own round, it is looked
-    for in rounds of the same number of other processes. The couple belongs to the `pta` label's.
+    `set_task_id()` names a round after its process. If two processes call it, labels of one id are
+    in rounds with two names. A label without a partner in its own round is therefore paired with
+    one in a round of the same number in another process; the couple belongs to the round of the
+    `pta` label.
     """
     by_task: dict[str, list[Label]] = {}
     for label in labels:
@@ -174,7 +175,7 @@ def rounds_of(labels: Sequence[Label]) -> dict[str, list[Couple]]:
 
 
 def _number(task: str) -> str:
-    """Which round of its process a task is: `{pid}_{number}`."""
+    """The number of a task among the rounds of its process, from `{pid}_{number}`."""
     return task.rpartition("_")[2]
 
 
@@ -184,7 +185,7 @@ def _of_tasks(couple: Couple, tasks: Sequence[str]) -> bool:
 
 @contextmanager
 def _turn(store: Path) -> Generator[None]:
-    """One process at a time; the system lets go of the lock of a process that dies."""
+    """A lock for one process at a time; the system releases the lock of a process that dies."""
     with (store / _LOCK).open("a") as lock:
         with suppress(OSError):  # some network file systems have no locks: better a csv than none
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -194,8 +195,8 @@ def _turn(store: Path) -> Generator[None]:
 def paired(labels: Sequence[Label]) -> list[Couple]:
     """Couples of one round, (pta, acl), in the order of their first label.
 
-    Of one id, the nth `pta` belongs to the nth `acl` of the same process; what is left over finds
-    its partner in other processes, in the order of time.
+    For an id, the nth `pta` label is paired with the nth `acl` label of the same process; the
+    remaining ones are paired across processes, in the order of time.
     """
     groups: dict[str, dict[str, list[Label]]] = {}
     for label in labels:
@@ -233,7 +234,7 @@ Sides = tuple[Labelled | None, Labelled | None]
 
 def _opened(store: Path, pta: Label | None, acl: Label | None) -> Sides:
     reference = None if pta is None else _from_store(store, pta)
-    # A label with a value is in the store; one with a path only is looked for now.
+    # A label with a value is in the store; the file of a label with a path is searched now.
     if acl is None or acl.file:
         return reference, None if acl is None else _from_store(store, acl)
     return reference, _from_dump(acl, reference)
@@ -282,7 +283,7 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
             why = "; ".join(
                 f"{side.label.source}: {side.trouble}" for side in (pta, acl) if side.trouble
             )
-            # Judged as what it is: a tensor that should have been compared and could not be read.
+            # Judged as a tensor that should have been compared but could not be read.
             pairs.append(
                 Pair(
                     reference_record,
@@ -301,7 +302,7 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
     plan = Plan(tuple(pairs), tuple(missing), tuple(extra), reasons=reasons)
     table = run_comparison(reference, candidate, CompareOptions.of(threads=threads), plan=plan)
     lone = len(missing) + len(extra)
-    # Somebody asked for every one of these comparisons by name.
+    # Every label asks for a comparison, so one without a partner makes the result incomplete.
     if lone and table.verdict == "pass":
         count = "1 label has" if lone == 1 else f"{lone} labels have"
         first = (*missing, *extra)[0].key.site
@@ -311,7 +312,7 @@ def _measured(couples: Sequence[Sides], task: str, threads: int | None) -> Table
 
 
 def _keys(couples: Sequence[Sides]) -> list[TensorKey]:
-    """An address per couple: the id is the site, its nth use the visit."""
+    """The key of each couple: the id is the site, and its nth use the visit."""
     seen: dict[str, int] = {}
     keys: list[TensorKey] = []
     for couple in couples:
@@ -358,7 +359,7 @@ def _reason(row: Row, *, alone: bool) -> str:
 
 
 class _LabelRun(Run):
-    """One side of a round as a run: what the engine reads."""
+    """One side of a round as a run, for the comparison."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -391,7 +392,7 @@ def run_labelled(argv: Sequence[str], store: Path) -> int:
 
     Args:
         argv: The program, word by word.
-        store: Where the labels go; the program makes the folder with its first label.
+        store: Folder of the labels; the program creates it with its first label.
 
     Raises:
         BadInput: There is no such program.
@@ -399,7 +400,7 @@ def run_labelled(argv: Sequence[str], store: Path) -> int:
     environment = {
         **settings.environment(),
         settings.LABELS: str(store),
-        # Tells the program's processes not to compare by themselves.
+        # Tells the program's processes that they need not compare.
         settings.LABELS_AWAITED: "1",
     }
     require_command(argv, environment)

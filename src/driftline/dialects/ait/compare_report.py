@@ -1,8 +1,8 @@
 """The report of `ait llm compare`: a judged table as `ait_cmp_report_{timestamp}.csv`.
 
-22 columns in the order of the original, with the table's own figures. Rows that the original leaves
-out (tensors without a partner, other shapes, unreadable files) are written with a reason. Where the
-figures differ from the original's, and why, is in docs/seed-differences.md.
+It has 22 columns in the order of the original, with the figures of the table. Rows that the
+original leaves out (tensors without a partner, different shapes, unreadable files) are written with
+a reason. docs/seed-differences.md lists figures that differ from the original, with reasons.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COLUMNS = (
 )
 
 METRICS = ("kl",)
-"""What a table must have been asked to measure besides the standard metrics."""
+"""Metrics that the table needs in addition to the standard ones."""
 
 _MEASURED = (
     "cosine",
@@ -74,7 +74,7 @@ Cell = str | int | float
 
 
 class Figures(NamedTuple):
-    """Extremes and mean of one tensor, NaN and Inf counted in as numpy and torch do."""
+    """Extremes and mean of one tensor, including NaN and Inf, as numpy and torch compute them."""
 
     max: float
     min: float
@@ -86,10 +86,10 @@ def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folde
 
     Args:
         table: The comparison, measured with `METRICS`.
-        plan: What was compared with what in it.
+        plan: The pairs of the comparison.
         reference: The golden run, for the paths and figures of tensors that were not compared.
-        candidate: The run in question.
-        folder: Where to; the file appears complete or not at all.
+        candidate: The other run.
+        folder: The folder of the report; the file is written completely or not at all.
 
     Returns:
         The report's path; a report of the same second is never overwritten.
@@ -116,7 +116,7 @@ def write_report(table: Table, plan: Plan, reference: Run, candidate: Run, folde
 
 
 def write_whole(goal: Path, header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-    """A csv that is there complete or not at all; a name ending a cell never ends the file."""
+    """Write a csv, completely or not at all."""
     # In the same folder: a rename across file systems is not atomic.
     handle, scratch = tempfile.mkstemp(prefix=f".{goal.name}.", dir=goal.parent)
     try:
@@ -191,7 +191,7 @@ def report_rows(table: Table, plan: Plan, reference: Run, candidate: Run) -> Ite
 
 
 def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
-    """Every stored tensor that a side of a pair is made of, its own record first."""
+    """The records of all stored tensors that make up a side of a pair, its own record first."""
     if recipe is None:
         return (record,)
     stored: list[Record] = []
@@ -202,7 +202,7 @@ def _sources(record: Record, recipe: Recipe | None) -> tuple[Record, ...]:
 
 
 class _Side:
-    """One of the two runs, and what the report says of its tensors."""
+    """One of the two runs, and the cells of its tensors."""
 
     def __init__(self, run: Run, name: Literal["reference", "candidate"]) -> None:
         self.run = run
@@ -210,7 +210,7 @@ class _Side:
         self.lone = len(run) == 1
 
     def cells(self, row: Row, sources: Sequence[Record]) -> list[Cell]:
-        """Path, dtype, shape, max, min and mean; a tensor put together has several paths."""
+        """Path, dtype, shape, max, min and mean; a joined tensor has several paths."""
         record = sources[0]
         is_reference = self.name == "reference"
         dtype = (row.reference_dtype if is_reference else row.candidate_dtype) or record.dtype
@@ -227,8 +227,8 @@ class _Side:
     def _figures(self, row: Row, record: Record, *, as_stored: bool) -> Figures | None:
         metrics = row.metrics
         measured = _measured_figures(metrics, self.name)
-        # The engine's figures leave NaN and Inf out, the original's do not; then they are
-        # computed anew.
+        # Figures of the table leave out NaN and Inf, those of the original do not: if there are
+        # any, the figures are computed again.
         strange = metrics.get(f"{self.name}_nan", 0) or metrics.get(f"{self.name}_inf", 0)
         if measured is not None and not (strange and as_stored):
             return measured
@@ -251,7 +251,7 @@ def _measured_figures(metrics: Mapping[str, Number], side: str) -> Figures | Non
 
 
 def figures_of(run: Run, record: Record) -> Figures | None:
-    """Extremes and mean of a tensor as it is, block by block; none of an empty or complex one."""
+    """Extremes and mean of a stored tensor, block by block; None if it is empty or complex."""
     dtype, count = DTYPES[record.dtype], kept_elements(record)
     # Complex numbers have no order, so no extremes.
     if not count or dtype.kind in ("complex", "bits"):
@@ -270,10 +270,10 @@ def figures_of(run: Run, record: Record) -> Figures | None:
 
 
 def data_path(run: Run, record: Record, *, lone: bool = False) -> str:
-    """Where a tensor is: its file; where many share one, the tensor's address behind it."""
+    """The file of a tensor; followed by the tensor's key if several tensors share the file."""
     if source := run.source(record):
         place = Path(run.name)
-        # A single file names itself, with what stands behind its name: `...,inputs,0`.
+        # A single file has its own name, with the suffix of the original: `...,inputs,0`.
         return str(place.with_name(source) if place.is_file() else place / source)
     if run.manifest.get("format") and "path" in run.manifest:  # a file of tensors
         return run.name if lone else f"{run.name}:{record.key.site}"
@@ -299,7 +299,7 @@ def _reason(row: Row) -> str:
 
 
 def figures_leave_out(row: Row) -> str:
-    """Which elements of a compared row its figures are not about; empty when they are of all."""
+    """The elements that the figures of a compared row leave out; empty if they include all."""
     remarks: list[str] = []
     if apart := int(row.metrics.get("one_sided", 0)):
         index = row.metrics.get("one_sided_at")
@@ -309,7 +309,7 @@ def figures_leave_out(row: Row) -> str:
         int(row.metrics.get(f"{side}_nan", 0)) + int(row.metrics.get(f"{side}_inf", 0))
         for side in ("reference", "candidate")
     ]
-    # One-sided values are the graver remark and include these.
+    # The remark about one-sided values is more important, and includes these.
     if any(strange) and not apart:
         remarks.append(f"{_elements(max(strange))} NaN, Inf or a mask's lowest value on both sides")
     if remarks:

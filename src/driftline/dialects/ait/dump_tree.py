@@ -46,7 +46,7 @@ _LONGEST_NAME = 200  # a file system allows 255 bytes; suffix and extension come
 
 
 def module_folder(site: str) -> str:
-    """`root`, `root.layers.0.mlp`: ait's name of a module path; an operator stands behind `@`.
+    """ait's name of a module path: `root`, `root.layers.0.mlp`; an operator follows after `@`.
 
     >>> module_folder("(root)"), module_folder("layers.0"), module_folder("layers.0/aten.add")
     ('root', 'root.layers.0', 'root.layers.0@aten.add')
@@ -91,7 +91,7 @@ def file_stem(key: TensorKey, alias: str = "", *, alone: bool = False) -> str:
 
 
 def _safe(name: str) -> str:
-    """One path component: no separators, no surprises, not too long."""
+    """The name as one path component: without separators or special names, not too long."""
     # Names come from a model and may hold separators.
     plain = _UNSAFE.sub("_", name)
     if len(plain) > _LONGEST_NAME:
@@ -119,8 +119,8 @@ def _statistics_line(record: Record) -> str:
 
 
 def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
-    """Where the tree of a process keeps a tensor of a call, from the dump's folder on; empty if it
-    was not kept.
+    """The path of a call's tensor in the tree of a process, from the dump's folder on; empty if the
+    tensor was not kept.
     """
     key = TensorKey(
         call.site,
@@ -143,14 +143,14 @@ def find_file(folder: Path, call: Call, port: str, tensor: CallTensor) -> str:
 
 
 class AitTree:
-    """A sink that writes ait's tree; see the module's first lines for its shape."""
+    """A sink that writes ait's tree; the docstring of the module shows its layout."""
 
     def __init__(self, dump_path: str | Path, *, device: str = "", max_bytes: int = 0) -> None:
         """
         Args:
             dump_path: Folder that will hold `ait_dump`.
             device: `cpu`, `cuda0`; empty: taken from the first tensor or the active accelerator.
-            max_bytes: Stop writing tensors when that many bytes are written; 0 is no limit.
+            max_bytes: Stop writing tensors after this many bytes; 0 for no limit.
         """
         self._root = Path(dump_path) / TENSORS
         self._device = device.replace(":", "")
@@ -208,7 +208,7 @@ class AitTree:
         key = record.key
         if key.port not in ("input", "output") or self._folder is None:
             return
-        # The original's lines have no place for a second call, nor for another moment.
+        # Lines of the original cannot express a second call or another moment.
         if key.visit or key.phase != usual_phase(key.port) or key.moment != usual_moment(key.port):
             if not self._told_of_repeats:
                 self._told_of_repeats = True
@@ -236,7 +236,7 @@ class AitTree:
             self._append_events([line])
 
     def describe(self, **facts: JSON) -> None:
-        """The original's tree has no place for provenance."""
+        """Do nothing: the original's tree cannot hold provenance."""
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
         with self._lock:
@@ -245,9 +245,7 @@ class AitTree:
                 self._write_tree()
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to a file of this process; where it goes in ait's tree, the launcher
-        decides at the end.
-        """
+        """Add text to a file of this process; at the end, the launcher moves it into ait's tree."""
         with self._lock:
             self._ensure_folder("cpu")
             if self._folder is None or self._broken:
@@ -260,23 +258,21 @@ class AitTree:
                 self._give_up(problem)
 
     def open(self) -> None:
-        """Make the folder even if no tensor comes: `--type model` asks for nothing else."""
+        """Create the folder even if there is no tensor, as for `--type model`."""
         with self._lock:
             self._ensure_folder("cpu")
 
     def step_done(self, step: int) -> None:
-        """Every tensor is in its file already."""
+        """Do nothing: every tensor is already in its file."""
 
     def flush(self) -> None:
-        """Every tensor is in its file already."""
+        """Do nothing: every tensor is already in its file."""
 
     def close(self) -> None:
-        """Every tensor is in its file already."""
+        """Do nothing: every tensor is already in its file."""
 
     def _path_of(self, record: Record) -> Path:
-        """The file of a record. The first output of a call is bare until a second one shows that it
-        is not.
-        """
+        """The file of a record; the first output of a call has no number until a second comes."""
         assert self._folder is not None
         key = record.key
         folder = self._folder / str(key.step) / module_folder(key.site)
@@ -339,7 +335,7 @@ class AitTree:
             return False
 
     def _give_up(self, problem: Exception) -> None:
-        """The user's program goes on; what is missing is said once."""
+        """Stop writing and report it once; the user's program continues."""
         if not self._broken:
             self._broken = True
             reason = problem.strerror if isinstance(problem, OSError) else None
@@ -367,11 +363,11 @@ class AitTree:
 
 
 class _Stream:
-    """What torch writes a file through. It never raises: torch calls it from C, which has no way
-    to pass an exception on.
+    """The stream that torch writes a file to. It never raises, because torch calls it from C, which
+    cannot pass on an exception.
 
     Attributes:
-        problem: Why nothing more was written; None as long as all is well.
+        problem: Why writing stopped; None if there was no problem.
     """
 
     def __init__(self, file: OwnedFile) -> None:
@@ -402,7 +398,7 @@ class _Stream:
 
 
 def _disk_problem(path: Path) -> OSError | None:
-    """What the system says about a file that torch could not write: torch's own words do not."""
+    """The system's error for a file that torch could not write; torch's message has no reason."""
     try:
         with OwnedFile(path) as file:
             file.append_all(b"\0" * (1 << 16))
@@ -412,10 +408,10 @@ def _disk_problem(path: Path) -> OSError | None:
 
 
 def model_tree(topology: Mapping[str, JSON]) -> dict[str, Any]:
-    """The original's `model_tree.json` of a run's topology: name, type, children, in order of
+    """The original's `model_tree.json` from a run's topology: name, type, children, in order of
     registration.
 
-    Models after the first one of a process stand in an additional list, `more`.
+    Further models of a process are in an additional list, `more`.
     """
     roots = [_tree_node(root) for root in _nodes(topology.get("roots"))]
     if not roots:
@@ -437,7 +433,7 @@ def _nodes(value: JSON) -> Sequence[Mapping[str, JSON]]:
 
 
 def _main_device(device: str) -> str:
-    """The accelerator names the folder: an int input may be on the CPU while the model is not."""
+    """The device in the folder's name: the accelerator, even if the first tensor is on the CPU."""
     if device not in ("", "cpu"):
         return device
     torch = sys.modules.get("torch")
@@ -445,13 +441,13 @@ def _main_device(device: str) -> str:
         return "cpu"
     from driftline.captures.torch.device.accelerator import accelerator
 
-    # None as long as the program has not used it: asking would create a context.
+    # None if the program has not used the accelerator yet: asking would create a context.
     used = accelerator()
     return "cpu" if used is None else f"{used[0]}{used[1].current_device()}"
 
 
 def _tensor(record: Record, data: Bytes) -> Any | None:
-    """A plain CPU tensor that owns exactly its bytes, or None for what torch has no dtype for."""
+    """A plain CPU tensor that owns exactly its bytes; None if torch has no such dtype."""
     torch: Any = sys.modules["torch"]
     dtype = getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):

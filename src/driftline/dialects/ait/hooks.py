@@ -32,7 +32,7 @@ _sessions: weakref.WeakKeyDictionary[Any, list[tuple[DumpConfig, CaptureSession]
 
 
 class DumpConfig:
-    """What to dump of a torch model, and where to. Each one stands for itself.
+    """What to dump of a torch model, and where to write it. Each object is independent.
 
     Args:
         dump_path: Folder that will hold `ait_dump`; the current folder if not given.
@@ -109,7 +109,7 @@ def register_hook(
 
 
 def register_hook(model: Any, *arguments: Any, **options: Any) -> Any:
-    """Dump a model's tensors while it runs, in the way either original writes the call.
+    """Dump a model's tensors while it runs; accepts the call of either original.
 
     `register_hook(model, DumpConfig(...), hook_type="dump_data")` writes the tree of `ait llm
     dump`; `hook_name` is the same as `hook_type`. `register_hook(model, path=...,
@@ -122,7 +122,7 @@ def register_hook(model: Any, *arguments: Any, **options: Any) -> Any:
         ValueError: An argument has a wrong type or value.
     """
     first = arguments[0] if arguments else options.get("config")
-    # Both originals call their function `register_hook`; the first argument tells them apart.
+    # Both originals name their function `register_hook`; the first argument decides which is meant.
     if isinstance(first, str | Path) or (not arguments and "config" not in options and options):
         try:
             return register_saving_hook(model, *arguments, **options)
@@ -201,6 +201,6 @@ def _start(model: Any, config: DumpConfig) -> CaptureSession:
 
 
 def _device_of(model: Any) -> str:
-    """Where the first parameter is now; the CPU for a model without any."""
+    """The device of the first parameter now; the CPU for a model without parameters."""
     parameter = next(iter(model.parameters()), None) if model is not None else None
     return str(parameter.device) if parameter is not None else "cpu"

@@ -34,13 +34,13 @@ def get_ge_dump_config(
         dump_path: Folder; each call makes a new one in it, `dump_{YYYYmmdd_HHMMSS}`, which holds
             the operators and the graph's text.
         dump_mode: `input`, `output` or `all`.
-        fusion_switch_file: A JSON file that turns fusions off; none means that they stay on.
+        fusion_switch_file: A JSON file that turns fusions off. Default: fusions stay on.
 
     Raises:
-        ValueError: A mode that does not exist.
-        DriftlineError: torchair is not there, or the file or the folder is not.
+        ValueError: The mode does not exist.
+        DriftlineError: torchair, the file or the folder is missing.
     """
-    # Refused before torchair is loaded, with the words that are allowed.
+    # Checked before torchair is loaded.
     if dump_mode not in MODES:
         raise BadConfig(f"dump_mode is one of {', '.join(MODES)}, not {dump_mode!r}")
     switch = None if fusion_switch_file is None else Path(fusion_switch_file)
@@ -62,19 +62,19 @@ def get_ge_dump_config(
 
 
 def get_fx_dump_config() -> Any:
-    """What records every FX node of a compiled model.
+    """A configuration that records every FX node of a compiled model.
 
-    With torchair: a CompilerConfig, with which its backend runs the FX graph and saves tensors
-    below the current folder. Without: a `RecordedGraphs`, whose `backend` does so anywhere, into
-    the run `driftline_fx_{YYYYmmdd_HHMMSS}` below the current folder (its `path`).
+    With torchair, it is a CompilerConfig: torchair's backend then runs the FX graph and saves
+    tensors below the current folder. Without torchair, it is a `RecordedGraphs`, whose `backend`
+    works on any machine and writes the run `driftline_fx_{YYYYmmdd_HHMMSS}` (its `path`).
 
         config = get_fx_dump_config()
         model = torch.compile(model, backend=config.backend)
 
     Raises:
-        DriftlineError: Neither torchair nor torch is there.
+        DriftlineError: Neither torchair nor torch is installed.
     """
-    # Looked for without importing it: only its presence matters here.
+    # Searched without importing it: only its presence matters here.
     if importlib.util.find_spec("torchair") is not None:
         config = _compiler_config()
         config.debug.data_dump.type = "npy"
@@ -88,7 +88,7 @@ def get_fx_dump_config() -> Any:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or one with a number where two are asked for within a second."""
+    """The path, with a number if the path exists already."""
     count, free_path = 0, path
     while free_path.exists():
         count += 1
@@ -109,7 +109,7 @@ def _compiler_config() -> Any:
 
 
 def _new_folder(above: Path) -> Path:
-    """A folder of this second; torchair itself wants it to be there."""
+    """A new folder named by the current time; torchair needs an existing folder."""
     moment = f"dump_{datetime.now():%Y%m%d_%H%M%S}"
     name, count = moment, 0
     try:

@@ -1,9 +1,9 @@
 """Writes `.npy` files of single tensors from a background thread.
 
-A tensor is copied when it is handed over, and the program continues at once; it waits only while
-more than `MOST_WAITING` bytes are queued for a slow disk. A file appears complete under its name or
-not at all. Everything handed over is on disk when the interpreter exits, also after an exception or
-`sys.exit`, and when a child of multiprocessing ends; a kill or `os._exit` loses what is queued.
+`save` copies the tensor, and the program continues at once. It waits only while more than
+`MOST_WAITING` bytes are queued for a slow disk. A file is written completely or not at all. All
+saved tensors are on disk when the interpreter exits, also after an exception or `sys.exit`, and
+when a child of multiprocessing ends; a kill or `os._exit` loses the queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from driftline.runs.files.owned_file import OwnedFile
 from driftline.runs.journal import Staging
 
 MOST_WAITING = 1 << 30
-"""Bytes; with more on their way the program waits for the disk."""
+"""Most bytes in the queue; with more, the program waits for the disk."""
 # Seconds between two looks at the queue while the program has to wait.
 _PATIENCE = 0.1
 
@@ -38,7 +38,7 @@ class SavedFiles:
     """Writes `.npy` files in the background.
 
     Args:
-        complain: Told once, in the background, when writing fails; nothing is written after that.
+        complain: Called once, in the background, if writing fails; nothing is written after that.
     """
 
     def __init__(self, complain: Callable[[Path, Exception], None]) -> None:
@@ -55,7 +55,7 @@ class SavedFiles:
         self.broken = False
 
     def save(self, path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> None:
-        """Copy a tensor's bytes, and write them as soon as the disk lets us."""
+        """Copy a tensor's bytes, and queue them to be written."""
         if self.broken:
             return
         # The thread starts with the first tensor: a hook that saves nothing costs nothing.
@@ -65,7 +65,7 @@ class SavedFiles:
             self._staging.start()
         size = data.nbytes
         while self._waiting and self._waiting + size > MOST_WAITING:
-            self._staging.drain(_PATIENCE)  # helps where no thread can be had any more
+            self._staging.drain(_PATIENCE)  # helps if no thread can be started any more
         # The program may overwrite the tensor at once.
         copied = data.copy()
         with self._lock:
@@ -73,21 +73,21 @@ class SavedFiles:
         self._staging.submit_now(lambda: self._write(path, dtype, shape, copied))
 
     def flush(self) -> None:
-        """Return when everything handed over so far is on disk."""
+        """Wait until everything saved so far is on disk."""
         while self._started and not self._staging.drain():
             continue
 
     def finish(self) -> None:
-        """Write everything that waits, then end the thread. May be called twice."""
+        """Write the queue, then end the thread. May be called twice."""
         self._staging.finish()
 
     def finish_behind(self) -> None:
-        """The same, by the thread itself: the program does not wait."""
+        """Let the thread write the queue and end; the program does not wait."""
         if self._started:
             self._staging.submit_now(self._staging.finish)
 
     def after_fork(self) -> None:
-        """This is a forked child: what waits is its parent's to write."""
+        """Drop the queue in a forked child: its parent writes it."""
         self._begin()
 
     def _write(self, path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> None:
@@ -104,7 +104,7 @@ class SavedFiles:
 
 def write_npy(path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> None:
     """Write one file under a temporary name, then rename it."""
-    # A leading dot and another ending: no reader takes a draft for a tensor.
+    # A leading dot and another ending, so that no reader takes the temporary file for a tensor.
     draft = path.with_name(f".{path.name[:80]}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -123,7 +123,7 @@ def write_npy(path: Path, dtype: str, shape: tuple[int, ...], data: Bytes) -> No
 
 
 def as_numpy(dtype: str, shape: tuple[int, ...], data: Bytes) -> npt.NDArray[Any]:
-    """The tensor as numpy has it; bfloat16 and the float8 formats as float32, which holds them."""
+    """The tensor as a numpy array; bfloat16 and float8 formats become float32, without loss."""
     kind = DTYPES[dtype]
     if dtype == np.dtype(kind.storage).name:
         return data.view(kind.storage).reshape(shape)

@@ -32,7 +32,7 @@ Layout = Literal["npy", "run"]
 
 _UNSAFE = re.compile(r"[/\\\0\n\r]")
 _LONGEST_NAME = 140
-"""Bytes of a layer's name in a file's; a file system takes 255 in all."""
+"""Most bytes of a layer's name in a file name; a file system allows 255 in total."""
 
 
 def register_saving_hook(
@@ -92,7 +92,7 @@ def register_saving_hook(
 
 
 def wait_until_saved() -> None:
-    """Return when everything that was saved so far is on disk; at exit nobody needs to call it."""
+    """Wait until everything saved so far is on disk; not needed at exit."""
     for store in list(_STORES):
         store.flush()
 
@@ -110,7 +110,7 @@ def _class_names(argument: object) -> frozenset[str]:
 
 
 class _Cap:
-    """Counts up to a limit; a negative limit is none."""
+    """Counts up to a limit; a negative limit means no limit."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -126,7 +126,7 @@ class _Cap:
 
 
 class _Saver:
-    """One registration: its counters are its own, a second model never shares them."""
+    """One registration, with its own counters: two models never share them."""
 
     def __init__(
         self, engine: Engine, store: _Store, names: frozenset[str], tensors: _Cap, grads: _Cap
@@ -145,7 +145,7 @@ class _Saver:
         # A micro step is one call of the first leaf that takes part in the forward pass.
         counter = next((leaf for leaf in leaves if leaf.called), None)
         if counter is None:
-            # Cells of a recurrent layer are leaves that nobody calls: the model's own calls count.
+            # The leaves of a recurrent layer are never called, so the model's calls are counted.
             self.engine.after_forward(model, self._count_micro_step)
         for leaf in leaves:
             if leaf is counter:
@@ -195,7 +195,7 @@ class _Saver:
         return save
 
     def _save(self, where: _Where, cap: _Cap, tensor: Any) -> None:
-        """Never raises: the training run is worth more than its tensors."""
+        """Save a tensor; never raises, because the training run matters more than its tensors."""
         try:
             with self.engine.undisturbed():
                 shot = self.engine.look(tensor)
@@ -213,7 +213,7 @@ class _Saver:
 
 
 class _Where:
-    """Which tensor it is, but for its number and its micro step."""
+    """The address of a tensor without its number and its micro step."""
 
     def __init__(
         self, port: Port, site: str, name: str, slot: str, class_name: str, alias: str = ""
@@ -227,18 +227,18 @@ class _Where:
 
 
 class _Store(Protocol):
-    """Where tensors go."""
+    """The target that tensors are written to."""
 
     def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None: ...
 
     def stopped(self, name: str, problem: Exception) -> None:
-        """Say once that nothing more is saved."""
+        """Report once that nothing more is saved."""
         ...
 
     def flush(self) -> None: ...
 
     def finish_behind(self) -> None:
-        """Nothing more will come."""
+        """Note that there will be no more tensors."""
         ...
 
 
@@ -276,7 +276,7 @@ class _Tree:
         self.files.save(file, shot.dtype, shot.shape, data)
 
     def _look_into(self, folder: Path) -> None:
-        """Say it, once, if there are files of another run: those it does not replace stay."""
+        """Warn once if there are files of another run; those that are not replaced stay."""
         if folder in self._seen:
             return
         first = not self._seen
@@ -284,8 +284,7 @@ class _Tree:
         only_store = (
             sum(isinstance(store, _Tree) and store.path == self.path for store in _STORES) == 1
         )
-        # A second registration in the same process finds files of the first, which is no
-        # surprise.
+        # Files of an earlier registration in the same process are expected.
         if first and only_store and next(folder.glob("*.npy"), None) is not None:
             print_to_stderr(
                 f"{self.path} holds tensors of an earlier run: those of the same name are replaced,"
@@ -345,13 +344,13 @@ class _Run:
 
         rank, world_size = _place(self.engine)
         # Late write errors must still be reported.
-        atexit.register(self._ended)  # before the writer's own, so that it is called after that
+        atexit.register(self._ended)  # before the writer's own, so that it runs after it
         self._writer = RunWriter(self.path, rank=rank, world_size=world_size)
         self._writer.describe(**self.engine.facts())
         return self._writer
 
     def _ended(self) -> None:
-        """What waited for the disk may have failed after the last tensor was handed over."""
+        """Report a write that failed after the last tensor was queued."""
         if self._writer.failure:
             self.stopped("the end", OSError(self._writer.failure))
 
@@ -370,13 +369,12 @@ class _Run:
 
 
 def _place(engine: Engine) -> tuple[int, int]:
-    # The framework knows its rank once it is initialised; until then the launcher's variables
-    # do.
+    # Once initialised, the framework knows its rank; before, the launcher's variables are used.
     return engine.rank() or settings.job_place()
 
 
 def short_name(name: str) -> str:
-    """A layer's name as part of a file's.
+    """A layer's name as part of a file name.
 
     >>> short_name("encoder/layer.0")
     'encoder_layer.0'

@@ -3,9 +3,9 @@
     {A}/tensors/compare_rst/rank_{r}_rst.csv
     {A}/grads/compare_rst/rank_{r}_rst.csv
 
-Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them. The pairs are measured by the one
-comparison; this file says which they are and writes its figures. It gives no verdict: limits belong
-to `driftline compare`. Knows nothing of terminals.
+Reads `{tree}/{tensors|grads}/rank_{r}/*.npy`, whoever wrote them. This file finds the pairs, lets
+the comparison measure them, and writes the figures. It gives no verdict: limits belong to
+`driftline compare`. It prints nothing.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _GRAD = re.compile(r"grad_idx_(?P<idx>\d+)_of_param_name_(?P<name>.+)_micro_step
 _NUMBER = re.compile(r"\d+")
 
 Progress = Callable[[int, int], None]
-"""Called with (pairs done, pairs in all)."""
+"""Called with (pairs done, pairs in total)."""
 
 
 class Places(NamedTuple):
-    """What both trees hold of one kind on one rank.
+    """The tensors of one kind on one rank in both trees.
 
     Attributes:
         kind: tensors or grads.
@@ -72,8 +72,8 @@ class Places(NamedTuple):
         pairs: File names without `.npy`, (A's, B's), in the order of A's indices.
         only_a: Names that only A has.
         only_b: Names that only B has.
-        by_order: So many of them are of classes of which not one name agrees, and were paired by
-            class, order and micro step.
+        by_order: How many pairs are of classes without a common name, and were paired by class,
+            order and micro step.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Places(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What there is to compare, known before a tensor is read.
+    """What can be compared, found before any tensor is read.
 
     Attributes:
         places: One per kind and rank that both trees have.
@@ -97,7 +97,7 @@ class Survey(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What came of one rank.
+    """The result of one rank.
 
     Attributes:
         csv: The file that was written.
@@ -114,10 +114,10 @@ def survey(a: Path, b: Path) -> Survey:
     """Find what both trees have.
 
     Raises:
-        BadInput: A path is no tree of the saving hook, or the two have no rank in common.
+        BadInput: A path is not a tree of the saving hook, or the two have no rank in common.
     """
     if (hook := sys.modules.get("driftline.dialects.paddle_hook.hook")) is not None:
-        hook.wait_until_saved()  # this very process may be writing one of them
+        hook.wait_until_saved()  # this process may still be writing one of them
     # Both are checked before anything is compared.
     for tree in (a, b):
         if not tree.is_dir():
@@ -152,18 +152,18 @@ def survey(a: Path, b: Path) -> Survey:
 
 
 class Watch(Protocol):
-    """Is told how far a check of two trees is."""
+    """Callbacks during a check of two trees."""
 
     def found(self, survey: Survey, /) -> None:
-        """What there is to compare."""
+        """Called with what can be compared."""
         ...
 
     def begin(self, places: Places, /) -> Progress | None:
-        """One kind on one rank begins."""
+        """Called before one kind on one rank; returns a progress callback."""
         ...
 
     def done(self, places: Places, checked: Checked, /) -> None:
-        """It is over."""
+        """Called after one kind on one rank."""
         ...
 
 
@@ -241,8 +241,7 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
 def _matched(kind: str, rank: int, names_a: list[str], names_b: list[str]) -> Places:
     set_b = set(names_b)
     pairs = [(name, name) for name in names_a if name in set_b]
-    # Where some names of a class agree, the numbering is the same and order must not override
-    # it.
+    # If some names of a class agree, the trees number it equally: order must not override this.
     agreeing = {_class(name) for name, _ in pairs}
     shifted = _paired_by_order(
         [name for name in names_a if _class(name) not in agreeing],
@@ -259,8 +258,8 @@ def _matched(kind: str, rank: int, names_a: list[str], names_b: list[str]) -> Pl
 def _paired_by_order(names_a: Sequence[str], names_b: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of one class and micro step in the order of their indices.
 
-    Paddle numbers layers in construction order, so one layer more in front shifts every name. A
-    class that one side has more often is left alone: there is no telling which one is surplus.
+    Paddle numbers layers in construction order, so one additional layer shifts all names after it.
+    If one side has more layers of a class, the class is not paired: any of them could be the extra.
     """
     groups_a, groups_b = _grouped(names_a), _grouped(names_b)
     return [
@@ -281,7 +280,7 @@ def _grouped(names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
 
 
 def _class(name: str) -> str:
-    """The class of a tensor's layer; of a gradient, the name of its parameter without numbers."""
+    """The class of a tensor's layer; for a gradient, the name of its parameter without numbers."""
     if match := _TENSOR.fullmatch(name):
         return match["what"]
     match = _GRAD.fullmatch(name)
@@ -292,7 +291,7 @@ def _opened(tree: Path, places: Places, names: Sequence[str]) -> TreeRun:
     """Some tensors of one rank as a run: the name of a file is its site."""
     folder = Folder(tree)
     place = f"{places.kind}/rank_{places.rank}"
-    # Listed once more: what is a link, the folder knows of files that it has listed.
+    # Listed again: the folder object knows links only for files that it has listed.
     for _ in folder.files(place, named=lambda name: name.endswith(".npy")):
         pass
     files = folder.ahead([f"{place}/{name}.npy" for name in names])
@@ -345,8 +344,8 @@ def _figures(tree_a: Run, tree_b: Run, pair: Pair, row: Row) -> tuple[float, Spr
         spread_a = float(metrics["reference_mean"]), float(metrics["reference_std"])
         spread_b = float(metrics["candidate_mean"]), float(metrics["candidate_std"])
         return float(metrics["cosine"]), spread_a, spread_b
-    # The comparison leaves out what is not finite, and takes a format's lowest value for minus
-    # infinity; the original counts all elements. Tensors of other shapes it does not measure.
+    # The comparison leaves out values that are not finite, and reads a format's lowest value as
+    # minus infinity; the original uses all elements. Different shapes are not measured.
     values_a, values_b = _numbers(tree_a, pair.reference), _numbers(tree_b, pair.candidate)
     finite = np.isfinite(values_a).all() and np.isfinite(values_b).all()
     alike = math.nan

@@ -23,7 +23,7 @@ def rows_of(
     outputs: Sequence[Dumped],
     metrics: Collection[Metric] = (),
 ) -> list[OutputRow]:
-    """One row for every output that the dump or the definition has."""
+    """One row for every output of the dump or of the definition."""
     formats = formats_of(outputs)
     try:
         golden = results(

@@ -25,7 +25,7 @@ from driftline.operators.result import OperatorCall
 from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 
-# A guard against files of strangers; real ones have a few megabytes.
+# A limit against malicious files; real ones have a few megabytes.
 _LARGEST = 256 << 20
 _NUMBER = re.compile(r"_(\d{1,9})\.csv$")
 
@@ -35,13 +35,13 @@ class ListedOperator(NamedTuple):
 
     Attributes:
         execution: Number of the execution, from the file's name.
-        name: As the line has it.
+        name: The name in the line.
         kind: The type alone.
         ids: Operation id.
-        param: Its parameters; None where the line has none that can be read.
-        damaged: They are there, and no JSON.
-        inputs: Types and shapes of what goes in.
-        outputs: Of what comes out.
+        param: Its parameters; None if the line has none that can be read.
+        damaged: Whether there are parameters that are not valid JSON.
+        inputs: Types and shapes of the inputs.
+        outputs: Types and shapes of the outputs.
     """
 
     execution: int
@@ -104,14 +104,14 @@ def listed(path: Path) -> list[ListedOperator]:
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 
 IN_PLACE = {"KvCache": ("2",), "ReshapeAndCache": ("2", "3"), "SetValue": ("0", "1")}
-"""Inputs that hold the result afterwards, for operators without an output of their own."""
+"""Inputs that hold the result, for operators without their own output."""
 
 Place = tuple[int, int, int, str]
 """Rank, process, execution, operation id."""
 
 
 class Missing(Exception):
-    """A needed tensor that is not there, in words."""
+    """A needed tensor is missing; the message says which."""
 
 
 class Dumped(NamedTuple):

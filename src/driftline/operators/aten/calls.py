@@ -1,7 +1,7 @@
-"""One call of a torch operator, rebuilt from what a run holds of it, and executed.
+"""One call of a torch operator, rebuilt from a run, and executed.
 
-The operator is looked up by its validated name, its arguments are decoded by its schema: nothing
-that a run says is ever evaluated. Needs only torch and numpy, since reproducing scripts contain
+The operator is looked up by its validated name, and its arguments are decoded by its schema:
+nothing in a run is evaluated as code. Needs only torch and numpy, since reproducing scripts contain
 this file. Does not know what the result should be.
 """
 
@@ -27,7 +27,7 @@ NOT_AGAIN = {
 }
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor")
 CUT = 1000
-"""A capture does not keep longer lists of arguments."""
+"""The longest list of arguments that a capture keeps."""
 
 
 _NAMED = ("ScalarType", "Layout", "MemoryFormat", "Device", "str", "Stream", "Storage")
@@ -233,7 +233,7 @@ def _is_default(argument: Any, value: Any) -> bool:
 def executed(
     func: Any, args: Sequence[Any], precision: str, written: Sequence[tuple[int, str]]
 ) -> dict[str, torch.Tensor]:
-    """What a call gives, by slot, and what it wrote into arguments that it does not return."""
+    """Results of a call by slot, including arguments that it wrote to but does not return."""
     before = torch.get_default_dtype()
     keyword = [a.name for a in func._schema.arguments if a.kwarg_only]
     count = len(args) - len(keyword)

@@ -43,7 +43,7 @@ DAMAGED = (
 
 
 class Loaded(NamedTuple):
-    """A call with everything needed to execute it, and what it gave."""
+    """A call with everything needed to execute it, and its recorded outputs."""
 
     prepared: Prepared
     actual: dict[str, torch.Tensor]
@@ -154,10 +154,10 @@ def rows_of(run: Run, listed: ListedCall, options: CheckOptions, device: str) ->
 def _judged(
     call: Prepared, golden: Golden, slot: str, actual: torch.Tensor, options: CheckOptions
 ) -> Figures:
-    """The same as `judged`; what cannot be judged is a row too."""
+    """`judged`, but an error becomes a row that is not checked."""
     try:
         return judged(call, golden, slot, actual, options)
-    except Exception as trouble:  # an operator of a stranger's run must not end the others' check
+    except Exception as trouble:  # one operator must not end the check of the others
         return Figures("not checked", f"it cannot be judged: {sentence(trouble)}")
 
 

@@ -39,10 +39,10 @@ class Prepared(NamedTuple):
 
     Attributes:
         func: The operator overload.
-        operator: What has to be known of it.
-        param: Arguments that are no tensors.
-        tensors: The others, as they were, by slot.
-        elsewhere: The program executed it on a device, not on a CPU.
+        operator: Further facts about it.
+        param: Arguments that are not tensors.
+        tensors: Tensor arguments as captured, by slot.
+        elsewhere: Whether the program executed it on a device other than the CPU.
     """
 
     func: Any
@@ -113,12 +113,12 @@ def asked_for(param: Mapping[str, Any]) -> int:
 
 
 class Golden(NamedTuple):
-    """What a call should have given.
+    """The expected results of a call.
 
     Attributes:
-        outputs: By slot, in the precision it was computed in.
-        note: How, where that was not float64.
-        precision: The precision itself.
+        outputs: By slot, in the precision in which they were computed.
+        note: How they were computed, if not in float64.
+        precision: The precision.
     """
 
     outputs: Mapping[str, torch.Tensor]

@@ -48,7 +48,7 @@ def device_of(text: str) -> str:
 
 
 class Reruns(NamedTuple):
-    """What a call gave when it was executed again, several times; or why it could not be."""
+    """Results of executing a call again several times, or why that was not possible."""
 
     results: list[dict[str, torch.Tensor]]
     trouble: str = ""
@@ -73,12 +73,12 @@ def compared_with_reruns(
     """Whether a failure is inaccuracy, or a result that changes between executions.
 
     Args:
-        figures: What was found about the program's output.
+        figures: The result for the program's output.
         again: The executions.
         slot: Which output.
-        actual: The program's.
-        judged: Holds another result to the golden values.
-        device: Where it was executed.
+        actual: The program's output.
+        judged: Compares another result with the golden values.
+        device: The device of the executions.
     """
     if again.trouble:
         return Figures("not checked", f"it cannot be executed again on {device}: {again.trouble}")

@@ -1,10 +1,10 @@
 """The size of the terms behind an element of a result: the unit of its rounding errors.
 
 For products and sums it is the root of the sum of the squared terms, or the size of the partial
-sums where that is larger: terms that cancel only at the end leave the errors of what stood between.
-For sums that are added up one after the other in their own type it is the sum of their sizes. For
-everything else the inputs are moved by a rounding error each, at random and several times: the
-scale is three times what the result moves by.
+sums if that is larger: if terms cancel only at the end, the errors of the partial sums remain. For
+terms that are added one after the other in their own type, it is the sum of their sizes. For
+everything else, the inputs are changed at random by a rounding error each, several times: the scale
+is three times the change of the result.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -31,9 +31,9 @@ _ONE_BY_ONE = (
     *("_unsafe_index_put", "cumsum"),
 )
 _AROUND_ONE = ("gelu", "erfc", "expm1", "mish", "softplus", "log_sigmoid_forward", "elu", "silu")
-"""They take the difference of two numbers near 1, times their argument."""
+"""Operators that compute the difference of two numbers near 1, times their argument."""
 _FROM_ROWS = ("_log_softmax", "log_softmax", "logsumexp", "logcumsumexp")
-"""They subtract the logarithm of a sum from elements, which loses the elements' digits."""
+"""Operators that subtract the logarithm of a sum from elements, which loses digits."""
 _ROUGHLY = 4.0
 """Those numbers come from series and are off by more than one rounding."""
 

@@ -32,12 +32,12 @@ class ListedCall(NamedTuple):
     """A call and the records of its tensors.
 
     Attributes:
-        call: As rows name it.
-        inputs: What went in, as listed.
-        outputs: What came out, as listed.
-        read: Records of what went in, by slot; those that the run holds.
-        made: The same of what came out.
-        trouble: Why nothing more is known of it; empty as a rule.
+        call: The call in result rows.
+        inputs: The inputs in the list.
+        outputs: The outputs in the list.
+        read: Records of the inputs that the run holds, by slot.
+        made: Records of the outputs that the run holds, by slot.
+        trouble: Why nothing more is known of it; usually empty.
     """
 
     call: OperatorCall
@@ -52,7 +52,7 @@ def calls_of(run: Run) -> list[ListedCall]:
     """The operator calls of a run, in the order in which they ended.
 
     Raises:
-        BadInput: The run does not hold what it takes; says what does.
+        BadInput: The run does not hold what is needed; the hint says how to capture it.
     """
     held = _held(run)
     calls: list[ListedCall] = []

@@ -32,10 +32,10 @@ class Result(NamedTuple):
         values: As the definition gives them.
         dtype: Format of the output.
         terms: How many terms were added up for one element.
-        scale: For `terms` > 1: root of the sum of the squared terms, per element; or what computes
-            it, because a result that is accurate anyway does not need it.
+        scale: For `terms` > 1: root of the sum of the squared terms, per element; or a function
+            that computes it, because an accurate result does not need it.
         exact: Nothing was computed: values were moved, selected, compared or counted.
-        note: Why this output cannot be held to the values (it is random, say); empty if it can.
+        note: Why this output cannot be compared with the values (such as randomness), or empty.
     """
 
     values: AnyArray
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         """An input by its number.
 
         Raises:
-            Unfit: There are not so many.
+            Unfit: There is no such input.
         """
         # Missing inputs are the most common problem of a dump: say which one is meant.
         if number >= len(self.inputs):

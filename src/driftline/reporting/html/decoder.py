@@ -1,4 +1,4 @@
-"""The part of a page about a text model: what validation left in a folder.
+"""The part of a page about a text model: the files of a validation.
 
 Reads the files of `driftline validate`, `metrics` and `layer-metrics`, and joins those of one model
 and shape. Tokens are judged only by limits that the user gave.
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 _VALIDATION = ".validation.json"
 _TABLE = ".tokens.parquet"
 _LAYERS = ".layers"
-# A JSON file of this size is none of ours, and parsing it could exhaust memory.
+# A larger JSON file is not one of ours, and parsing it could exhaust memory.
 _LARGEST = 64 << 20
 _ALLOWED = 0.01
-"""Share of failing tokens from which on `driftline validate` fails, where nothing else is said."""
+"""Default fraction of failing tokens at which `driftline validate` fails."""
 
 Text = Callable[[int], str]
 
 
 def layers_of(table: Table) -> list[dict[str, Any]]:
-    """The map of a comparison of several steps; none of another."""
+    """The map of a comparison with several steps; no map for another one."""
     layer_map = of_steps(table)
     if layer_map is None:
         return []
@@ -58,8 +58,8 @@ def decoder_folder(
     """The parts of a folder, and the comparison of layers that belongs to them.
 
     Args:
-        folder: What the commands wrote into.
-        thresholds: Limits of tokens; those that are in the folder if none are given.
+        folder: The folder that the commands wrote to.
+        thresholds: Limits of tokens; default: those in the folder.
         tokenizer: Folder or id of the tokenizer, for the text of tokens.
 
     Raises:
@@ -119,7 +119,7 @@ def _groups(folder: Path) -> dict[str, dict[str, Any]]:
         return groups.setdefault(shape_key(path), new)
 
     for path in sorted(folder.iterdir()):
-        # Other files may be in the folder; ours are known by their names.
+        # The folder may hold other files; ours are recognised by their names.
         if parse_name(path.name) is None:
             continue
         if path.name.endswith(_VALIDATION):
@@ -206,7 +206,7 @@ def _of_group(
             raise BadFile(
                 f"{group['validation']} is damaged: {type(trouble).__name__}: {trouble}"
             ) from None
-    # A validation has judged already; otherwise scores are held to limits here.
+    # A validation has judged the tokens already; otherwise they are judged here.
     elif tokens is not None:
         _judge(part, tokens, limits, named.model)
         bad = {check["name"]: float(check["limit"]) for check in part["checks"]}
@@ -257,7 +257,7 @@ def _copy_validation(part: dict[str, Any], validation: Mapping[str, Any]) -> Non
 
 
 def _judge(part: dict[str, Any], tokens: Tokens, limits: Thresholds | None, model: str) -> None:
-    """Scores of `driftline metrics`, held to limits that somebody has given."""
+    """Judge the scores of `driftline metrics` by the given limits, and add the result to a part."""
     bad: dict[str, Any] = {}
     for check, (called, column) in CHECKS.items():
         entry = None if limits is None else limits.find(column)
@@ -340,7 +340,7 @@ def _companion_document(path: Path, rest: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one: only a sentence and an order depend on it."""
+    """The JSON object in a file; an empty one if it cannot be read, since little depends on it."""
     try:
         if path.stat().st_size > _LARGEST:
             return {}

@@ -24,7 +24,7 @@ DRAWN = (
     *("relative_l2", "cosine", "max_abs_error", "mean_abs_error", "rmse", "max_rel_error"),
     *("mean_rel_error", "projection", "max_ulp", "kl"),
 )
-"""Metrics that have a noise band of their own where trusted runs were compared."""
+"""Metrics that have their own noise band if trusted runs were compared."""
 _EXPECTED = "relative_l2"
 """What a diagnosis calls the error of a site."""
 Pass: TypeAlias = Literal["forward", "backward", "optimizer"]
@@ -48,9 +48,9 @@ def pass_of(key: TensorKey) -> Pass | None:
 def depth_lines(
     table: Table, *, diagnosis: Diagnosis | None = None, noise: Sequence[Table] = ()
 ) -> dict[str, Any]:
-    """The line of each pass; None for one that the table has nothing of."""
+    """The line of each pass; None for a pass that is not in the table."""
     metrics = {name for row in table.rows for name in row.metrics}
-    if not metrics & {_EXPECTED, "abs_diff"}:  # single operators: no error that could be handed on
+    if not metrics & {_EXPECTED, "abs_diff"}:  # single operators do not pass errors on
         return dict.fromkeys(PASSES)
     measured = [index for index, row in enumerate(table.rows) if row.compared and row.metrics]
     places: dict[Pass, list[int]] = {name: [] for name in PASSES}
@@ -65,9 +65,9 @@ def depth_lines(
 
 
 def _first_slots(table: Table, places: Iterable[int]) -> list[int]:
-    """One row per call and port: a second output, such as a cache, is no step of the depth.
+    """One row per call and port: a second output, such as a cache, is not part of the line.
 
-    The slots of a parameter's port are its parameters, and each of them is.
+    The slots of a parameter's port are parameters, and all of them are part of the line.
     """
     seen: set[TensorKey] = set()
     kept: list[int] = []
@@ -89,7 +89,7 @@ def _line(table: Table, places: list[int], bands: _Bands, direction: Pass) -> An
 
 
 class _Bands:
-    """What is normal at a tensor: from trusted runs, else as a diagnosis expects it."""
+    """The normal error of a tensor: from trusted runs, else as a diagnosis expects it."""
 
     def __init__(self, noise: Sequence[Table], diagnosis: Diagnosis | None) -> None:
         self._trusted: list[Mapping[TensorKey, Row]] = [

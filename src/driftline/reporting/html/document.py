@@ -159,7 +159,7 @@ def _dims(shape: tuple[int, ...] | None) -> str:
 
 ROOT = "(root)"
 _DEEPEST = 48
-"""Levels of a name; what lies deeper keeps the rest of its name in one piece."""
+"""Levels of a name that become nodes; the rest of a deeper name stays in one piece."""
 
 
 def path_of(site: str) -> list[str]:
@@ -185,8 +185,8 @@ def outline(
     """The tree of these sites, parents first.
 
     Args:
-        sites: Site and class, in order of execution; a site may come again.
-        roots: The module tree of the run, as its topology has it: classes of what holds no tensor.
+        sites: Site and class, in order of execution; sites may be repeated.
+        roots: The module tree of the run's topology; gives the classes of modules without tensors.
     """
     class_of = dict(_classes(roots))
     names: list[str] = [ROOT]
@@ -284,15 +284,15 @@ _NUMBER_KEYS = frozenset(
     }
 )
 """Facts that can change numbers; so can versions of libraries and environment variables."""
-# Two runs are never made in the same second; that difference explains nothing.
+# Two runs always have different times; that difference explains nothing.
 _NEVER_EQUAL = frozenset({"created"})
 _MOST_CLASSES = 12
 _NAMING_CONVENTION = 3
-"""From so many sites on another name of a class is a way of naming."""
+"""If a class differs at this many sites, the two frameworks name it differently."""
 
 
 def sides(table: Table, reference: Run | None = None, candidate: Run | None = None) -> Any:
-    """Both sides of a table: their facts, what differs between them, what does not."""
+    """Both sides of a table: their facts, the different ones and the equal ones."""
     reference_facts = _facts(table.reference, reference)
     candidate_facts = _facts(table.candidate, candidate)
     differences = _tensors(table)
@@ -309,11 +309,11 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
                     "what": shown,
                     "reference": reference_value or "not said",
                     "candidate": candidate_value or "not said",
-                    # What one side does not say is no difference that could be acted upon.
+                    # A fact that one side lacks is no difference that a user could act on.
                     "weight": kind if reference_value and candidate_value else "other",
                 }
             )
-    # What can change numbers is listed first, the models before the machines they ran on.
+    # Facts that can change numbers come first, and models before machines.
     differences = [*model_differences(table.differences or ()), *differences]
     differences.sort(key=lambda difference: difference["weight"] != "numbers")
     # Two runs of the same folder name need their whole paths to be told apart.
@@ -327,7 +327,7 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
 
 
 def model_differences(differences: Sequence[Difference]) -> list[dict[str, str]]:
-    """Differences of the models, as the page lists them; what explains nothing is folded."""
+    """Differences of the models, as the page lists them; unimportant ones are folded."""
     listed: list[dict[str, str]] = []
     for difference in differences:
         more = len(difference.sites) - 1
@@ -342,7 +342,7 @@ def model_differences(differences: Sequence[Difference]) -> list[dict[str, str]]
             {
                 "what": f"{what} and {more} more" if more > 0 else what,
                 "reference": difference.reference,
-                # Two values of one format: what became of them says more than the format.
+                # Two values in the same format: the change of the values says more than the format.
                 "candidate": difference.change if same else difference.candidate,
                 "weight": "numbers" if near else "other",
                 "explains": difference.explains,
@@ -371,7 +371,7 @@ def _kind(what: str) -> str:
 
 
 def _tensors(table: Table) -> list[dict[str, str]]:
-    """What the tensors themselves show: number formats of pairs, modules of another class."""
+    """Differences that the tensors show: number formats of pairs, classes of modules."""
     compared = [row for row in table.rows if row.compared]
     formats = Counter(
         (row.reference_dtype, row.candidate_dtype)
@@ -388,7 +388,7 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         for (reference_kind, candidate_kind), count in formats.most_common(4)
     ]
     kinds: dict[tuple[str, str], dict[str, None]] = {}
-    # Where the models were described, their classes are among their differences.
+    # If the models were described, their classes are among the differences of the models.
     described = {
         site
         for difference in table.differences or ()
@@ -408,7 +408,7 @@ def _tensors(table: Table) -> list[dict[str, str]]:
         what = f"class of {first}"
         if len(sites) > 1:
             what += f" and {len(sites) - 1} more"
-        # What holds for many sites is how another framework calls them; a single one is a clue.
+        # At many sites it is a naming of another framework; at a single site it is a clue.
         differences.append(
             {
                 "what": what,
@@ -425,8 +425,7 @@ def _facts(side: Side, run: Run | None) -> dict[str, str]:
     metadata: dict[str, Any] = dict(side.about)
     if run is not None:
         processes = run.processes()
-        # The process that computed knows more than its launcher; the first rank speaks for
-        # all.
+        # The computing process knows more than its launcher; the first rank is used for all.
         metadata |= {**run.manifest, **(processes[0] if processes else {})}
     facts: dict[str, str] = {}
     for what in _FACT_NAMES:
@@ -485,15 +484,15 @@ class PageContents:
     """What a page shows besides its table.
 
     Attributes:
-        reference: The run behind the table, if it is there: it states more facts than the table.
-        candidate: The same of the other side.
+        reference: The run behind the table, if available: it has more facts than the table.
+        candidate: The run of the other side.
         diagnosis: Site and cause of the drift, if they were looked for.
         noise: Comparisons of trusted runs with the same reference: the normal error.
         flow: Edges between sites, as `flow_of` gives them.
         pictures: Row number → pictures of that pair.
         decoder: Parts about a text model.
         notes: Other sentences for the reader.
-        title: Of the page; made from the sides when empty.
+        title: Title of the page; made from the sides if empty.
     """
 
     reference: Run | None = None
@@ -508,7 +507,7 @@ class PageContents:
 
 
 def page_data(table: Table, contents: PageContents | None = None) -> dict[str, Any]:
-    """The document of a page: a judged table, and whatever else there is to show."""
+    """The document of a page, from a judged table and further contents."""
     contents = contents or PageContents()
     reference, diagnosis, decoder = contents.reference, contents.diagnosis, contents.decoder
     side_data = sides(table, reference, contents.candidate)
@@ -561,7 +560,7 @@ _REORDERING = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def _without_reordering(value: Any) -> Any:
-    """The same with marks that turn text around written out: a name must not pose as another."""
+    """The value with marks of text direction escaped: they could disguise a name."""
     if isinstance(value, str):
         if _REORDERING.search(value) is None:
             return value
@@ -619,7 +618,7 @@ def _verdict(
 
 
 def _step_tiles(table: Table) -> list[list[str]]:
-    """Which steps were compared of those that ran, where that is not all of them."""
+    """A tile with the compared steps, if not all steps that ran were compared."""
     covered = table.covered
     if covered is None or not min(covered.ran) > len(covered.steps) > 0:
         return []
@@ -628,7 +627,7 @@ def _step_tiles(table: Table) -> list[list[str]]:
 
 
 def _tiles(table: Table) -> list[list[str]]:
-    """How far apart the models are in the end, where the comparison reaches that far."""
+    """A tile with the difference of the final output, if the comparison has it."""
     outputs = [row for row in table.rows if row.port == "output" and row.compared and row.metrics]
     if not outputs or not table.reference.ordered:
         return []
@@ -648,10 +647,10 @@ def _tiles(table: Table) -> list[list[str]]:
 
 
 def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
-    """What a decoder's validation says in a few words; empty for another page."""
+    """The headline of a decoder's validation; empty for another page."""
     if not judged:
         return ""
-    # A failing part speaks for all; passing ones only where none fails.
+    # A failing part decides the headline; passing parts only if none fails.
     worst = min(judged, key=lambda part: ("fail", "unjudged", "pass").index(str(part["verdict"])))
     checks = cast("list[dict[str, Any]]", worst["checks"])
     failing = max((int(check["failing"]) for check in checks), default=0)
@@ -661,7 +660,7 @@ def _headline(judged: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | None:
-    """Kind and site of the error; None where the diagnosis names none."""
+    """Kind and site of the error; None if the diagnosis names none."""
     if diagnosis is None or not diagnosis.introduced:
         return None
     by = str(diagnosis.evidence.get("by", ""))
@@ -678,7 +677,7 @@ def _cause(diagnosis: Diagnosis | None, site: str | None) -> dict[str, Any] | No
 
 
 def _of_decoder(parts: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """The verdict of a page that has no table of tensors: the first part that fails speaks."""
+    """The verdict of a page without a table of tensors: that of the first failing part."""
     order = ("fail", "unjudged", "pass")
     worst = min(parts, key=lambda part: order.index(str(part["verdict"])))
     return str(worst["verdict"]), str(worst["sentence"])

@@ -17,7 +17,7 @@ from driftline.runs.records import Phase, TensorKey, usual_moment
 
 FORMAT = "driftline-operators/1"
 KIND = "operators"
-"""What such a table says of itself, so that it is not read as one of two runs."""
+"""The kind of such a table, so that it is not read as a comparison of two runs."""
 _COLUMNS = (
     Column("share", "higher", "percent of elements within their bound", "%"),
     Column("max_rel_error", "lower", "largest |actual - golden| / |golden|"),
@@ -119,8 +119,8 @@ def _row(entry: Mapping[str, Any], order: int) -> Row:
 
 
 def _severity(share: float | None, required: float | None, status: Status) -> float:
-    """Elements outside over how many may be; what fails is beyond 1, whatever rounding says."""
-    # Where every element must be right there is no quotient, only right or wrong.
+    """Elements outside their bound over the allowed number; above 1 for every failing output."""
+    # If every element must be right, there is no quotient: only right or wrong.
     if share is None or required is None or required >= 100.0:
         return math.inf if status == "fail" else 0.0
     outside = (100.0 - share) / (100.0 - required)

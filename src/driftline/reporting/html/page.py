@@ -66,7 +66,7 @@ def pack(document: Mapping[str, Any]) -> bytes:
         return value
 
     shown = plain(document)
-    # A lone half of a surrogate pair (names of strangers) is no UTF-8, and no reason to fail.
+    # Names in files may contain a lone surrogate, which is not valid UTF-8; it must not fail.
     text = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     content = text.encode("utf-8", "backslashreplace")
     content += b" " * (-len(content) % _FILL)
@@ -74,7 +74,7 @@ def pack(document: Mapping[str, Any]) -> bytes:
 
 
 def unpack(content: bytes) -> dict[str, Any]:
-    """The document of a container, with numpy arrays where it has arrays.
+    """The document of a container; its arrays become numpy arrays.
 
     Raises:
         BadFile: It is no container.
@@ -97,7 +97,7 @@ def unpack(content: bytes) -> dict[str, Any]:
 
 
 def encode_container(content: bytes) -> str:
-    """A container as it stands in a page: compressed, as letters that end no element."""
+    """The container as text for a page: compressed, without characters that end an element."""
     # Base64 has no `<`, so the data cannot end the script element around it.
     # mtime: the same data are the same file.
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")
@@ -109,7 +109,7 @@ def decode_container(text: str) -> bytes:
 
 
 def _stored(array: Array) -> Array:
-    """The array in one of the types of a container, without losing what a reader can see."""
+    """The array in one of the types of a container, without a visible loss."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.str.lstrip("|") in _NAMES:
         return flat
@@ -125,12 +125,12 @@ def _stored(array: Array) -> Array:
                     return flat.astype(kind)
         elif low >= -(1 << 31) and high < 1 << 31:
             return flat.astype(np.int32)
-    # Wider integers become float64, which JavaScript would make of them anyway.
+    # Wider integers become float64, as JavaScript would convert them anyway.
     return flat.astype("<f8")
 
 
 def singles(values: Array) -> Array:
-    """Figures as float32 where that loses nothing but digits nobody reads.
+    """The figures as float32 if that loses only digits that nobody reads; else unchanged.
 
     >>> singles(np.array([1e-300, 1.0])).dtype, singles(np.array([0.1, np.inf])).dtype
     (dtype('float64'), dtype('float32'))
@@ -152,7 +152,7 @@ def singles(values: Array) -> Array:
 
 _BUNDLE = Path(__file__).parent / "bundle"
 _VERDICT_WITHIN = 400
-"""Characters at the beginning of a page in which its verdict stands."""
+"""Characters at the beginning of a page that contain its verdict."""
 _SHOWN = 6
 """Differences in the headline."""
 _WORDS = {
@@ -165,12 +165,12 @@ _WORDS = {
 
 
 def embedded_page(document: Mapping[str, Any]) -> str:
-    """A page that holds its data: opens from disk, offline, and asks nobody for anything."""
+    """A page that contains its data: it opens from disk, without any network request."""
     return _page(document, "embedded", encode_container(pack(document)))
 
 
 def remote_page(document: Mapping[str, Any]) -> str:
-    """The same page without data, for a server that gives them (`driftline view`)."""
+    """The same page without data, for a server that delivers them (`driftline view`)."""
     return _page(document, "remote", "")
 
 
@@ -215,7 +215,7 @@ def _page(document: Mapping[str, Any], source: Literal["embedded", "remote"], da
 
 
 def escape(text: str) -> str:
-    """A text of somebody's run for the page's own markup: no tag, and no control character."""
+    """Text from a run, escaped for the page's markup: no tags and no control characters."""
     return escape_markup(visible(text))
 
 
@@ -296,13 +296,13 @@ def _differences(sides: Mapping[str, Any]) -> str:
 
 
 def _explains(difference: Mapping[str, Any]) -> str:
-    """What a difference of the models would explain, under its name."""
+    """The markup of what a difference of the models would explain."""
     text = str(difference.get("explains") or "")
     return f"<br><small>{escape(text)}</small>" if text else ""
 
 
 def _sentence(verdict: Mapping[str, Any]) -> str:
-    """The verdict as a sentence, the site as the one thing to see."""
+    """The verdict as a sentence, with a link to the site."""
     site, status = verdict["site"], verdict["status"]
     if verdict.get("headline"):
         return escape(str(verdict["headline"]))
@@ -320,7 +320,7 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
         return "Not enough was compared to tell"
     if status == "pass" and _tensors(coverage):
         if coverage.get("incomparable") or coverage.get("missing"):
-            return "What could be compared agrees"  # a stranger must not read that all of it does
+            return "What could be compared agrees"  # it must not sound as if everything agrees
         return "The two runs agree"
     text = str(verdict["sentence"]).partition(": ")[0] or "nothing was compared"
     return escape(text[:1].upper() + text[1:])
@@ -339,8 +339,8 @@ def _lede(verdict: Mapping[str, Any]) -> str:
             lines.append(str(verdict["class"]))
         text = str(verdict["sentence"])
         after = text.partition(f"'{verdict['site']}'")[2]
-        # ` (SiLU, in the candidate GELU) in step 5, in its output: …`: the headline has said the
-        # site, and the class has been said already.
+        # ` (SiLU, in the candidate GELU) in step 5, in its output: …`: the headline already names
+        # the site and the class.
         opening = re.match(r"(?: \(.*?\))?(?: (in step \d+))?, (?=in )", after)
         sentence = (
             ", ".join(filter(None, (opening[1], after[opening.end() :]))) if opening else text
@@ -365,7 +365,7 @@ def _cause(verdict: Mapping[str, Any]) -> str:
         sentence = f"Diagnosis points at {cause['site']}: {cause['where']} {cause['sentence']}"
         name = "But"
     elif not cause["sentence"]:
-        # Where trainings part, the headline says all that is known.
+        # If two trainings diverge, the headline says all that is known.
         return ""
     else:
         sentence = cause["sentence"]
@@ -391,7 +391,7 @@ def _prose(sentence: str) -> str:
 
 
 def _breakable(site: object) -> str:
-    """A long name may break after a dot, and nowhere else."""
+    """The name with line breaks allowed after dots only."""
     return escape(str(site)).replace(".", ".<wbr>").replace("/", "/<wbr>")
 
 

@@ -1,4 +1,4 @@
-"""Makes the HTML report: from two runs, or from a comparison made before, to one file.
+"""Makes the HTML report, one file, from two runs or from an existing comparison.
 
 Decides which steps are needed (alignment, comparison, diagnosis, pictures) and collects their
 results. How each step works, and how the page looks, is decided elsewhere.
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
 PICTURES = 32
 """Pairs that are drawn: the first, the worst, and those around them."""
 _MOST_DRAWN = 64 << 20
-"""Elements of a pair that is drawn into a file; a larger one is for `driftline view`."""
+"""The largest pair, in elements, that is drawn into a file; `driftline view` shows larger ones."""
 
 Source: TypeAlias = "Table | Run | StrPath"
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page on its way: what is shown, and what it was made from.
+    """A page before it is written: its contents, and what they were made from.
 
     Attributes:
-        document: As docs/report-format.md has it.
+        document: The document that docs/report-format.md describes.
         table: The comparison.
-        reference: The run behind its one side, where it could be opened.
-        candidate: The other one.
-        pairs: Row number → the pair of tensors it stands for, where the runs are there.
+        reference: The reference run, if it could be opened.
+        candidate: The candidate run, if it could be opened.
+        pairs: Row number → its pair of tensors, if the runs could be opened.
     """
 
     document: dict[str, Any]
@@ -77,7 +77,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class PageOptions:
-    """What goes into a page, and the evidence for its diagnosis; fields as `report` takes them."""
+    """What a page shows, and the evidence for its diagnosis; see the arguments of `report`."""
 
     thresholds: Thresholds | StrPath | None = None
     replay: Replay | StrPath | None = None
@@ -94,12 +94,12 @@ class PageOptions:
 
     @property
     def evidence(self) -> EvidenceSources:
-        """Where evidence other than the two runs is."""
+        """The paths of evidence other than the two runs."""
         return EvidenceSources(self.replay, self.noise, self.bisect)
 
     @property
     def compared_by(self) -> CompareOptions:
-        """How noise runs, and runs without thresholds, are compared."""
+        """The options for comparing noise runs, and runs without thresholds."""
         return CompareOptions(self.options or AlignOptions(), execution=Execution(self.threads))
 
 
@@ -125,23 +125,24 @@ def report(
     """Write a comparison as one HTML file that opens offline, years later.
 
     Args:
-        subject: A comparison (`driftline.compare` gave it, or its folder), a folder of `driftline
-            metrics`, `layer-metrics` or `validate`; or the reference, if a candidate follows.
-        candidate: What is in question; compared with the reference first.
-        output: The file. Without one the page is returned as text.
-        thresholds: Limits of each layer, where runs are compared; limits of tokens, for a decoder.
+        subject: A comparison (a result of `driftline.compare`, or its folder), a folder of
+            `driftline metrics`, `layer-metrics` or `validate`; or the reference, if a candidate is
+            given.
+        candidate: The run to test; it is compared with the reference first.
+        output: The file. If not given, the page is returned as text.
+        thresholds: Limits of each layer if runs are compared; limits of tokens for a decoder.
         replay: What `driftline replay` wrote, for the diagnosis.
-        noise: What `driftline noise` wrote, or trusted runs: the band in which errors are normal.
+        noise: What `driftline noise` wrote, or trusted runs: the band of normal errors.
         repeats: Other executions of the candidate's own program, for the diagnosis.
         bisect: What `driftline bisect --format json` printed, for the diagnosis.
-        options: How the runs belong together, where names do not say it.
-        diagnosis: Whether to say where and why, as far as tensors are there.
+        options: How the runs are aligned, if names are not enough.
+        diagnosis: Whether to look for the place and cause of the drift, if tensors are available.
         pictures: How many pairs get histograms and heat maps; 0 for none.
-        tokenizer: Of a decoder: folder or id of its tokenizer, for the text of tokens.
-        title: Of the page.
-        force: Replace a file that is there.
-        threads: Worker threads; one per usable core when not given.
-        progress: Called with (pairs done, pairs in all).
+        tokenizer: For a decoder: folder or id of its tokenizer, to show tokens as text.
+        title: Title of the page.
+        force: Replace an existing file.
+        threads: Worker threads. Default: one per usable core.
+        progress: Called with (pairs done, pairs in total).
 
     Returns:
         The file, or the page's text if no file was named.
@@ -174,7 +175,7 @@ def report(
     text = embedded_page(page.document)
     if place is None:
         return text
-    # A name with half of a surrogate pair must not prevent the report.
+    # A name with a lone surrogate must not prevent the report.
     write_whole(place, text.encode("utf-8", "backslashreplace"))
     return place
 
@@ -190,9 +191,9 @@ def page_of(
 
     Args:
         subject: A comparison, a folder, or the reference, as `report` takes it.
-        candidate: What is in question.
-        wanted: What goes into the page, and by which evidence it is judged.
-        measurer: Who measures; the viewer passes a `RowCache`, because it makes the page again.
+        candidate: The run to test.
+        wanted: What the page shows, and the evidence.
+        measurer: Measures the pairs; the viewer passes a `RowCache` to make the page again.
 
     Raises:
         DriftlineError: It could not be made.
@@ -230,7 +231,7 @@ def page_of(
 
 
 class _Compared(NamedTuple):
-    """A comparison, and the runs behind it where they could be opened."""
+    """A comparison, and its runs if they could be opened."""
 
     table: Table
     decoder: list[dict[str, Any]]
@@ -247,7 +248,7 @@ def _compared(
     measurer: Measurer | None,
     notes: list[str],
 ) -> _Compared:
-    """Compare two runs, or open a comparison that was made before."""
+    """Compare two runs, or open an existing comparison."""
     if candidate is not None:
         if isinstance(subject, Table):
             raise BadInput("a comparison has both sides already", hint="give it alone")
@@ -316,7 +317,7 @@ def _opened(source: Source) -> Run:
 def _open_comparison(
     subject: Source, thresholds: Thresholds | StrPath | None, tokenizer: str
 ) -> tuple[Table, list[dict[str, Any]]]:
-    """A comparison made before, and its parts about a text model."""
+    """An existing comparison, and its parts about a text model."""
     if isinstance(subject, Run):
         raise BadInput("there is only one run", hint="give the candidate, too")
     if isinstance(subject, Table):
@@ -348,7 +349,7 @@ def _json(path: Path) -> Any:
 
 
 def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
-    """The runs a comparison was made of, where they still are and are still the same."""
+    """The runs of a comparison, if they are still at their paths and unchanged."""
     home = None if isinstance(subject, Table | Run) else Path(subject)
     sides: list[Run] = []
     for side in (table.reference, table.candidate):
@@ -360,7 +361,7 @@ def _runs_of(table: Table, subject: Source) -> tuple[Run | None, Run | None]:
 
 
 def _run_of(side: Side, home: Path | None) -> Run | None:
-    """One side's run, from here or from beside the comparison; None where it is another one now."""
+    """The run of one side, at its path or next to the comparison; None if it has changed."""
     path = Path(side.path)
     # Results are often moved together with their runs: next to the comparison is tried too.
     nearby = [] if home is None else [home / path, home.parent / path, home.parent / path.name]
@@ -403,7 +404,7 @@ def _diagnose(compared: _Compared, runs: Runs | None, notes: list[str]) -> Diagn
 
 
 def _pairs(table: Table, plan: Plan) -> dict[int, Pair]:
-    """Row → the pair behind it; none where the comparison was made with another plan."""
+    """Row → its pair; empty if the comparison was made with another plan."""
     pair_of_key = {pair.reference.key: pair for pair in plan.pairs}
     pair_of_row: dict[int, Pair] = {}
     for index, row in enumerate(table.rows):
@@ -442,7 +443,7 @@ def _draw_pairs(
 def _worth_drawing(
     table: Table, pairs: Mapping[int, Pair], diagnosis: Diagnosis | None
 ) -> list[int]:
-    """Rows in the order in which a reader will want to see them."""
+    """Rows that may be drawn, the most important first."""
     named = {table.first_site, *(diagnosis.culprits if diagnosis is not None else ())} - {""}
     worst = sorted(pairs, key=lambda index: -_severity(table.rows[index]))
     first = [

@@ -18,14 +18,14 @@ from driftline.graphs.sources.run import run_graph
 from driftline.runs.run import Run
 
 _MOST_READERS = 24
-"""Readers of one tensor: a mask that every layer is given says nothing about the flow."""
+"""A tensor with more readers, such as a mask of all layers, says nothing about the flow."""
 _MOST_EDGES = 200_000
 _MOST_READ = 128 << 20
-"""Elements of tensors without a digest: to find out which are equal they must all be read."""
+"""Most elements of tensors without digest: they must all be read to find equal ones."""
 
 
 def flow_of(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Any:
-    """Edges between sites of one step; None where nothing is known."""
+    """Edges between sites of one step; None if they are not known."""
     try:
         # Without recorded edges the flow is found by equal bytes, which means reading
         # everything.
@@ -93,7 +93,7 @@ def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
 
 
 def _nested(site: str, other_site: str) -> bool:
-    """Whether one is in the other, or they are the same: a module does not feed its own parts."""
+    """Whether one site contains the other or is the same: a module does not feed its own parts."""
     if site == other_site or "(root)" in (site, other_site):
         return True
     # `layers.1` is not in `layers.10`: the next character must be a separator.

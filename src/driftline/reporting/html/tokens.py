@@ -1,7 +1,7 @@
 """Scores of generated tokens, the first failing token, and maps of layers against tokens.
 
-Reads `.tokens.parquet`, layer files, and of the saved logits no more than one prompt. Does not
-decide limits.
+Reads `.tokens.parquet`, layer files, and the saved logits of one prompt at most. Does not decide
+limits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     Attributes:
         places: seed, prompt, position and token, as integers.
         names: The prompts' names.
-        scores: The scores, as float64; what is absent is NaN.
+        scores: The scores, as float64; missing ones are NaN.
     """
 
     places: Mapping[str, Array]
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
         return len(self.places["seed"])
 
     def columns(self, text: Text | None) -> dict[str, Any]:
-        """As docs/report-format.md has them."""
+        """The columns that docs/report-format.md describes."""
         shown = figures({**self.places, **self.scores})
         shown["prompt_name"] = words(list(self.names))
         if text is not None:
@@ -83,9 +83,9 @@ def read_tokens(path: Path) -> Tokens:
     """The table of tokens.
 
     Raises:
-        BadFile: It is none.
+        BadFile: The file is not such a table.
     """
-    # Optional: asked for when a table of tokens is really read.
+    # pyarrow is optional: imported only when a table of tokens is read.
     parquet = require("pyarrow.parquet")
     try:
         table: Any = parquet.read_table(path)
@@ -100,7 +100,7 @@ def read_tokens(path: Path) -> Tokens:
             name: np.asarray(table[name].to_numpy(zero_copy_only=False), np.float64)
             for name in SCORES
         }
-    except Exception as trouble:  # arrow has kinds of its own for what it cannot read
+    except Exception as trouble:  # arrow raises its own kinds of exceptions
         reason = str(trouble).partition("\n")[0][:200] or type(trouble).__name__
         raise BadFile(f"{path} is no table of token scores: {reason}") from None
     return Tokens(places, names, scores)
@@ -109,7 +109,7 @@ def read_tokens(path: Path) -> Tokens:
 def first_failing(
     start: Path, tokens: Tokens, limits: Mapping[str, float], text: Text | None
 ) -> dict[str, Any] | None:
-    """The first token at or above a limit, and what both sides would have said there."""
+    """The first token at or above a limit, with the likeliest tokens of both sides."""
     fails = np.zeros(len(tokens), np.bool_)
     for name, limit in limits.items():
         # Negated, so that a NaN score fails.
@@ -145,7 +145,7 @@ def first_failing(
 def _likeliest(
     start: Path, labels: Sequence[Any], seed: int, prompt: int, position: int, read: Text
 ) -> tuple[list[dict[str, Any]], str]:
-    """Of one side; nothing where its logits were not saved, or cannot be read here."""
+    """The likeliest tokens of one side; none if its logits were not saved or cannot be read."""
     for label in labels:
         folder = start.with_name(out_name(start.name, label, seed))
         if not folder.is_dir():
@@ -195,7 +195,7 @@ def _log_sum(row: Array) -> float:
 
 
 FEWEST_STEPS = 3
-"""Steps from which on a comparison is worth a map."""
+"""The smallest number of steps for which a map is drawn."""
 _METRIC = "relative_l2"
 _MOST_TOKENS = 768
 _MOST_LAYERS = 1024
@@ -205,13 +205,13 @@ _STATUS = {"pass": 1, "unjudged": 1, "fail": 2}
 def of_steps(table: Table) -> dict[str, Any] | None:
     """The map of a comparison of several steps: tokens, batches, or iterations of training.
 
-    Which of them a run does not say, so they are called steps. None where there are too few.
+    A run does not say which of these they are, so they are called steps. None if there are too few.
     """
     rows = [row for row in table.rows if _drawn(row)]
     steps = sorted({row.step for row in rows})
     if len(steps) < FEWEST_STEPS:
         return None
-    # Forward, backward and optimizer below each other: a training may go wrong in any of them.
+    # Forward, backward and optimizer are below each other: training may go wrong in any of them.
     places = sorted(dict.fromkeys(map(_place, rows)), key=lambda place: PASSES.index(place[0]))
     places = places[:_MOST_LAYERS]
     place = {name: index for index, name in enumerate(places)}
@@ -245,7 +245,7 @@ def of_files(files: Sequence[MetricFile]) -> dict[str, Any] | None:
             continue
         if len(read) >= _MOST_LAYERS:
             break
-    # Layers give a number per token; heads and caches give more, and have no place here.
+    # Layers have one number per token; heads and caches have more, and are left out.
     sizes = Counter(len(values) for values in read.values())
     if not sizes:
         return None
@@ -297,7 +297,7 @@ def _map(
 
 
 def shape_key(folder: Path) -> str:
-    """What files of one shape have in common, whatever the number format is called.
+    """A key that the files of one shape share, whichever name of the number format they use.
 
     >>> shape_key(Path("a_max-new-tokens-8_batch-size-1_seq-length-64_dtype-float16.layers"))
     'a 8 1 64 fp16'

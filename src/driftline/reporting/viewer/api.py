@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Viewer:
-    """A page that is being served, from a thread of its own; made by `serve`.
+    """A page that is served in the background by its own thread; made by `serve`.
 
     Attributes:
-        url: Where it is, the token included.
+        url: Address of the page, including the token.
     """
 
     def __init__(self, server: Server) -> None:
@@ -44,7 +44,7 @@ class Viewer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop it."""
+        """Stop serving."""
         self.server.shutdown()
         self._thread.join()
         self.server.server_close()
@@ -82,23 +82,24 @@ def view(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve a comparison as a page on this machine, its tensors included, until it is interrupted.
+    """Serve a comparison with its tensors as a page on this machine, until it is interrupted.
 
-    The address is printed; whoever knows it can read the two runs, and nobody else can.
+    The address is printed. Everybody who knows it can read the two runs, and nobody else.
 
     Args:
-        subject: The reference; or a comparison, alone, whose runs still are where they were.
-        candidate: What is in question.
-        port: The first one to try; the next free one is taken.
+        subject: The reference; or, without a candidate, a comparison whose runs are still at their
+            paths.
+        candidate: The run to test.
+        port: The first port to try; if it is in use, the next free one.
         browser: Open the page in the browser of this machine.
-        thresholds: As for `driftline.report`, so for the rest.
+        thresholds: As for `driftline.report`, like the arguments below.
         replay: What `driftline replay` wrote.
         noise: What `driftline noise` wrote, or trusted runs.
-        options: How the runs belong together.
-        diagnosis: Whether to say where and why.
-        title: Of the page.
+        options: How the runs are aligned.
+        diagnosis: Whether to look for the place and cause of the drift.
+        title: Title of the page.
         threads: Worker threads of the comparison.
-        progress: Called with (pairs done, pairs in all), the first time.
+        progress: Called with (pairs done, pairs in total) for the first page.
 
     Raises:
         DriftlineError: The runs cannot be opened or compared.
@@ -145,7 +146,7 @@ def serve(
     port: int | None = None,
     **about: Any,
 ) -> Viewer:
-    """The same in the background, for a notebook; arguments as `view` takes them."""
+    """Serve the page in the background, for a notebook; the arguments are those of `view`."""
     return Viewer(_server(subject, candidate, port=port, progress=None, about=about))
 
 
@@ -167,7 +168,7 @@ def _server(
 
     def make() -> Page:
         nonlocal progress
-        # The next time somebody waits in a browser, not at a terminal.
+        # Only the first page shows progress; later ones are awaited in a browser.
         shown, progress = progress, None
         wanted = PageOptions(pictures=0, progress=shown, **about)
         return page_of(subject, candidate, wanted, measurer=cache)
@@ -189,7 +190,7 @@ def _watched(subject: Source, candidate: Run | StrPath | None) -> list[Path]:
 
 
 def _is_lone_run(subject: Source) -> bool:
-    """Whether it is a run of ours; of other folders the page itself says what is wrong."""
+    """Whether it is a run of ours; for other folders, the page reports the problem."""
     if isinstance(subject, Run):
         return True
     if not isinstance(subject, Table) and url_of(subject) is not None:

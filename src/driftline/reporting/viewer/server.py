@@ -41,9 +41,9 @@ _READERS = 32
 _MOST_WORKING = 4
 """Answers that are made at a time."""
 _READ_TIMEOUT = 10.0
-"""Seconds a connection may keep silent, and all that it may take to send one question."""
+"""Seconds that a connection may be idle, and seconds it may take to send one request."""
 _ROOM_TIMEOUT = 0.5
-"""Seconds until the connection that makes room for another one has gone."""
+"""Seconds to wait until a closed connection has made room for another one."""
 # No other page may frame, read or cache what the viewer sends.
 _HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -112,7 +112,7 @@ ENDPOINTS: dict[str, Answer] = {
     "api/values": _values,
     "api/worst": lambda session, query: session.worst(*_row(query)),
 }
-"""Everything that can be asked, but the page itself and its data."""
+"""All requests that are answered, except those for the page and its data."""
 
 
 class Server(ThreadingHTTPServer):
@@ -132,7 +132,7 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.readers = threading.BoundedSemaphore(_READERS)
         self.working = threading.BoundedSemaphore(_MOST_WORKING)
-        # Connections whose next question is not here yet, the longest waiting first.
+        # Connections that wait for their next request, the longest waiting first.
         self._waiting: dict[socket.socket, float] = {}
         self._waiting_lock = threading.Lock()
         super().__init__((HOST, port), _Handler)
@@ -147,18 +147,18 @@ class Server(ThreadingHTTPServer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the reader's browser may call us."""
+        """The host names that a browser may use."""
         return (f"{HOST}:{self.port}", f"localhost:{self.port}")
 
     def server_bind(self) -> None:
-        # The base class asks a name server who we are, which may take seconds.
+        # The base class looks up its own host name, which may take seconds.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = HOST, self.port
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        # Connections that have asked nothing yet must not keep out one that will: the longest
-        # waiting makes room. Where all are being answered, one more is refused at once.
+        # Idle connections must not block new ones: the longest idle one is closed. If all
+        # connections are being answered, a new one is refused.
         free = self.readers.acquire(blocking=False)
         if not free and self._end_waiting(older_than=0.0, most=1):
             free = self.readers.acquire(timeout=_ROOM_TIMEOUT)
@@ -168,22 +168,22 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def waits(self, connection: socket.socket) -> None:
-        """A question is expected on this connection from now on."""
+        """Note that this connection waits for a request."""
         with self._waiting_lock:
             self._waiting.pop(connection, None)
             self._waiting[connection] = time.monotonic()
 
     def waits_no_more(self, connection: socket.socket) -> None:
-        """Its question is complete, or it is closed."""
+        """Note that the connection has its request, or is closed."""
         with self._waiting_lock:
             self._waiting.pop(connection, None)
 
     def service_actions(self) -> None:
-        # A timeout of the socket begins anew with every byte, so one byte a second would last.
+        # A socket's timeout restarts with every byte, so a very slow client would never time out.
         self._end_waiting(older_than=_READ_TIMEOUT, most=_READERS)
 
     def _end_waiting(self, *, older_than: float, most: int) -> int:
-        """Ends connections that have waited so long; how many there were."""
+        """Close connections that have waited longer than a time; returns how many."""
         with self._waiting_lock:
             until = time.monotonic() - older_than
             ended = [connection for connection, since in self._waiting.items() if since <= until][
@@ -220,14 +220,14 @@ def check_port(port: int | None) -> int:
 
 
 def open_server(session: Session, port: int | None = None) -> Server:
-    """A server at a port, or at the next one that is free; it answers once it is told to.
+    """A server at a port, or at the next free one; it answers after `serve_forever`.
 
     Args:
-        session: What is looked at.
-        port: The first one to try; `PORT` when not given, any free one for 0.
+        session: The page and its tensors.
+        port: The first port to try. Default: `PORT`; 0 for any free one.
 
     Raises:
-        BadInput: The port is none.
+        BadInput: The port is not a port number.
     """
     first = check_port(port)
     tried = range(first, min(first + _PORTS, 65536)) if first else range(0)
@@ -235,7 +235,7 @@ def open_server(session: Session, port: int | None = None) -> Server:
         try:
             return Server(session, number)
         except OSError as trouble:
-            # Taken or privileged ports are passed over; other errors are real.
+            # Ports that are in use or privileged are skipped; other errors are raised.
             if trouble.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     # Port 0 lets the system choose a free one.
@@ -243,7 +243,7 @@ def open_server(session: Session, port: int | None = None) -> Server:
 
 
 def _error_page(sentence: str, hint: str) -> bytes:
-    """A page that says why there is none; the reader reloads it when that is mended."""
+    """A page that says why there is no report; the user can reload it when that is fixed."""
     text = escape(sentence) + (f"<br><small>{escape(hint)}</small>" if hint else "")
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Driftline</title>'
@@ -295,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (OSError, MemoryError) as trouble:
             self._send_problem(500, f"it could not be read: {trouble or type(trouble).__name__}")
         except Exception as bug:
-            # One question that we cannot answer must not be a silent one, nor end the others.
+            # A bug in one answer is reported, and must not end the server.
             if settings.debug():
                 traceback.print_exception(bug)
             what = f"{type(bug).__name__}: {bug}".splitlines()[0][:200]
@@ -304,14 +304,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Nothing can be changed here; other pages that ask whether they may are told so, too."""
+        """Refuse: nothing can be changed here. Preflight requests of other pages get this too."""
         self.close_connection = True  # whatever follows is not read
         self._send_problem(HTTPStatus.METHOD_NOT_ALLOWED, "there are only questions here, with GET")
 
     do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
 
     def _refusal(self, address: str) -> tuple[int, str] | None:
-        """Why a question is not looked at; None if it is."""
+        """Why a request is refused; None if it is accepted."""
         names = self.server.names
         hosts = self.headers.get_all("Host") or []
         # Against DNS rebinding: a foreign name that leads to 127.0.0.1 is refused.
@@ -325,7 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question has no body"
         token, slash, place = address[1:].partition("/") if address[:1] == "/" else ("", "", "")
-        # Compared in constant time: how long it takes says nothing of how much of it is right.
+        # Compared in constant time, so that the time does not reveal how much of it is right.
         presented = token.encode("utf-8", "replace")
         if not hmac.compare_digest(presented, self.server.token.encode()) or not slash:
             return HTTPStatus.FORBIDDEN, "the address lacks the token that was printed with it"
@@ -365,7 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, _BINARY, content)
 
     def _send_problem(self, status: int, sentence: str, hint: str = "") -> None:
-        """A refusal; for people where they see it, for the front end where it asks."""
+        """Send an error as a page for people, or as JSON for the front end."""
         answer: dict[str, str] = {"error": sentence, **({"hint": hint} if hint else {})}
         self._send(status, _JSON, json.dumps(answer).encode())
 
@@ -382,7 +382,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses: other methods, lines that are too long, no HTTP at all."""
+        """Send what the base class refuses: other methods, overlong lines, invalid HTTP."""
         del message, explain
         self.close_connection = True
         if not hasattr(self, "command"):
@@ -390,4 +390,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_problem(code, HTTPStatus(code).phrase.lower())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the address holds the token, and logs are kept."""
+        """Log nothing: addresses contain the token, and logs are kept."""

@@ -1,7 +1,6 @@
-"""What is open in the viewer: one page over two runs, and the tensors somebody is looking at.
+"""The state of the viewer: one page of two runs, and the tensors that are open.
 
-The page is made again when the runs have changed. How runs are compared, and how a page is served,
-it does not know.
+The page is made again when the runs have changed. This file does not compare runs or serve pages.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from driftline.reporting.html.tensors.pictures import (
 from driftline.runs.layout import INDEX, MANIFEST, PROCESS
 
 BUDGET = 1 << 22
-"""Elements that are looked at for one answer; more would keep a reader waiting."""
+"""Most elements that are read for one answer; more would take too long."""
 MOST_CELLS = 512
 MOST_BINS = 256
 MOST_VALUES = 1 << 12
 _OPEN = 4
-"""Pairs that stay open: a recipe may have made a copy of a tensor."""
+"""Most pairs that stay open: a recipe may hold a copy of a tensor in memory."""
 _LISTED = 20_000
-"""Files of a dump that are looked at to see whether it has changed."""
+"""Most files of a dump that are checked for changes."""
 
 SHARDS = "*.safetensors"
 
@@ -48,7 +47,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 class RunsChanged(BadInput):
-    """A question about rows of a page that has been made anew since."""
+    """A request about rows of an older version of the page."""
 
 
 class Session:
@@ -56,7 +55,7 @@ class Session:
 
     Args:
         make: Opens the runs and compares them.
-        watched: What the page depends on; when it changes, the next reader gets a new one.
+        watched: Paths that the page depends on; if they change, the page is made again.
     """
 
     def __init__(self, make: Callable[[], Page], watched: Sequence[Path]) -> None:
@@ -74,7 +73,7 @@ class Session:
         """The page, made anew if the runs have changed.
 
         Raises:
-            DriftlineError: They cannot be compared as they are now; the page before stays.
+            DriftlineError: The runs cannot be compared now; the earlier page stays.
         """
         with self._lock:
             if fingerprint(self._watched) != self._seen or self._cut_off():
@@ -93,7 +92,7 @@ class Session:
             return self._content
 
     def sheet(self, row: int, generation: int) -> dict[str, Any]:
-        """How a pair is laid out: what a reader needs to know before asking for a part of it."""
+        """The layout of a pair, which a reader needs before requesting a part of it."""
         pair = self._opened(row, generation)
         return {
             "rows": pair.rows,
@@ -107,7 +106,7 @@ class Session:
         }
 
     def pictures(self, row: int, generation: int) -> dict[str, Any]:
-        """What a page shows of a pair without being asked."""
+        """The pictures of a pair that a page shows at first."""
         return {"row": row, **pictures(self._opened(row, generation), budget=BUDGET)}
 
     def map(
@@ -159,14 +158,14 @@ class Session:
         return {**block, "names": [pair.row_name(index) for index in rows]}
 
     def worst(self, row: int, generation: int) -> dict[str, Any]:
-        """Where the error is largest, as far as that was looked at; the first element if not."""
+        """The position of the largest error that is known; else the first element."""
         pair = self._opened(row, generation)
         worst = largest_errors(pair, count=1, budget=BUDGET) if pair.elements else []
         element = worst[0] if worst else Element(0, 0, 0.0, 0.0)
         return {"row": element.row, "column": element.column}
 
     def _made(self) -> Page:
-        seen = fingerprint(self._watched)  # before: what is written meanwhile is seen next time
+        seen = fingerprint(self._watched)  # before, so that changes in between are seen next time
         sizes = sizes_of(self._watched)
         page = self._make()
         self._seen, self._sizes = seen, sizes
@@ -176,13 +175,13 @@ class Session:
         return page
 
     def _cut_off(self) -> Path | None:
-        """A mapped file that has lost bytes, which read as zeros now."""
+        """A mapped file that became shorter, so that the missing bytes read as zeros."""
         for path, size in self._sizes.items():
             try:
                 if path.stat().st_size < size:
                     return path
             except OSError:
-                continue  # gone altogether: what is mapped of it stays
+                continue  # deleted: its mapped pages stay readable
         return None
 
     def _opened(self, row: int, generation: int) -> OpenedPair:
@@ -215,7 +214,7 @@ class Session:
 
 
 def fingerprint(paths: Sequence[Path]) -> Fingerprint:
-    """Names, sizes and times of the files that say what is in a run, or of all of a dump's."""
+    """Names, sizes and times of the files that describe a run, or of all files of a dump."""
     states: list[tuple[str, int, int]] = []
     for path in paths:
         indexes = [*path.glob(f"rank*/{INDEX}"), *path.glob(f"rank*/{PROCESS}")]
@@ -231,7 +230,7 @@ def fingerprint(paths: Sequence[Path]) -> Fingerprint:
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
-    """Files of tensors that are mapped while somebody looks, and how long they are."""
+    """The files of tensors that are mapped, with their sizes."""
     files = [path for path in paths if path.is_file()]
     for path in paths:
         files += path.glob(f"rank*/{SHARDS}")

@@ -1,4 +1,4 @@
-"""Where in a model a comparison went wrong: the first divergence as a tree, error by depth."""
+"""The view of a comparison: the first divergence as a tree, the error by depth, the worst rows."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from driftline.reporting.views import differences
 _NEIGHBOURS = 3
 _ERROR = "relative_l2"
 _FEWEST = 3
-"""Sites that make a line worth drawing."""
+"""The smallest number of sites for which a line is drawn."""
 _SIDES = (
     ("", ("output",)),
     (" backward", ("grad_input", "grad_output")),
 )
-"""Words for a direction, and the ports that tell of it; rows are in the order in which they ran."""
+"""Titles of the directions, and their ports; rows are in execution order."""
 
 
 def where(table: Table) -> Branch:
@@ -59,7 +59,7 @@ def where(table: Table) -> Branch:
         _leaf(site, worst.get(site), heats.get(site), site == home, parent) for site in near
     )
     for depth in range(len(parts) - 1, 0, -1):
-        # A container of numbered children (`layers`) is no place of its own: `layers.3` is.
+        # A container of numbered children (`layers`) gets no own level: `layers.3` does.
         if depth > 1 and not parts[depth - 1].isdigit() and parts[depth].isdigit():
             continue
         site = ".".join(parts[:depth])
@@ -75,7 +75,7 @@ def where(table: Table) -> Branch:
 def _worst_and_heats(
     table: Table, first: Row, shown: set[str]
 ) -> tuple[dict[str, Row], dict[str, float]]:
-    """The worst row of each site that is shown, and how near its parts came to their limits."""
+    """The worst row of each shown site, and the largest value over limit of its parts."""
     worst: dict[str, Row] = {}
     heats: dict[str, float] = {}
     for row in table.rows:
@@ -91,13 +91,13 @@ def _worst_and_heats(
 
 
 def along_depth(table: Table) -> list[Curve]:
-    """How the error runs from the first site to the last, forward and backward."""
+    """Curves of the error from the first site to the last, forward and backward."""
     if not table.reference.ordered:
         return []
     chosen = table.first or next((row for row in table.rows if row.compared), None)
     if chosen is None:
         return []
-    # For each direction: the error of its sites, and how near to their limits they came.
+    # For each direction: error and value over limit of its sites.
     errors: list[dict[str, float]] = [{} for _ in _SIDES]
     nearness: list[dict[str, float]] = [{} for _ in _SIDES]
     side_of = {port: side for side, (_, ports) in enumerate(_SIDES) for port in ports}
@@ -106,7 +106,7 @@ def along_depth(table: Table) -> list[Curve]:
         if side is None or not row.compared or not _belongs(row, chosen):
             continue
         _note(nearness[side], row.site, row.severity)
-        if _ERROR in row.metrics:  # what is compared exactly has no such number
+        if _ERROR in row.metrics:  # exactly compared tensors have no such number
             _note(errors[side], row.site, float(row.metrics[_ERROR]))
     curves: list[Curve] = []
     for side, (direction, _) in enumerate(_SIDES):
@@ -123,7 +123,7 @@ def _note(values: dict[str, float], site: str, value: float) -> None:
 
 
 def classes(row: Row) -> str:
-    """The class at a site; both where the candidate's is another one."""
+    """The class at a site; both classes if they differ."""
     other = row.candidate_class
     return f"{row.class_name} → {other}" if other else row.class_name
 
@@ -133,7 +133,7 @@ def _curve(values: dict[str, float], direction: str, table: Table, metric: str) 
     span = f"{number(min(finite))} to {number(max(finite))}" if finite else "not finite"
     sites = list(values)
     home = table.first_site or (table.first.site if table.first else "")
-    # The site itself, or where what runs inside it begins.
+    # The site itself, or else the first site inside it.
     position = next((n for n, site in enumerate(sites) if site == home), None)
     if position is None and home:
         position = next((n for n, site in enumerate(sites) if site.startswith(f"{home}.")), None)
@@ -147,7 +147,7 @@ def _belongs(row: Row, first: Row) -> bool:
 
 
 def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
-    """The worst value over limit of every site and of everything that is inside it."""
+    """Update the worst value over limit of a row's site and of all sites around it."""
     site = row.site
     while site:
         if site in shown:
@@ -156,7 +156,7 @@ def _heat(heats: dict[str, float], shown: set[str], row: Row) -> None:
 
 
 def _larger(value: float, other: float) -> float:
-    """NaN is beyond every number."""
+    """The larger of two values; NaN counts as the largest."""
     if math.isnan(value) or math.isnan(other):
         return math.nan
     return max(value, other)
@@ -180,15 +180,15 @@ def _figure(row: Row) -> str:
     return "" if value is None else number(value)
 
 
-# A comparison table → a view: what was found and where, the worst rows, what was not compared.
+# A comparison table → a view: the finding and its place, the worst rows, what was not compared.
 
 
 SHOWN_FAILING = 12
 SHOWN_ROWS = 5
-"""At least so many rows, failing or not: how close the others came is worth a line."""
+"""At least this many rows are shown, failing or not: the closest passing rows are of interest."""
 SHOWN_OTHERS = 5
 SHOWN_SELECTED = 40
-"""Rows that were asked for by site, port or step."""
+"""Most rows that are shown for a selection by site, port or step."""
 _TONES: dict[Status, Tone] = {
     "pass": "plain",
     "fail": "bad",
@@ -198,15 +198,15 @@ _TONES: dict[Status, Tone] = {
     "unjudged": "plain",
 }
 _USUAL_METRICS = ("relative_l2", "cosine", "max_abs_error")
-"""Shown beside the metric that decided, as far as the width goes."""
+"""Shown next to the deciding metric if the width allows."""
 
 
 def view(table: Table, *, everything: bool = False) -> View:
-    """What a person reads after `driftline compare`.
+    """The view that `driftline compare` prints.
 
     Args:
         table: A judged table.
-        everything: All rows rather than the worst, all missing ones rather than the first.
+        everything: Show all rows, not only the worst, and all missing ones, not only the first.
     """
     blocks: list[Block] = [
         headline(table),
@@ -233,7 +233,7 @@ def view(table: Table, *, everything: bool = False) -> View:
     for status, title in others:
         if count := getattr(coverage, status):
             blocks.append(_others(table, status, f"{title} ({count})", count, everything))
-    # Notes are alignment's, but for those that say whose they are.
+    # Notes come from alignment, except those with a prefix of their own.
     blocks += [
         Sentence(note if note.startswith("thresholds: ") else f"alignment: {note}", "doubtful")
         for note in table.notes
@@ -261,7 +261,7 @@ def rows_view(table: Table, *, everything: bool = False) -> View:
 
     Args:
         table: A judged table with only those rows.
-        everything: All of them rather than the worst.
+        everything: Show all of them, not only the worst.
     """
     compared = table.coverage.compared
     blocks: list[Block] = [headline(table)]
@@ -288,7 +288,7 @@ def headline(table: Table) -> Sentence:
 
 
 def _step_commands(table: Table) -> list[Sentence]:
-    """How to have the step in which the drift begins in full, where only summaries were kept."""
+    """Commands that capture the step in which the drift begins in full, if only summaries exist."""
     first = table.first
     parted = table.training.broken if table.training is not None else None
     if table.verdict != "fail":
@@ -314,7 +314,7 @@ def _step_commands(table: Table) -> list[Sentence]:
 
 
 def _allowed(table: Table) -> str:
-    """What the rows were held to: the judge's sentence, or the limits that occur in the rows."""
+    """The limits of the rows: the judge's sentence, or the sources that occur in the rows."""
     words = table.limits.get("said")
     if isinstance(words, str) and words:
         return words if words.startswith("limits") else f"limits: {words}"
@@ -327,7 +327,7 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
 
     Args:
         table: A judged table.
-        most: How many; those that fail, a dozen at most and a few in any case, if not given.
+        most: How many rows. Default: the failing ones, at most a dozen and at least a few.
     """
     compared = table.coverage.compared
     failing = sum(row.status == "fail" for row in table.rows)
@@ -392,7 +392,7 @@ def _several(table: Table) -> tuple[bool, bool]:
 
 
 def _recipes(table: Table) -> str:
-    """How many tensors were not compared as they are stored, and what was done to them."""
+    """How many tensors were compared after a recipe, with the kinds of its steps."""
     if is_spooled(table.rows) and not table.rows.has_recipes:
         return ""
     made = 0
@@ -412,7 +412,7 @@ def _recipes(table: Table) -> str:
 
 
 def _site(row: Row) -> str:
-    """`ref site ~ cand site` where the candidate's tensor is elsewhere."""
+    """The site; `ref site ~ cand site` if the candidate's tensor has another site."""
     own = row.site + (f"#{row.visit}" if row.visit else "")
     other = row._replace(candidate_port="", candidate_slot="").candidate_name
     return f"{own} ~ {other}" if other else own
@@ -423,7 +423,7 @@ def _beside(own: str, other: str) -> str:
 
 
 def _recipe(row: Row) -> str:
-    """What was done to either side first."""
+    """The recipes of both sides as text."""
     sides = (("reference", row.reference_recipe), ("candidate", row.candidate_recipe))
     if row.reference_recipe == row.candidate_recipe:
         return f"both: {row.reference_recipe}" if row.reference_recipe else ""
@@ -435,12 +435,12 @@ def _rank(row: Row) -> str:
 
 
 def _metric_columns(table: Table, shown: Iterable[Row]) -> tuple[list[str], list[str]]:
-    """What a user asked for, and the usual; without the one that decides every row anyway."""
+    """The requested and the usual metrics, without the metric that decides every row."""
     rows = list(shown)
     deciding = {row.decided_by for row in rows}
     present = {name for row in rows for name in row.metrics if deciding != {name}}
     standard = {metric.name for metric in STANDARD}
-    # Of what evidence has measured few rows have anything: it is shown where it decides.
+    # Few rows have figures of evidence: these are shown only if they decide.
     standard |= {column.name for column in COLUMNS} - deciding
     limited: Collection[str] = table.limits.get("metrics", ())
     asked = [

@@ -42,7 +42,7 @@ def view(diagnosis: Diagnosis, *, everything: bool = False, most: int = SHOWN) -
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    # A failure that no site is to blame for: its sentence says all there is to say.
+    # A failure without a faulty site: its sentence is the whole headline.
     if diagnosis.verdict == "fail" and not diagnosis.culprits and diagnosis.sentences:
         return diagnosis.sentences[0]
     if diagnosis.first_site:
@@ -102,7 +102,7 @@ def _grid(diagnosis: Diagnosis, everything: bool, most: int) -> Grid:
     else:
         guilty = [site for site in diagnosis.sites if site.status == "introduced"]
         rest = [site for site in diagnosis.sites if site.status not in ("introduced", "clean")]
-        rest.sort(key=lambda site: site.status == "unknown")  # may be most, where few were replayed
+        rest.sort(key=lambda site: site.status == "unknown")  # these may be most of all sites
         clean = [site for site in diagnosis.sites if site.status == "clean"]
         # If all is well, the sites nearest to their limits are worth a look.
         clean.sort(key=lambda site: -site.ratio if math.isfinite(site.ratio) else 0.0)

@@ -9,18 +9,18 @@ from driftline.comparison.differences.find import summary
 from driftline.reporting.view import Block, Grid, Heading, Line, Sentence, Sheet, Tone, View
 
 SHOWN = 8
-"""Lines in a comparison; all of them are shown by `driftline show REF CAND --differences`."""
+"""Most lines in a comparison; `driftline show REF CAND --differences` shows all of them."""
 _TONES: dict[str, Tone] = {"at": "bad", "upstream": "doubtful", "elsewhere": "plain", "": "plain"}
 _ALL = "driftline show REF CAND --differences shows all"
 _WORDS = {"at": "at", "upstream": "upstream", "elsewhere": "elsewhere", "": ""}
 
 
 def blocks(differences: Sequence[Difference] | None, *, everything: bool = False) -> list[Block]:
-    """What a comparison or diagnosis says about the two models; nothing if nothing is known.
+    """The blocks about differences of the two models; none if nothing is known.
 
     Args:
-        differences: In the order to read them; None if a run has no facts about its model.
-        everything: All of them rather than the first.
+        differences: The most important first; None if a run has no facts about its model.
+        everything: Show all of them, not only the first.
     """
     if not differences:
         return []
@@ -29,13 +29,13 @@ def blocks(differences: Sequence[Difference] | None, *, everything: bool = False
         return []
     telling = [d for d in differences if d.counts or everything]
     near = [d for d in telling if d.position in ("at", "upstream", "")]
-    # Folded: what is elsewhere is shown only as far as there is room.
+    # Differences at other places are shown only if there is room.
     shown = telling if everything else (near or telling)[:SHOWN]
     return [_grid(shown, f"What differs ({number})", len(differences) - len(shown))]
 
 
 def remark(differences: Sequence[Difference] | None, verdict: str) -> list[Block]:
-    """The line under a verdict that found nothing: the models differ all the same."""
+    """A line for a passing comparison whose models differ nevertheless."""
     if not differences or verdict == "fail" or not counted(differences):
         return []
     return [Sentence(f"and the models differ in {summary(differences)}", "doubtful")]

@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 SUFFIX = {"onnx": ".onnx", "model-explorer": ".graph.json"}
 SEVERITY = "value_over_limit"
 NODE_DATA = (".node_data.json", ".status.node_data.json")
-"""Files beside a graph for Model Explorer: numbers, and statuses."""
+"""Endings of the additional files for Model Explorer: numbers, and statuses."""
 
 
 class Overlay(NamedTuple):
-    """A comparison, whose status and numbers stand on the nodes.
+    """A comparison whose status and numbers are shown on the nodes.
 
     Attributes:
         table: The table, or its folder.
-        metric: Which number of it; that which decided, and how far beyond its limit it is, if not
-            given.
+        metric: The number to show. Default: the deciding metric, and value over limit.
     """
 
     table: Table | StrPath
@@ -47,10 +46,10 @@ class Drawn(NamedTuple):
 
     Attributes:
         place: The file of the graph.
-        data_files: The files of the comparison's numbers and statuses, where there are any.
-        nodes: How many nodes.
-        edges: How many edges between them.
-        notes: Sentences about what is not in it.
+        data_files: The files with the comparison's numbers and statuses, if any.
+        nodes: Number of nodes.
+        edges: Number of edges.
+        notes: Sentences about what the graph does not show.
     """
 
     place: Path
@@ -76,16 +75,15 @@ def write_graph(
     Args:
         path: A run, a dump of another program, or a topology file of ATB (`*.json`).
         to: onnx for Netron and others; model-explorer for Google's Model Explorer.
-        level: How deep: 1 shows the outermost nodes, 0 the whole as one; the innermost ones if not
-            given.
+        level: Depth: 1 shows the outermost nodes, 0 the whole model as one. Default: the innermost.
         output: The file. Default: next to the source, with its name.
-        overlay: What stands on the nodes besides.
-        step: Of a run: which step; its first one if not given.
-        rank: Of a run: which rank.
-        force: Replace files that are there.
+        overlay: A comparison to show on the nodes.
+        step: Step of a run. Default: the first one.
+        rank: Rank of a run.
+        force: Replace existing files.
 
     Raises:
-        DriftlineError: The source cannot be believed, or an output exists.
+        DriftlineError: The source is invalid, or an output exists.
     """
     require_level(level)
     place = output_for(Path(path), output, SUFFIX[to], force=force)
@@ -128,7 +126,7 @@ def _opened(table: Table | StrPath) -> Table:
 
 
 def _data_files(source: Path, place: Path, force: bool) -> tuple[Path, ...]:
-    """Files beside a graph for Model Explorer; refused before anything is written."""
+    """The additional files for Model Explorer; refuses existing ones before anything is written."""
     stem = place.name.removesuffix(".json")
     data_files = tuple(place.with_name(f"{stem}{end}") for end in NODE_DATA)
     # All outputs are checked first, so that none is written if one is in the way.
@@ -140,7 +138,7 @@ def _data_files(source: Path, place: Path, force: bool) -> tuple[Path, ...]:
 def _notes(
     graph: Graph, seen: LevelGraph, level: int | None, findings: Mapping[str, Finding] | None
 ) -> list[str]:
-    """Sentences about what the picture does not show."""
+    """Sentences about what the graph does not show."""
     depth = graph.depth()
     notes = list(graph.notes)
     if level is not None and level > depth:
@@ -154,9 +152,9 @@ def _notes(
 def findings_of(
     table: Table, metric: str = "", step: int | None = None, rank: int = 0
 ) -> Mapping[str, Finding]:
-    """The worst row of each site, and as `site#visit` of each of its calls.
+    """The worst row of each site, and, as `site#visit`, of each of its calls.
 
-    Of the step and rank that are drawn, where the comparison has something of them.
+    Only rows of the drawn step and rank are used, if the comparison has any.
 
     Raises:
         BadInput: The comparison has no such metric.
@@ -203,7 +201,7 @@ def _words(row: Row, name: str, metric: str) -> str:
 
 
 def _about(table: Table, metric: str) -> dict[str, str]:
-    """What the file says of the comparison as a whole."""
+    """Attributes of the file about the whole comparison."""
     return {
         "driftline.verdict": table.verdict,
         "driftline.finding": table.finding,

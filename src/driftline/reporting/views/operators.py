@@ -30,26 +30,26 @@ COLUMNS = (
     "precision_result(%)",
     "max_rel_error",
 )
-"""Of the original's first version; the spelling of the seventh is its own."""
+"""Columns of the original's first version, including its spelling of the seventh."""
 _OPTIONAL: dict[Metric, tuple[str, ...]] = {
     "abs": ("abs_precision_result(%)", "max_abs_error"),
     "cos_sim": ("cosine_similarity",),
     "kl": ("kl_divergence",),
 }
 OWN_COLUMNS = ("status", "reason", "bound", "dtype", "shape", "step", "rank", "site")
-"""What the original does not say, behind its columns."""
+"""Additional columns after those of the original."""
 _TONES: dict[str, Tone] = {"pass": "good", "fail": "bad", "not checked": "doubtful"}
 
 
 class Report(NamedTuple):
-    """What a check of operators found.
+    """The result of a check of operators.
 
     Attributes:
-        name: What was checked, as the user gave it.
+        name: The path that was checked, as the user gave it.
         kind: Kind of source.
         rows: One per output, or per call that could not be checked.
-        coverage: How much was looked at.
-        metrics: Figures that were asked for besides.
+        coverage: How much was checked.
+        metrics: Further figures that were requested.
         remarks: Sentences of the source.
     """
 
@@ -62,12 +62,12 @@ class Report(NamedTuple):
 
 
 def report_of(check: OperatorCheck) -> Report:
-    """What `operators.check` found, to be shown."""
+    """The report of a result of `operators.check`."""
     return Report(check.name, check.kind, check.rows, check.coverage, check.metrics, check.remarks)
 
 
 def verdict(report: Report) -> str:
-    """The first line: what was found, in words."""
+    """The first line: the result as a sentence."""
     cover = report.coverage
     failing = [row for row in report.rows if row.status == "fail"]
     checked = cover.passed + cover.failed
@@ -98,7 +98,7 @@ def view(report: Report, *, everything: bool = False) -> View:
     rest = [row for row in report.rows if row.status != "fail" and row.slot]
     if everything:
         blocks.append(_grid(report, report.rows, "Outputs", everything=True))
-    # Figures that were asked for are shown even if nothing fails.
+    # Requested figures are shown even if nothing fails.
     elif report.metrics:
         blocks.append(_grid(report, failing + rest, "Outputs"))
     elif failing:
@@ -117,7 +117,7 @@ def view(report: Report, *, everything: bool = False) -> View:
 
 
 def _unchecked_grid(cover: Coverage, everything: bool) -> Grid:
-    """Reasons why operators were not checked, and how many operators each concerns."""
+    """The reasons why operators were not checked, with the number of operators of each."""
     lines = [Line((count, reason), "doubtful") for reason, count in cover.reasons]
     shown = lines if everything else lines[:SHOWN]
     title = f"Not checked: {counted(cover.unchecked, 'operator')} of {cover.operators}"
@@ -127,8 +127,8 @@ def _unchecked_grid(cover: Coverage, everything: bool) -> Grid:
 
 
 def _remarked(all_rows: Sequence[OutputRow]) -> Iterator[Sentence]:
-    """How many outputs pass with a remark, which only `--all` shows one by one."""
-    # A remark on a passing output must not vanish behind the word pass.
+    """Sentences with the number of outputs that pass with a remark; `--all` shows each."""
+    # A remark on a passing output must not get lost.
     noted = [row for row in all_rows if row.status == "pass" and row.figures.reason]
     near = [row for row in noted if (row.figures.share or 0.0) < 100.0]
     plain = [row for row in noted if (row.figures.share or 0.0) >= 100.0]
@@ -142,7 +142,7 @@ def _remarked(all_rows: Sequence[OutputRow]) -> Iterator[Sentence]:
 
 
 def _bounds(rows: Sequence[OutputRow]) -> str:
-    """Which bounds decided, and for which lengths of sums one had to grow."""
+    """The bounds that decided, and the lengths of sums for which a bound was raised."""
     plain: dict[str, str] = {}
     grown: dict[str, set[int]] = {}
     for row in rows:
@@ -208,13 +208,13 @@ def _cells(report: Report, row: OutputRow, several: bool, mixed: bool) -> list[V
 
 
 def _share(percent: float | None) -> str | None:
-    """Percent with four decimals, never rounded up to all of them."""
+    """The percentage with four decimals, rounded down, so that 100 means all elements."""
     # Rounded down: 99.99999 % is not all elements.
     return None if percent is None else f"{math.floor(percent * 1e4) / 1e4:g}"
 
 
 def write_csv(report: Report, folder: Path) -> Path:
-    """`opcheck_result_{time}.csv` with the original's columns, and ours behind them.
+    """Write `opcheck_result_{time}.csv`: the columns of the original, then ours.
 
     Raises:
         BadFile: It cannot be written.
@@ -238,7 +238,7 @@ def write_csv(report: Report, folder: Path) -> Path:
 
 
 def print_csv(report: Report, stream: TextIO) -> None:
-    """The csv to a stream."""
+    """Write the csv to a stream."""
     writer = csv.writer(stream)
     optional = [
         name for metric in METRICS if metric in report.metrics for name in _OPTIONAL[metric]
@@ -268,7 +268,7 @@ def _line(row: OutputRow, metrics: Collection[Metric]) -> list[str]:
 
 
 def _executed(row: OutputRow) -> str:
-    """In the original's words: an operator that nobody knows is not even added."""
+    """The execution result in the original's words; "addition failed" for unknown operators."""
     if row.figures.share is not None or row.status == "fail":
         return "execution successful"
     return "addition failed" if "no golden" in row.figures.reason else "execution failed"
@@ -280,7 +280,7 @@ def _number(value: float | None) -> str:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Everything, for programs."""
+    """The complete result as JSON values, for programs."""
     cover = report.coverage
     return {
         "format": "driftline-operators/1",

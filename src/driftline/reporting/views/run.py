@@ -1,7 +1,7 @@
 """The view of a run, a dump or a file of tensors: origin, modules, tensors and statistics.
 
-`view` is for people, `document` and `sheet` are the same for programs. Of equal layers only the
-first is listed in full. Statistics are computed only where the run did not keep them.
+`view` is for people; `document` and `sheet` have the same for programs. Of equal layers, only the
+first is listed in full. Statistics are computed only if the run did not keep them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _tree(run: Run, rank: int, process: int) -> ModuleTree | None:
     try:
         return ModuleTree.from_json(cast(Mapping[str, Any], kept))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        return None  # damaged: the sites of the tensors are known without it
+        return None  # damaged: the sites of the tensors are listed instead
 
 
 def modules_of(run: Run, records: Sequence[Record]) -> Iterator[tuple[str | None, str, str, int]]:
-    """Ids, site, class and number of tensors of every module, or of every site without a tree."""
+    """Ids, site, class and number of tensors of every module; without a tree, of every site."""
     counts = Counter(record.key.site for record in records)
     classes = {record.key.site: record.class_name for record in records}
     listed: set[str] = set()
@@ -61,7 +61,7 @@ def modules_of(run: Run, records: Sequence[Record]) -> Iterator[tuple[str | None
 
 
 def module_grid(run: Run, records: Sequence[Record], *, everything: bool) -> Grid:
-    """The modules of a run with their ids and tensors; sites where no tree was kept."""
+    """The modules of a run with their ids and tensors; its sites if no tree was kept."""
     counts = Counter(record.key.site for record in records)
     lines: list[Line] = []
     listed: set[str] = set()
@@ -96,7 +96,7 @@ def module_grid(run: Run, records: Sequence[Record], *, everything: bool) -> Gri
 def _node_lines(
     node: ModuleNode, label: str, depth: int, counts: Mapping[str, int], everything: bool
 ) -> Iterator[Line]:
-    """A module and what is below it; of equal numbered layers only the first is opened."""
+    """The lines of a module and its children; only the first of equal layers is opened."""
     ids = node.ids if node.ids is None or node.ids else "-"
     remark = "  (shared)" if node.shared else ""
     tone = "plain" if counts.get(node.site) else "quiet"
@@ -110,7 +110,7 @@ def _node_lines(
         yield from _node_lines(child, name, depth + 1, counts, everything)
         alike = start + 1
         kind = _numbered(name)
-        # Equal layers of a stack are the bulk of every model and say the same.
+        # Most of a model is a stack of equal layers, whose lines would repeat.
         if kind is not None and not everything:
             pattern = _pattern(child)
             while (
@@ -152,7 +152,7 @@ _SHOWN = 80
 
 
 def is_file(records: Sequence[Record]) -> bool:
-    """Whether these are named tensors and nothing else: one each, of no class."""
+    """Whether these are only named tensors: one per site, without a class."""
     return len({record.key.site for record in records}) == len(records) > 0 and not any(
         record.class_name or record.key.port != "output" for record in records
     )
@@ -207,13 +207,13 @@ def select(run: Run, globs: Sequence[str]) -> list[Record]:
 def view(
     run: Run, *, globs: Sequence[str] = (), tensors: bool = False, everything: bool = False
 ) -> View:
-    """What a person reads after `driftline show RUN`.
+    """The view that `driftline show RUN` prints.
 
     Args:
-        run: What to look at.
-        globs: Only these sites.
-        tensors: List tensors with statistics rather than modules.
-        everything: Nothing is left out for length.
+        run: The run.
+        globs: Only sites that match one of these.
+        tensors: List tensors with statistics instead of modules.
+        everything: Show everything, even if it is long.
     """
     records = select(run, globs)
     scope = scope_of(run)
@@ -240,7 +240,7 @@ def view(
 
 
 def _endings(scope: RunScope) -> Iterator[str]:
-    """How a program ended that did not end well; said first, because all else depends on it."""
+    """Sentences about a program that did not end well; they come first."""
     if scope.ending:
         yield f"the program {scope.ending}"
     for step in scope.unfinished:
@@ -248,7 +248,7 @@ def _endings(scope: RunScope) -> Iterator[str]:
 
 
 def _program_facts(scope: RunScope) -> Iterator[tuple[str, str]]:
-    """What is known of the program as a whole: its end, its steps, what was left out."""
+    """Facts about the whole program: its end, its steps, what was left out."""
     if scope.status is not None:
         yield "program", ending_words(scope.status)
     if scope.steps_ran:
@@ -258,7 +258,7 @@ def _program_facts(scope: RunScope) -> Iterator[tuple[str, str]]:
 
 
 def document(run: Run, *, globs: Sequence[str] = (), tensors: bool = False) -> dict[str, Any]:
-    """The same for programs: everything, as JSON values."""
+    """All facts and tensors of a run as JSON values, for programs."""
     records = select(run, globs)
     shown: dict[str, Any] = {
         "schema": SCHEMA,
@@ -317,7 +317,7 @@ _PROVENANCE = ("created", "framework", "python", "platform")
 
 
 def _where_ranks_stand(run: Run) -> Iterator[tuple[str, str]]:
-    """The mesh and the stages of a pipeline, where the processes of a job said them."""
+    """The mesh and the stages of a pipeline, if the processes of a job recorded them."""
     if any(facts.get("meshes") for facts in run.processes()):
         from driftline.alignment.placements.mesh import mesh_of
 
@@ -331,7 +331,7 @@ def _where_ranks_stand(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _facts(run: Run, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    # What the launched process said of itself goes before what its launcher said.
+    # Facts of the launched process take precedence over those of its launcher.
     processes = run.processes()
     manifest = {**run.manifest, **(processes[0] if processes else {})}
     yield from _origin_facts(run, manifest)
@@ -438,7 +438,7 @@ def _tensor_grid(run: Run, records: Sequence[Record], everything: bool) -> Grid:
 
 
 def _figures(summary: Summary | None) -> tuple[Value, ...]:
-    """The values of `_STATISTICS`; None for what a dump did not keep, as NaN reads as a finding."""
+    """The values of `_STATISTICS`; None if a dump did not keep them (NaN would be a finding)."""
     if summary is None:
         return (None,) * len(_STATISTICS)
     values = [getattr(summary, name) for name in _STATISTICS]
@@ -449,7 +449,7 @@ def _figures(summary: Summary | None) -> tuple[Value, ...]:
 
 
 def _summary(run: Run, record: Record) -> Summary | None:
-    """What was kept, or what the values say now; None when there is neither."""
+    """The stored summary, or one computed from the values; None if there is neither."""
     if record.summary is not None:
         return record.summary
     if record.kept != "full" or record.dtype not in DTYPES or run.lost(record):
@@ -466,7 +466,7 @@ def _summary(run: Run, record: Record) -> Summary | None:
 
 
 def _warnings(run: Run) -> list[str]:
-    """What the program's own run noted, the same words once."""
+    """The notes of the run's own events, each text once."""
     # These events are bookkeeping, not warnings.
     quiet = ("step", "label", "estimate", "ended")
     texts = Counter(
@@ -485,7 +485,7 @@ def _warnings(run: Run) -> list[str]:
 
 
 def tables_of(run: Run) -> Sequence[DumpTable]:
-    """What a run or dump holds beside its tensors."""
+    """The tables that a run or dump holds besides its tensors."""
     # Dumps of other programs bring tables of their own.
     if isinstance(run, TreeRun):
         return run.tables()
@@ -560,11 +560,11 @@ _NODES_SHOWN = 8
 
 
 def graph_tables(text: str, where: str) -> Iterator[DumpTable]:
-    """What `driftline show` prints of a run's graphs.
+    """The tables of a run's compiled graphs, as `driftline show` prints them.
 
     Args:
         text: The list of graphs.
-        where: Which process, to be put behind titles; may be empty.
+        where: The process, added to titles; may be empty.
     """
     graphs = list(read_graphs(text))
     if not graphs:

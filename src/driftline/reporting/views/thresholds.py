@@ -1,4 +1,4 @@
-"""The view of a thresholds file: every limit, and the measurements it rests on."""
+"""The view of a thresholds file: every limit, and the measurements it was made from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEADINGS = ("metric", "layer", "port", "limit", "is", "values", "interval", "po
 
 
 def view(thresholds: Thresholds, *, everything: bool = False) -> View:
-    """The view for people; every limit with `everything`, otherwise the first ones."""
+    """The view for people: every limit with `everything`, otherwise the first ones."""
     entries = thresholds.entries if everything else thresholds.entries[:SHOWN]
     facts = [
         (name, str(thresholds.settings[name]))

@@ -1,8 +1,8 @@
-"""The tour of `driftline demo`, and its programs, which have never heard of Driftline.
+"""The tour of `driftline demo`, and its programs, which do not use Driftline.
 
-A program is copied to a folder of the user's, run rightly and wrongly, and Driftline's own commands
-must name the fault that was planted: the tour is also a test of the installation. Nothing imports
-the programs.
+A program is copied to a folder of the user and runs once without and once with a fault. Driftline's
+commands must name the planted fault, so the tour is also a test of the installation. Nothing
+imports the programs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ CULPRIT = f"layers.{FAULTY_LAYER}.mlp.act_fn"
 """The site that the torch tour must name."""
 NUMPY_CULPRIT = f"{FAULTY_LAYER:02}_activation"
 _MARK = "demo.json"
-"""In every folder of a tour: only such a folder is ever replaced."""
-# Ten times what it takes on a slow machine: a tour that hangs ends with a sentence.
+"""A file in every folder of a tour: only such a folder is ever replaced."""
+# Ten times the time on a slow machine: a tour that hangs ends with a message.
 _SECONDS = 600
 
 
 class Tour(NamedTuple):
-    """What a tour showed.
+    """The result of a tour.
 
     Attributes:
-        culprit: Where the fault was planted, and was found.
-        next_steps: Commands to try in its folder, and what each shows.
+        culprit: The site of the planted fault, which was named.
+        next_steps: Commands to try in its folder, with what each shows.
     """
 
     culprit: str
@@ -90,7 +90,7 @@ def copy_program(folder: StrPath, *, force: bool = False) -> Path:
 
 
 def _torch_tour(folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
-    """Two executions of a small Llama, by the one command that does it all."""
+    """Run `driftline diff` on two executions of a small Llama."""
     shutil.copy(TORCH_PROGRAM, folder / "infer.py")
     print("A small Llama of 8 layers runs in float32, and in bfloat16 with GELU instead of SiLU in")
     print(f"layer {FAULTY_LAYER}. The program, infer.py, does not know that it is watched.")
@@ -111,7 +111,7 @@ def _torch_tour(folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _numpy_tour(folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
-    """Two folders of .npy files, as any program may write them."""
+    """Compare two folders of .npy files, as any program may write them."""
     shutil.copy(NUMPY_PROGRAM, folder / "layers.py")
     print("torch is not installed, so a network in numpy saves its layers as .npy files: once in")
     print(f"float32, once in float16 with ReLU instead of SiLU in layer {FAULTY_LAYER}.")
@@ -134,7 +134,7 @@ def _numpy_tour(folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _python() -> str:
-    """How a user of this shell calls this interpreter."""
+    """The command by which a user of this shell starts this interpreter."""
     path = shutil.which("python")
     # By the folder: an environment has several names for its one interpreter.
     if path is not None and Path(path).absolute().parent == Path(sys.executable).absolute().parent:
@@ -143,7 +143,7 @@ def _python() -> str:
 
 
 def _run(folder: Path, *words: str, expected: int) -> None:
-    """Run one of our own commands as the user would, and show it."""
+    """Print and run one of our own commands, as a user would."""
     print(f"\n$ driftline {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "driftline", *words]
     try:

@@ -51,12 +51,12 @@ _UNFIT = re.compile(r"[^\w.\-\[\]=,+@]+")
 
 
 class Kept(NamedTuple):
-    """One expectation as it was found.
+    """A stored expectation.
 
     Attributes:
         path: The file.
         content: Its line, split at the commas.
-        fingerprint: What is next to it; empty if nothing does.
+        fingerprint: Its fingerprint; empty if it has none.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         """The content as numbers.
 
         Raises:
-            BadFile: One of them is none.
+            BadFile: A word is not a number.
         """
         try:
             values = np.array([float(word) for word in self.content], np.float64)
@@ -84,7 +84,7 @@ class Kept(NamedTuple):
         return values
 
     def allowed(self) -> Allowed | None:
-        """How far an output may be from it, by its fingerprint; None if that does not say."""
+        """The limits in the fingerprint; None if it has none."""
         entry: Any = self.fingerprint.get("allowed")
         if not isinstance(entry, dict):
             return None
@@ -106,10 +106,10 @@ def _is_number(word: str) -> bool:
 
 
 def model_label(model: str) -> str:
-    """What a model is called in the names of its expectations: `org--name`.
+    """The name of a model in the names of its expectations: `org--name`.
 
-    Of a path, the last two folders: a machine's own folders do not belong into a file that others
-    will read. A folder of the hub's cache goes by the id it is for.
+    For a path, the last two folders are used: other folders of the machine do not belong into a
+    file that others will read. A folder of the hub's cache gets the id of its model.
 
     >>> model_label("mistralai/Mistral-7B-Instruct-v0.3")
     'mistralai--Mistral-7B-Instruct-v0.3'
@@ -126,20 +126,20 @@ def model_label(model: str) -> str:
 
 
 def documented_label(model: str) -> str:
-    """What older files call a model: the last part of its id or path."""
+    """The name of a model in older files: the last part of its id or path."""
     return plain_name(model.strip().rstrip("/").rpartition("/")[2])
 
 
 def plain_name(text: str) -> str:
-    """A text as part of a file name: whatever a shell or a file system minds becomes a dash."""
+    """A text as part of a file name: characters special to a shell or disk become dashes."""
     return _UNFIT.sub("-", text).strip(".") or "model"
 
 
 def find(folder: Path, names: Sequence[str]) -> Kept | None:
-    """The first of these expectations that is there.
+    """The first of these expectations that exists.
 
     Raises:
-        BadFile: It is there and cannot be read.
+        BadFile: It exists but cannot be read.
     """
     for name in names:
         path = folder / name
@@ -178,7 +178,7 @@ def _fingerprint(path: Path) -> Mapping[str, Any]:
 def write(
     folder: Path, name: str, content: Iterable[float | str], fingerprint: Mapping[str, Any]
 ) -> Path:
-    """Keep an expectation. Both files appear whole or not at all.
+    """Write an expectation. Both files are written completely or not at all.
 
     Raises:
         DriftlineError: The folder cannot be written to.
@@ -189,7 +189,7 @@ def write(
     line = ",".join(word if isinstance(word, str) else repr(float(word)) for word in content)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The line last: without it there is no expectation, whatever else is there.
+        # The line is written last: without it there is no expectation.
         _put(fingerprint_path, _json(fingerprint))
         _put(path, line)
     except OSError as trouble:
@@ -202,7 +202,7 @@ def write(
 
 
 def _json(fingerprint: Mapping[str, Any]) -> str:
-    """One line per fact: it is read by people, and its changes are looked at in reviews."""
+    """JSON with one line per fact, because people read it and review its changes."""
     lines = (f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in fingerprint.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -242,18 +242,18 @@ State = Literal["same", "written", "rewritten", "missing", "different"]
 SEED = 42
 SHOWN = 8
 SAME_EXPERIMENT = ("dtype", "seed", "micro_layers")
-"""Facts that make it another experiment when they differ, however near the numbers are."""
+"""Facts that must be equal: if one differs, the test fails, however close the numbers are."""
 COMPARED = ("model", "library", "device", "compile", "torch", "transformers", "fms", "python")
-"""Facts whose change is worth a line in a mismatch."""
+"""Facts whose change is reported with a mismatch."""
 
 
 class Result(NamedTuple):
-    """What became of one expectation.
+    """The result of checking or writing one expectation.
 
     Attributes:
         state: Same, written, rewritten, missing or different.
         path: The file that was read or written, or that is missing.
-        message: Why it is missing or different, over several lines; else empty.
+        message: Why it is missing or different, in several lines; else empty.
     """
 
     state: State
@@ -266,7 +266,7 @@ class Result(NamedTuple):
 
 
 class Explicit(NamedTuple):
-    """Limits somebody gives: a position may be off by `atol + rtol * (largest expected number)`."""
+    """Given limits: a position may differ by `atol + rtol * (largest expected number)`."""
 
     rtol: float
     atol: float
@@ -293,16 +293,16 @@ class Calibrated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What an expectation is about.
+    """The model and inputs of an expectation.
 
     Attributes:
-        title: What messages call it.
-        run: Calls the model once and gives its output.
+        title: Its name in messages.
+        run: Calls the model once and returns its output.
         module: The model, if it is a torch module.
-        judged: True at positions that mean something; see `signature.see`.
-        facts: More of the fingerprint: model, library, device, …
+        judged: True at positions that are judged; see `signature.see`.
+        facts: Further facts for the fingerprint: model, library, device, …
         seed: Set before every call.
-        explicit: Limits that take the place of measured ones.
+        explicit: Limits that replace measured ones.
     """
 
     title: str
@@ -323,10 +323,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The expectations of one folder, under one policy.
+    """The expectations of one folder, with one update policy.
 
     Attributes:
-        folder: Where they are.
+        folder: The folder.
         update: `none` checks; `new` also writes what is missing; `failed` also what differs; `all`
             writes everything.
         command: The command that makes a missing expectation, for messages.
@@ -337,10 +337,10 @@ class Expectations:
     command: str = "pytest --driftline-update=new"
 
     def output(self, subject: Subject, names: Sequence[str]) -> Result:
-        """Check or keep the signature of the subject's output.
+        """Check or write the signature of the subject's output.
 
         Args:
-            subject: What is called.
+            subject: The model and its inputs.
             names: File names to look for; the first is the one to write.
 
         Raises:
@@ -368,7 +368,7 @@ class Expectations:
         return self._written(names[0], map(float, seen.signature), facts, kept)
 
     def weight_keys(self, subject: Subject, names: Sequence[str]) -> Result:
-        """Check or keep the sorted keys of the subject's state dict; see `output`."""
+        """Check or write the sorted keys of the subject's state dict; see `output`."""
         kept = None if self.update == "all" else find(self.folder, names)
         if kept is None and self.update == "none":
             return self._missing(subject.title, "Weights Key", names)
@@ -448,7 +448,7 @@ def environment() -> dict[str, str]:
 
 
 def device_name(device: Any) -> str:
-    """A device as a fingerprint says it: with the name of the card, where there is one."""
+    """A device as text for a fingerprint, with the name of the card, if any."""
     import torch
 
     if device is None:

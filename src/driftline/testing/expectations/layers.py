@@ -1,8 +1,8 @@
-"""Which layer it is: two models in one assertion, and the layers behind an expectation.
+"""Names the layer of a difference: `assert_no_drift`, and the layers of an expectation.
 
-A signature says that an output has changed, at which positions; that alone sends nobody to a layer.
-So `expect` also keeps a sample of every layer next to the signature, and a failure compares it with
-what the layers give today.
+A signature shows that an output has changed, and at which positions, but not in which layer. So
+`expect` also stores a sample of every layer next to the signature, and a failure compares it with
+the layers of today.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def assert_no_drift(
     """Fail if two models differ by more than their number formats explain.
 
     Args:
-        reference: The torch module that is right.
-        candidate: The module in question.
+        reference: The trusted torch module.
+        candidate: The module to test.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        allow_incomplete: Whether it is enough that what could be compared agrees.
+        allow_incomplete: Whether INCOMPLETE passes: what could be compared agrees.
         **options: As for `compare_models`: `limits`, `rtol`, `thresholds`, `sites` …
 
     Returns:
-        The comparison, to look closer.
+        The comparison, for further inspection.
 
     Raises:
-        AssertionError: They differ, or too little was compared; names the layer and shows where it
-            is.
+        AssertionError: They differ, or too little was compared; the message names the layer and
+            shows its place.
     """
     __tracebackhide__ = True  # pytest shows the line of the test, not ours
     from driftline.comparison.live_models import compare_models
@@ -63,7 +63,7 @@ def assert_no_drift(
 
 
 def place_text(table: Table) -> str:
-    """What a failing test shows of a comparison: the finding, the tree, the worst rows."""
+    """The text of a comparison for a failing test: the finding, the tree, the worst rows."""
     from driftline.reporting.terminal import paint
     from driftline.reporting.view import Grid, View
     from driftline.reporting.views import comparison
@@ -76,7 +76,7 @@ def place_text(table: Table) -> str:
 
 
 def keep_layers(subject: Subject, file: Path) -> None:
-    """Keep a sample of every layer of a subject that has layers, in place of an earlier one."""
+    """Write a sample of every layer of a subject that has layers; replaces an earlier one."""
     layers = [
         {
             "site": record.key.site,
@@ -100,7 +100,7 @@ def keep_layers(subject: Subject, file: Path) -> None:
 
 
 def layer_text(subject: Subject, file: Path) -> str:
-    """Which layer gives something else than it did; empty where that cannot be told."""
+    """A text that names the layer that changed; empty if it is not known."""
     if subject.module is None or not file.is_file():
         return ""
     from driftline.comparison.pipeline import compare
@@ -115,7 +115,7 @@ def layer_text(subject: Subject, file: Path) -> str:
 
 
 def _sampled(subject: Subject) -> Run:
-    """A sample of what every layer of the subject gives."""
+    """A sample of the output of every layer of the subject."""
     from driftline.captures.torch.framework import capture
     from driftline.runs.memory import MemorySink
 

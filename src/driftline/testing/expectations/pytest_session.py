@@ -36,18 +36,19 @@ _NAMED = ("name", "seed", "rtol", "atol")
 
 
 def setting(config: pytest.Config, name: str) -> str:
-    """What `--driftline-{name}` says, or else the ini file's `driftline_{name}`; may be empty."""
-    # The command line wins over the ini file.
+    """The value of `--driftline-{name}`, else of `driftline_{name}` in the ini file."""
+    # The command line overrides the ini file.
     option = config.getoption(f"driftline_{name}", default=None)
     value = option if option is not None else config.getini(f"driftline_{name}")
     return str(value or "").strip()
 
 
 def path_setting(config: pytest.Config, name: str, default: str) -> Path:
-    """A setting that is a path: of an option from where pytest was started, else of the ini file.
+    """A setting that is a path: an option is relative to the working directory, a value of the ini
+    file to its folder.
 
-    Without an ini file it is where pytest was started, too: pytest's own root then depends on which
-    tests are named.
+    Without an ini file, the working directory is used too, because pytest's root then depends on
+    the named tests.
     """
     base = config.invocation_params.dir
     if config.getoption(f"driftline_{name}", default=None) is None and config.inipath:
@@ -69,7 +70,7 @@ def captures(config: pytest.Config) -> bool:
 
 
 def expectations_of(config: pytest.Config) -> Expectations:
-    """The folder and the policy that the command line and the ini file ask for."""
+    """The expectations with the folder and policy of the command line and the ini file."""
     folder = path_setting(config, "expectations_dir", FOLDER)
     update = "all" if captures(config) else cast("Update", config.getoption("driftline_update"))
     # The same command with one more option, ready to be copied.
@@ -84,10 +85,10 @@ def fail(trouble: DriftlineError) -> NoReturn:
 
 
 def settle(request: pytest.FixtureRequest, check: Callable[[], Result]) -> str:
-    """Carry out a check and note what was written.
+    """Run a check and record what was written.
 
     Returns:
-        What is wrong, in the words to show; empty if nothing is.
+        The message to show; empty if the check passed.
     """
     try:
         result = check()
@@ -99,27 +100,27 @@ def settle(request: pytest.FixtureRequest, check: Callable[[], Result]) -> str:
 
 
 def saved(request: pytest.FixtureRequest, what: str) -> str:
-    """The documented words after a capture; empty when there was none."""
+    """The documented message after a capture; empty if nothing was captured."""
     if not captures(request.config):
         return ""
     return f"{what} file has been saved, please re-run the tests without {CAPTURE}"
 
 
 def say(message: str) -> None:
-    """End the test with these words, if there are any."""
+    """Fail the test with a message, unless it is empty."""
     if message:
         pytest.fail(message, pytrace=False)
 
 
 class Expecter:
-    """What the fixture `expect` gives: call it with a model and its inputs."""
+    """The value of the fixture `expect`: call it with a model and its inputs."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._request = request
         self._calls = 0
 
     def __call__(self, subject: Any, inputs: Any = None, **words: Any) -> None:
-        """Check that the subject gives what was captured, or capture it.
+        """Check that the subject's output is what was captured, or capture it.
 
         Args:
             subject: A model (its weight keys count too), any callable, or an output: a tensor, an

@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The signature of a model's output, one number per position, and how far it may move.
+"""The signature of a model's output, one number per position, and limits on its change.
 
 The signature of logits is the range (largest minus smallest) over the last axis at every position,
 minus the smallest of these ranges; of outputs with fewer than three axes it is the values
@@ -32,13 +32,13 @@ F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 NOT_OUTPUT = frozenset({"past_key_values", "loss", "hidden_states", "attentions", "rope_deltas"})
-"""Parts of a transformers output that are no answer of the model."""
+"""Parts of a transformers output that are not part of the signature."""
 DEFAULT_LENGTH = 16
 """A model called without inputs reads the tokens 0 … 15, as the documented signature does."""
 
 
 class Seen(NamedTuple):
-    """What was seen of one output.
+    """The signature of one output, and further figures.
 
     Attributes:
         signature: One number per position, in the precision the model computes in.
@@ -58,12 +58,12 @@ class Seen(NamedTuple):
 
 
 def see(output: Any, *, judged: Mask | None = None) -> Seen:
-    """The signature of whatever a model returned.
+    """The signature of the output of a model.
 
     Args:
         output: A tensor, an array, a tuple or list of them, or an output of transformers.
-        judged: True at the positions of axis 1 that mean something; padding does not. The
-            signature has them all, the count of non-finite values and the sketch do not.
+        judged: True at the positions of axis 1 that are judged, which padding is not. The signature
+            has all positions; the count of non-finite values and the sketch only the judged ones.
 
     Raises:
         BadInput: There is no floating-point tensor in the output.
@@ -118,8 +118,7 @@ def _numbers(tensor: torch.Tensor) -> F64:
     spread = tensor.amax(dim=-1) - tensor.amin(dim=-1) if tensor.ndim >= 3 else tensor
     finite = torch.isfinite(spread)
     if finite.any() and not finite.all():
-        # Padding that sees nothing is NaN in some attentions. Where it means something, a NaN is
-        # counted as such and refused.
+        # Padding is NaN in some attentions. At a judged position, a NaN is counted and refused.
         spread = torch.where(finite, spread, spread[finite].min())
     anchored = spread - spread.min()
     return np.asarray(anchored.cpu().double().reshape(-1).numpy(), np.float64)
@@ -136,10 +135,10 @@ def _judged_values(tensor: torch.Tensor, judged: Mask | None) -> npt.NDArray[Any
 
 
 class Distance(NamedTuple):
-    """How far two signatures are apart.
+    """The distance of two signatures.
 
     Attributes:
-        off: Per position, how far; zero at positions that are not judged.
+        off: The distance at each position; zero at positions that are not judged.
         largest: The largest of them.
         rms: Root of their mean square over judged positions.
         moved: Estimated relative L2 distance of all values; nan where a sketch is missing.
@@ -152,8 +151,8 @@ class Distance(NamedTuple):
 
 
 def judged_positions(size: int, judged: Mask | None) -> Mask:
-    """Which numbers of a signature count: all, or as the padding says for every tensor in turn."""
-    # A mask that does not fit says nothing; everything is judged.
+    """The numbers of a signature that count: all, or those that are not padding in each tensor."""
+    # A mask that does not fit is ignored; everything is judged.
     if judged is None or not judged.any() or size % judged.size:
         return np.ones(size, np.bool_)
     return np.resize(judged, size)
@@ -162,10 +161,10 @@ def judged_positions(size: int, judged: Mask | None) -> Mask:
 def distance(
     expected: F64, seen: F64, judged: Mask, *, sketches: tuple[Sequence[float], Sequence[float]]
 ) -> Distance:
-    """How far what is seen is from what is expected; both of one length.
+    """The distance of a signature from the expected one; both have the same length.
 
-    The smallest range, which every signature has subtracted, may stand at a position of padding,
-    whose value means nothing; so both are anchored anew at their smallest judged number.
+    The smallest range, which is subtracted from every signature, may belong to padding, whose value
+    means nothing. So the smallest judged number is subtracted from both first.
     """
     from driftline.numerics.definitions import estimate_l2, estimate_l2_distance
 
@@ -188,7 +187,7 @@ def distance(
 def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """The keys of a model's state dict, sorted, and the shape behind each.
 
-    A wrapper that `torch.compile` puts around a module leaves no trace in the keys.
+    The prefix of the wrapper of `torch.compile` is removed from the keys.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for key, value in module.state_dict().items():
@@ -199,7 +198,7 @@ def weight_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def quiet(module: Any, seed: int) -> Generator[None]:
-    """Evaluation mode, no gradients and a fixed seed inside; everything as it was afterwards."""
+    """Set evaluation mode, no gradients and a fixed seed; restore everything afterwards."""
     import torch
 
     parts = list(module.modules()) if isinstance(module, torch.nn.Module) else []
@@ -237,17 +236,17 @@ def call(model: Any, inputs: Any) -> Any:
 
 RUNS = 4
 MARGIN = 2.0
-"""The limit is so many times the largest that was measured."""
+"""The limit is this multiple of the largest measured change."""
 _ROUNDINGS = 4
-"""At least so many units of roundoff of the largest number, however still a model is."""
+"""The smallest limit, in units of roundoff of the largest number."""
 
 
 class Allowed(NamedTuple):
-    """How far an output may be from the captured one.
+    """The limits on the distance of an output from the captured one.
 
     Attributes:
-        largest: At any position.
-        rms: Over all positions.
+        largest: Largest distance at a position.
+        rms: Root mean square over all positions.
         moved: Relative L2 distance of all values behind the signature, by their sketches.
         why: Where the limits come from, as a clause.
     """
@@ -261,11 +260,11 @@ class Allowed(NamedTuple):
 def measured(
     module: Any, base: Seen, again: Callable[[], Seen], *, judged: Mask | None = None
 ) -> Allowed:
-    """Limits from flipped last bits; the defaults of the number format where that says nothing.
+    """Limits from flipped last bits; the defaults of the number format if these give no result.
 
     Args:
-        module: The model whose weights are flipped; anything else cannot be measured.
-        base: What it gave as it is.
+        module: The model whose weights are flipped; nothing else can be measured.
+        base: Its output without flipped bits.
         again: Calls it once more.
         judged: See `signature.see`.
     """
@@ -297,7 +296,7 @@ def measured(
 
 
 def by_format(base: Seen) -> Allowed:
-    """Limits where nothing could be measured: those of the output's number format."""
+    """The limits of the output's number format, if nothing could be measured."""
     limit = LIMITS.get(base.dtype, LIMITS["float32"])
     return by_relative_l2(base, limit, f"a relative L2 of {limit:g}, the default of {base.dtype}")
 

@@ -1,7 +1,7 @@
 """Faults to plant: 37 kinds, six architectures, seven number formats, and one trial of each.
 
-Public: whoever builds a tool of this kind can measure it with the same plants. `benchmarks/faults`
-does so with ours.
+Public, so that other tools of this kind can be measured with the same faults; `benchmarks/faults`
+measures ours.
 """
 
 from driftline.testing.faults.architectures import ARCHITECTURES, Specimen, specimen

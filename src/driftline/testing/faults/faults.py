@@ -26,14 +26,14 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        name: What it is called.
-        role: Where it can be: linear, norm, activation, attention, mlp, block, dropout, experts.
+        name: Its name.
+        role: Kind of module: linear, norm, activation, attention, mlp, block, dropout, experts.
         causes: Names of causes that are right for it, best first.
-        amounts: Severities, gross first; what they mean is the fault's own business.
-        plant: Puts it into the model, at a site.
+        amounts: Severities, largest first; their meaning depends on the fault.
+        plant: Plants it into the model at a site.
         fits: Whether a module of that role can have it.
-        formats: Candidate formats it can be seen in; all where empty.
-        sub_noise: It is meant to be smaller than the noise of 16-bit formats.
+        formats: Candidate formats in which it is visible; empty for all.
+        sub_noise: Whether it is meant to be smaller than the noise of 16-bit formats.
     """
 
     name: str
@@ -92,7 +92,7 @@ def part(model: nn.Module, site: str) -> Any:
 
 
 def after(module: Any, change: Change) -> None:
-    """Changes the first tensor that a module returns."""
+    """Change the first tensor that a module returns."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def plant_again(module: Any, other: Any) -> None:
 
 
 def before(module: Any, change: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Changes what a module is called with: `change` returns new `args, kwargs`."""
+    """Change the arguments of a module: `change` returns new `args, kwargs`."""
     original = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _tile_zeroed(model: nn.Module, site: str, amount: float, generator: torch.Ge
 
 
 def _tile_stale(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
-    """A tile that was never written: it holds what the tile before it left there."""
+    """A tile that was never written: it holds the values of the previous tile."""
 
     def change(y: torch.Tensor) -> torch.Tensor:
         y = y.clone()
@@ -306,7 +306,7 @@ def _mask_missing(model: nn.Module, site: str, amount: float, generator: torch.G
 
 
 def _window(model: nn.Module, site: str, amount: float, generator: torch.Generator) -> None:
-    """A sliding window that nobody asked for: late tokens lose sight of early ones."""
+    """A sliding window by mistake: late tokens do not see early ones."""
 
     def change(mask: torch.Tensor) -> torch.Tensor:
         rows, columns = mask.shape[-2:]

@@ -20,15 +20,15 @@ GOALS: Mapping[tuple[str, str], float] = {
     ("replay", "named"): 0.85,
     ("noise", "exact"): 0.85,
 }
-"""Of faults above the noise: method and statement → share that is to be right."""
+"""For faults above the noise: method and statement → fraction that must be right."""
 SUB_NOISE_GOAL = 0.90
 ROWS_PER_ALARM = 10_000
 MEANT = 0.05
-"""A fault that changes its own module's output by fewer units of roundoff is not asked for."""
+"""Faults that change their module's output by fewer units of roundoff are not counted."""
 
 
 class Job(NamedTuple):
-    """What a result is of; the last fields may be missing in older files."""
+    """The trial of a result; the last fields may be missing in older files."""
 
     architecture: str
     format: str
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Results by what they are good for.
+    """Results sorted by their use.
 
     Attributes:
         broken: Trials that raised an error.
@@ -83,7 +83,7 @@ class Alarms(NamedTuple):
 
 
 def job_of(result: Result) -> Job:
-    """What a result is of."""
+    """The trial of a result."""
     return Job(*result["job"])
 
 
@@ -94,7 +94,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 
 def sort_out(results: Sequence[Result]) -> Sorted:
-    """What counts for which goal."""
+    """Sort results by the goals they count for."""
     # A trial that raised an error says nothing about a method.
     sound = [r for r in results if "broken" not in r]
     # Special sets are judged on their own and must not set the noise floor.
@@ -127,9 +127,9 @@ def is_hidden(result: Result) -> bool:
 
 
 def rate(results: Sequence[Result], method: str, what: str) -> float:
-    """Share of trials of which a method says this rightly; NaN where it judged none.
+    """Fraction of trials for which a method's statement is right; NaN if it judged none.
 
-    The cause is asked only where the module at fault is seen at all.
+    The cause is counted only if the faulty module is visible at all.
     """
     asked = [r for r in results if what != "named" or not is_hidden(r)]
     judged = [r[method] for r in asked if method in r]
