@@ -10,7 +10,7 @@ import pytest
 
 from driftline.comparison.evidence.error_stats import Effect
 from driftline.comparison.table.row import Row
-from driftline.comparison.tolerance.tolerance import BEYOND, HALF, REST
+from driftline.comparison.tolerance.tolerance import AS_GIVEN, BEYOND, HALF, REST
 from driftline.comparison.verdict import certain_failures, coverage, status, zero_gradient
 from driftline.comparison.verdict.divergence import find_divergence
 from driftline.comparison.verdict.noise import NoiseFloor
@@ -243,3 +243,22 @@ def test_a_bias_excuses_an_output_only_where_it_is_half_of_the_error(
 ) -> None:
     row = measured("output", 0.2, figures={BEYOND: left}, limit=1.0, decided_by="relative_l2")
     assert zero_gradient._beyond(row._replace(status="fail")).status == outcome
+
+
+@pytest.mark.parametrize("outcome", ["pass", "fail"])
+def test_what_carries_a_moved_bias_on_is_excused_within_its_limit_as_well(outcome: str) -> None:
+    # A sum with a larger tensor: the same difference is a smaller share of it.
+    error = {"rmse": 0.01}
+    source = measured("output", 0.2, site="mix", figures=error)._replace(
+        status="pass", decided_by=BEYOND, limit=0.1, limit_from="default"
+    )
+    carrier = measured("input", 0.05, site="norm", figures=error, limit=0.1)
+    other = measured("input", 0.05, site="far", figures={"rmse": 0.02}, limit=0.1)
+    rows = [
+        source,
+        *(row._replace(status=outcome, decided_by="relative_l2") for row in (carrier, other)),
+    ]
+    zero_gradient._carriers(rows, [(0, source)])
+    assert rows[1].status == "pass" and AS_GIVEN in rows[1].limit_from
+    assert "differs as 'mix' does" in rows[1].reason
+    assert rows[2].status == outcome and AS_GIVEN not in rows[2].limit_from

@@ -156,10 +156,9 @@ def exported_graph(run: Run) -> ExportedGraph | None:
             if len(entry) == 2 and isinstance(entry[1], int | float)
         },
         [
-            MisreadNode(str(site), str(module), str(sentence), tuple(map(str, list_of(modules))))
+            _misread(entry)
             for entry in map(list_of, list_of(data.get("misread")))
             if len(entry) > 2
-            for site, module, sentence, modules in [(*entry[:3], next(iter(entry[3:]), []))]
         ],
         dict(_read(entry) for entry in list_of(data.get("reads"))),
         [_fusion(object_of(fusion)) for fusion in list_of(data.get("fusions"))],
@@ -176,6 +175,13 @@ def _fusion(data: Mapping[str, Any]) -> Fusion:
         tuple((str(site), int(visit), str(port)) for site, visit, port in holds if _whole(visit)),
         tuple(_tensors(data.get("at"))),
     )
+
+
+def _misread(entry: Sequence[Any]) -> MisreadNode:
+    # Runs of older versions have no modules here.
+    site, module, sentence, *modules = entry
+    after = list_of(modules[0]) if modules else []
+    return MisreadNode(str(site), str(module), str(sentence), tuple(map(str, after)))
 
 
 def place_of(record: Record) -> Tensor:
