@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
+from driftline.alignment.plan import NO_NODE
 from driftline.comparison.evidence.error_stats import Effect
 from driftline.comparison.table.row import Row
 from driftline.comparison.tolerance.tolerance import AS_GIVEN, BEYOND, HALF, REST
-from driftline.comparison.verdict import certain_failures, coverage, status, zero_gradient
+from driftline.comparison.verdict import (
+    certain_failures,
+    coverage,
+    growth,
+    status,
+    zero_gradient,
+)
 from driftline.comparison.verdict.divergence import find_divergence
-from driftline.comparison.verdict.noise import NoiseFloor
+from driftline.comparison.verdict.noise import NoiseFloor, margin_of
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import (
     Place,
@@ -24,6 +31,7 @@ from driftline.comparison.verdict.sites import (
     sites_of,
 )
 from driftline.comparison.verdict.status import SiteStatus
+from driftline.comparison.verdict.verdict import RowCounts
 from driftline.runs.records import TensorKey
 
 
@@ -128,6 +136,36 @@ def test_of_several_inputs_the_one_that_is_furthest_outside_the_noise_counts() -
     assert status._by_noise(site_of(*rows), floor).status == "inherited"
 
 
+def test_a_trusted_run_is_measured_against_the_widest_of_the_others() -> None:
+    # Two of three are four times as far off as the third: neither is beyond the other.
+    runs = [{measured("output", 0.0).key: error} for error in (0.01, 0.04, 0.04)]
+    assert margin_of(runs) == pytest.approx(1.5)
+
+
+def test_one_tensor_in_a_thousand_does_not_widen_what_trusted_runs_may_do() -> None:
+    keys = [measured("output", 0.0, site=f"layers.{number}").key for number in range(1500)]
+    runs = [dict.fromkeys(keys, 0.01), dict.fromkeys(keys, 0.01)]
+    usual = margin_of(runs)
+    for key in keys[:2]:
+        runs[0][key] = 0.03
+    assert margin_of(runs) == usual
+    for key in keys[:4]:
+        runs[0][key] = 0.03
+    assert margin_of(runs) == pytest.approx(1.15 * 3.0)
+
+
+# --- growth
+
+
+def test_the_more_siblings_there_are_the_closer_to_their_median_a_site_must_stay() -> None:
+    few, many = (growth._usual([(place, 0.0) for place in range(n)]) for n in (3, 3000))
+    # As measured on clean models: leaves differ less than the own code of attentions.
+    assert few.beyond(of_container=True) == pytest.approx(3.0)
+    assert many.beyond(of_container=True) == pytest.approx(1.8, rel=1e-2)
+    assert few.beyond(of_container=False) == pytest.approx(2.5)
+    assert many.beyond(of_container=False) == pytest.approx(1.45, rel=1e-2)
+
+
 # --- weights
 
 
@@ -192,6 +230,27 @@ def test_several_tensors_of_one_call_are_one_call() -> None:
     assert site.leaf == (2, 2.0)
     site.take(0, (0, 0, 1, 0), False)
     assert site.leaf == (3, 2.0)
+
+
+@pytest.mark.parametrize("has_modules", [True, False])
+def test_operators_beside_a_compiled_model_are_no_part_of_it(has_modules: bool) -> None:
+    counts = coverage.CallCounts()
+    counts.take(measured("output", 0.0, site="net" if has_modules else "(program)/aten.mul"))
+    beside = measured("output", 0.0, site="(program)/aten.add", reason=NO_NODE)
+    counts.take(beside._replace(status="missing"))
+    counts.finish()
+    # A program without modules has nothing else, and there every operator counts.
+    assert ("(program)/aten.add" in counts.reference.sites) is not has_modules
+
+
+def test_a_reference_without_outputs_is_not_said_to_have_lost_them() -> None:
+    counts = RowCounts()
+    counts.take(measured("input", 0.0)._replace(status="pass"))
+    assert not counts.only_inputs
+    counts.take(measured("output", 0.0)._replace(status="missing"))
+    assert counts.only_inputs
+    counts.take(measured("param", 0.0)._replace(status="pass"))
+    assert not counts.only_inputs
 
 
 # --- sentences
@@ -262,3 +321,26 @@ def test_what_carries_a_moved_bias_on_is_excused_within_its_limit_as_well(outcom
     assert rows[1].status == "pass" and AS_GIVEN in rows[1].limit_from
     assert "differs as 'mix' does" in rows[1].reason
     assert rows[2].status == outcome and AS_GIVEN not in rows[2].limit_from
+
+
+@pytest.mark.parametrize(
+    ("about_key", "about_output", "outcome"),
+    [
+        ({}, {}, "pass"),
+        ({"site": "other.k_proj"}, {}, "fail"),  # the key of another attention
+        ({"step": 1}, {}, "fail"),  # the key of another step
+        ({}, {"status": "fail"}, "fail"),  # and what the attention gives does not agree
+    ],
+)
+def test_a_shifted_logarithm_of_attention_is_excused_by_its_own_key(
+    about_key: dict[str, Any], about_output: dict[str, Any], outcome: str
+) -> None:
+    about = {"site": "attn/aten._scaled_dot_product_attention", "decided_by": "relative_l2"}
+    about["class_name"] = "aten._scaled_dot_product_flash_attention.default"
+    given = measured("output", 0.0, **about)._replace(status="pass", reference_shape=(2, 3, 8))
+    logarithms = measured("output", 0.2, "1", **about)._replace(status="fail")
+    key = measured("output", 0.1, site="attn.k_proj")
+    key = key._replace(key=key.key._replace(**about_key))
+    rows = [given._replace(**about_output), logarithms]
+    zero_gradient._shifted(rows, [(7, key)])
+    assert rows[1].status == outcome

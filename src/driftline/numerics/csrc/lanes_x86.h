@@ -25,7 +25,6 @@ enum { LANES = 4, WIDTH = 8, LANE_BITS = 0xF };
 /* ---- float64 ---- */
 
 typedef VD D;
-typedef int64_t Tally; /* counted on the scalar side, which has time and registers */
 
 LANE D d_set(double v) { return OP(set1_pd)(v); }
 LANE D d_load(const double *p) { return OP(loadu_pd)(p); }
@@ -33,11 +32,14 @@ LANE void d_store(double *p, D v) { OP(storeu_pd)(p, v); }
 LANE D d_fma(D a, D b, D c) { return OP(fmadd_pd)(a, b, c); }
 LANE D d_max(D a, D b) { return OP(max_pd)(a, b); }
 LANE D d_min(D a, D b) { return OP(min_pd)(a, b); }
-LANE Tally tally_none(void) { return 0; }
-LANE int64_t tally_total(Tally t) { return t; }
 
 #if WIDE
 typedef __mmask8 M;
+/* In lanes: GCC 12 may keep a mask as one byte on the stack, and count the bits of four. */
+typedef __m512i Tally;
+LANE Tally tally_none(void) { return _mm512_setzero_si512(); }
+LANE Tally tally_add(Tally t, M m) { return _mm512_mask_add_epi64(t, m, t, _mm512_set1_epi64(1)); }
+LANE int64_t tally_total(Tally t) { return _mm512_reduce_add_epi64(t); }
 LANE D d_abs(D v) { return _mm512_abs_pd(v); }
 LANE D d_keep(M m, D v) { return _mm512_maskz_mov_pd(m, v); }
 LANE D d_pick(M m, D yes, D no) { return _mm512_mask_mov_pd(no, m, yes); }
@@ -54,6 +56,9 @@ LANE double d_greatest(D v) { return _mm512_reduce_max_pd(v); }
 LANE double d_least(D v) { return _mm512_reduce_min_pd(v); }
 #else
 typedef __m256d M;
+typedef int64_t Tally; /* counted on the scalar side, which has time and registers */
+LANE Tally tally_none(void) { return 0; }
+LANE int64_t tally_total(Tally t) { return t; }
 LANE D d_abs(D v) { return _mm256_and_pd(v, _mm256_castsi256_pd(_mm256_set1_epi64x(INT64_MAX))); }
 LANE D d_keep(M m, D v) { return _mm256_and_pd(m, v); }
 LANE D d_pick(M m, D yes, D no) { return _mm256_blendv_pd(no, yes, m); }
@@ -77,8 +82,8 @@ LANE double d_least(D v) {
   __m128d h = _mm_min_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
   return _mm_cvtsd_f64(_mm_min_sd(h, _mm_unpackhi_pd(h, h)));
 }
-#endif
 LANE Tally tally_add(Tally t, M m) { return t + __builtin_popcount(m_bits(m)); }
+#endif
 
 /* Some of the 64 values of a group: those whose bit in `signs` is set are negated, then lanes are moved to the index
  * XOR `flip`. */

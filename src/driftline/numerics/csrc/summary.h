@@ -12,70 +12,65 @@ INLINE uint64_t sketch_signs(uint64_t group) {
 }
 INLINE unsigned sketch_xor(uint64_t signs) { return (unsigned)((signs * 0xD6E8FEB86659FD93ull) >> 58); }
 
-/* One block of whole groups, everything in it finite. `own`, a constant where this is inlined: the side's figures are
- * taken in the same pass. Returns 0, with nothing changed, if something is not finite or a sentinel. */
-LANE int sketch_block(Single *s, const double *x, int64_t base, int64_t n, int own) {
+/* One block, filled with -inf to whole groups. `masks`, a constant where this is inlined: what is not finite, or a
+ * sentinel, is zero in the sums and in the sketch; without masks nothing is changed if there is any. Returns whether
+ * everything in it is finite. */
+LANE int summary_block(Single *s, const double *x, int64_t base, int64_t n, int masks) {
   enum { PARTS = BUCKETS / LANES };
-  const D zero = d_set(0);
-  D buckets[PARTS], sum = zero, squares = zero, low = d_set(INFINITY), high = d_set(-INFINITY);
-  Tally zeros = tally_none();
+  const D zero = d_set(0), inf = d_set(INFINITY), floor = d_set(s->floor);
+  D buckets[PARTS], sum = zero, squares = zero, low = inf, high = -inf;
+  Tally zeros = tally_none(), numbers = zeros;
+  M tame = m_not(m_none()); /* neither NaN nor +inf so far */
   for (int v = 0; v < PARTS; v++) buckets[v] = zero;
   for (int64_t i = 0; i < n; i += BUCKETS) {
     const uint64_t signs = sketch_signs((uint64_t)(base + i) / BUCKETS);
     const unsigned flip = sketch_xor(signs), part = flip / LANES;
     for (unsigned v = 0; v < PARTS; v++) {
-      D value = d_load(x + i + LANES * v);
+      D value = d_load(x + i + LANES * v), least = value, most = value;
+      zeros = tally_add(zeros, m_eq(value, zero));
+      if (masks) {
+        const M ok = finite_lanes(value, floor);
+        numbers = tally_add(numbers, ok);
+        tame = m_and(tame, m_le(value, d_set(DBL_MAX)));
+        least = d_pick(ok, value, inf);
+        most = d_pick(ok, value, -inf);
+        value = d_keep(ok, value);
+      }
       buckets[v ^ part] += d_sketch(value, signs >> (LANES * v), flip);
-      if (!own) continue;
       sum += value;
       squares = d_fma(value, value, squares);
-      low = d_min(low, value);
-      high = d_max(high, value);
-      zeros = tally_add(zeros, m_eq(value, zero));
+      low = d_min(low, least);
+      high = d_max(high, most);
     }
   }
-  if (own) {
-    double least = d_least(low), most = d_greatest(high), total = d_total(squares);
-    if (!(total <= DBL_MAX) || least <= s->floor) return 0;
-    if (least < s->side.min) s->side.min = least;
-    if (most > s->side.max) s->side.max = most;
-    s->zeros += tally_total(zeros);
-    join_block(&s->side, x, n, s->floor, 1.0, n, d_total(sum), total);
-  }
+  const double least = d_least(low), total = d_total(squares);
+  if (!masks && (!(total <= DBL_MAX) || least <= s->floor)) return 0;
+  const int64_t finite = masks ? tally_total(numbers) : n;
+  s->side.min = fmin(s->side.min, least);
+  s->side.max = fmax(s->side.max, d_greatest(high));
+  s->zeros += tally_total(zeros);
+  if (finite < n) count_nonfinite(&s->side, x, base, n, s->floor, finite, !(m_bits(m_not(tame)) & LANE_BITS));
+  join_block(&s->side, x, n, s->floor, 1.0, finite, d_total(sum), total);
   for (int v = 0; v < PARTS; v++) {
     D sums = d_load(s->sketch + v * LANES) + buckets[v];
     d_store(s->sketch + v * LANES, sums);
   }
-  return 1;
-}
-
-/* A block by masks: what is not finite is zero in the sketch, and so is what is missing of the last group. Returns
- * whether something is not finite. */
-static int masked_summary(Single *s, const double *x, int64_t base, int64_t n) {
-  double clean[BLOCK] __attribute__((aligned(64)));
-  const D floor = d_set(s->floor), zero = d_set(0);
-  Tally zeros = tally_none();
-  const int64_t finite = side_block(&s->side, x, base, n, s->floor, 1.0);
-  for (int64_t i = 0; i < n; i += LANES) {
-    D v = d_load(x + i);
-    zeros = tally_add(zeros, m_eq(v, zero));
-    d_store(clean + i, d_keep(finite_lanes(v, floor), v));
-  }
-  const int64_t groups = (n + BUCKETS - 1) / BUCKETS * BUCKETS;
-  for (int64_t i = padded(n); i < groups; i++) clean[i] = 0.0;
-  s->zeros += tally_total(zeros);
-  sketch_block(s, clean, base, groups, 0);
-  return finite < n;
+  return finite == n;
 }
 
 static void summary(Single *s, int64_t count) {
   double room[BLOCK] __attribute__((aligned(64)));
-  int masked = 0;
+  int finite = 1;
   for (int64_t i = 0; i < count;) {
     int64_t n = count - i < BLOCK ? count - i : BLOCK;
     if (n > BUCKETS) n -= n % BUCKETS; /* what is left of a group is a block of its own, by masks */
     const double *x = decoded(s->data, s->dtype, 0, i, n, room);
-    if (masked || n % BUCKETS || !sketch_block(s, x, i, n, 1)) masked = masked_summary(s, x, i, n);
+    if (n % BUCKETS) { /* float64 may have been read where it lies, and there is nothing behind it */
+      if (x != room) memcpy(room, x, (size_t)n * sizeof *x);
+      for (int64_t j = n; j < BUCKETS; j++) room[j] = -INFINITY;
+      x = room;
+    }
+    if (!finite || n % BUCKETS || !summary_block(s, x, i, n, 0)) finite = summary_block(s, x, i, n, 1);
     i += n;
   }
 }
