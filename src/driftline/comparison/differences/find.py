@@ -417,12 +417,22 @@ _SENTENCES: Mapping[str, str] = {
     "order": "gradients are accumulated, scaled or clipped differently before the update",
     "loss": "the loss and all gradients differ, the forward pass does not",
 }
+_ANOTHER_ORDER = "sums are added in another order, which is noise"
+_NOISE: Mapping[str, str] = {
+    "threads": _ANOTHER_ORDER,
+    "interop_threads": _ANOTHER_ORDER,
+    "deterministic_algorithms": _ANOTHER_ORDER,
+    "cudnn_benchmark": _ANOTHER_ORDER,
+    "cudnn_deterministic": _ANOTHER_ORDER,
+    "sdpa_used": _ANOTHER_ORDER,
+}
+"""What switches explain that differ between sound runs; the others change no number."""
 _WEIGHTS: Mapping[str, str] = {
     "missing": "its term is missing from the result",
     "extra": "a term is added that the reference does not have",
     "tied": "the module computes with other values than those it shared",
     "unrelated": "the module computes with values that were never loaded, or are another's",
-    "different": "the module's result differs by about as much",
+    "different": "the module computes with other values",
     "transposed": "the module computes with the transposed values",
     "permuted": "channels, heads or rows have changed places",
     "shape": "the weight is another one",
@@ -444,6 +454,8 @@ def explanation(difference: Difference) -> str:
         return _attribute(difference)
     if difference.kind == "loss" and difference.distance is not None:
         return ""
+    if difference.kind == "process" and not difference.counts:
+        return _NOISE.get(difference.name, "")
     return _SENTENCES.get(difference.kind, "")
 
 
@@ -458,10 +470,10 @@ def _attribute(difference: Difference) -> str:
     name = difference.name.lower()
     # An epsilon is added to a variance: its effect depends on how small the variance is.
     if "eps" in name and min(first, second) >= 0:
-        largest = max(first, second)
-        if largest < 0.1:
-            return f"a normalised output that is smaller by {largest:.2g} / (2 variance)"
-        return f"a normalised output that is divided by sqrt(variance + {second:.3g})"
+        return (
+            f"a normalised output that is sqrt((variance + {first:.3g}) / (variance + "
+            f"{second:.3g})) times as large"
+        )
     if first and second and first != second:
         return f"a factor of {second / first:.4g} wherever it multiplies"
     return "the module computes with another setting"

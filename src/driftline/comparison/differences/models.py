@@ -271,7 +271,7 @@ class ModelPair:
             yield Difference("mode", site, "training", *values, class_name=kind)
         yield from self._settings(module, other, same_class=same_class)
         hooks = _listed(module.hooks), _listed(other.hooks)
-        if hooks[0] != hooks[1]:
+        if not is_same_value("hooks", *hooks):
             yield Difference("hook", site, "hooks", *hooks, class_name=kind)
         forwards = module.forward or "its class's", other.forward or "its class's"
         if not self._is_same("forward", *forwards):
@@ -383,7 +383,8 @@ class ModelPair:
                 yield _lone_tensor(tensor, site, "extra")
         if self.dtypes is not None:
             total = sum(rounded.values())
-            about = f"{rounded['rounded']} of {total} rounded to it" if total else ""
+            fits = rounded["rounded"] + rounded["same"]
+            about = f"{fits} of {total} the same, or rounded to it" if total else ""
             yield Difference(
                 "parameter", "", "number format of the weights", *self.dtypes, about, counts=False
             )

@@ -108,6 +108,11 @@ class StepErrors:
     distance: float = 0.0
     others: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
+    def has_same_losses(self, most_passes: int | None = None) -> bool:
+        """Whether the losses of the first passes, or of all, are there and equal to the bit."""
+        first, second = (losses[:most_passes] for losses in self.losses)
+        return bool(first) and first == second
+
 
 class Trainings:
     """The steps of one process of either side.
@@ -299,6 +304,21 @@ class Trainings:
         rounding = 2.0 * unit * float(np.linalg.norm(a0))
         norms = float(np.linalg.norm(moved)), float(np.linalg.norm(other))
         return Change(path, gradient, same_gradient, same_weights, error, norms, rounding)
+
+
+def relative_error(first: float, second: float, floor: float) -> float:
+    """How far two losses or norms are apart, relative to the larger one.
+
+    Args:
+        first: The reference's.
+        second: The candidate's.
+        floor: What is smaller than this is not compared relative to itself.
+    """
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return 0.0
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return math.inf
+    return abs(first - second) / max(abs(first), abs(second), floor, 1e-300)
 
 
 def _are_same(first: TensorState, second: TensorState) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from driftline.comparison.differences.difference import Difference
 from driftline.comparison.differences.find import names_of
 from driftline.comparison.differences.models import ModelPair
-from driftline.comparison.training.step_errors import Change, StepErrors, Trainings
+from driftline.comparison.training.step_errors import Change, StepErrors, Trainings, relative_error
 from driftline.comparison.training.training_report import Break, Stage, TrainingReport
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.scope import RunScope, scope_of
@@ -500,12 +500,10 @@ class _Finder:
 
     def _passes(self, errors: StepErrors) -> Break | None:
         """Weights that change between two calls of the model in the step: how far they move."""
-        if not errors.passes:
-            return None
         # What moves them follows from the first backward pass.
-        if (broken := self._losses(errors, 1)) is not None:
+        if errors.passes and (broken := self._loss(errors, 1)) is not None:
             return broken._replace(call=1)
-        most = self._gradients_allowed(errors, same_loss=_are_equal(errors.losses, 1))
+        most = self._gradients_allowed(errors, same_loss=errors.has_same_losses(1))
         for moved in errors.passes:
             number = _ORDINALS[min(moved.call, len(_ORDINALS)) - 1]
             stage: Stage = "update" if moved.in_update else "weights"
@@ -527,10 +525,7 @@ class _Finder:
             return Break(errors.step, stage, finding, error, call=moved.call)
         return None
 
-    def _loss(self, errors: StepErrors) -> Break | None:
-        return self._losses(errors)
-
-    def _losses(self, errors: StepErrors, most_passes: int | None = None) -> Break | None:
+    def _loss(self, errors: StepErrors, most_passes: int | None = None) -> Break | None:
         first, second = (losses[:most_passes] for losses in errors.losses)
         if not first or not second:
             return None
@@ -545,11 +540,11 @@ class _Finder:
                 f"and {len(second)} in the candidate"
             )
             # The sums must agree all the same: that is what accumulation is.
-            if _relative(sum(first), sum(second), self._floor) > most:
+            if relative_error(sum(first), sum(second), self._floor) > most:
                 return self._break(errors, "loss", words, math.inf)
             return None
         for a, b in zip(first, second, strict=True):
-            error = _relative(a, b, self._floor)
+            error = relative_error(a, b, self._floor)
             if error > most:
                 factor = _factor(abs(b), abs(a))
                 words = (
@@ -581,7 +576,7 @@ class _Finder:
         error = errors.gradients
         if error is None:
             return None
-        most = self._gradients_allowed(errors, same_loss=_are_equal(errors.losses))
+        most = self._gradients_allowed(errors, same_loss=errors.has_same_losses())
         if error > most:
             reduced, other = (errors.step in steps for steps in self._ranks_agree)
             if reduced != other:
@@ -674,19 +669,6 @@ class _Finder:
 # Words.
 
 
-def _relative(first: float, second: float, floor: float) -> float:
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return 0.0
-    if not (math.isfinite(first) and math.isfinite(second)):
-        return math.inf
-    return abs(first - second) / max(abs(first), abs(second), floor, 1e-300)
-
-
-def _are_equal(losses: tuple[list[float], list[float]], most_passes: int | None = None) -> bool:
-    first, second = (side[:most_passes] for side in losses)
-    return bool(first) and first == second
-
-
 def _factor(second: float, first: float) -> str:
     """How many times as large, where that is the plain answer."""
     if not first or not second or not math.isfinite(second / first):
@@ -702,7 +684,7 @@ def _clipping_words(errors: StepErrors, most: float) -> str:
     first, second = errors.norms
     if not first or not second:
         return ""
-    error = _relative(first[-1], second[-1], 0.0)
+    error = relative_error(first[-1], second[-1], 0.0)
     if error <= most:
         return ", and before clipping their norms agree"
     return f"; before clipping their norm is {first[-1]:.4g} → {second[-1]:.4g}"

@@ -102,8 +102,11 @@ def _sentence(difference: Difference) -> str:
         return f"`{site}`: the code of {difference.name} changed at {difference.source}"
     if difference.reference == difference.candidate:
         far = f", {difference.distance:.2g} apart" if difference.distance is not None else ""
-        return f"`{site}`: {what}{name} has {relation} values{far}"
+        words = f"values {relation}" if relation.startswith("rounded") else f"{relation} values"
+        return f"`{site}`: {what}{name} has {words}{far}"
     values = f"{difference.candidate} in the candidate, {difference.reference} in the reference"
+    if difference.kind == "hook":
+        return f"`{site}`: its hooks are {values}"
     more = f", {relation}" if relation in ("unrelated", "different", "permuted") else ""
     return f"`{site}`: {what}{name} is {values}{more}"
 
