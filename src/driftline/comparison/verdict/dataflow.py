@@ -463,7 +463,7 @@ def in_short_stretches(
         if call in compared:
             if stretch:
                 newest = _newest(sources.get(call), times)
-                ended, stretch = _divided(stretch, newest, site)
+                ended, stretch = _divided(stretch, newest, times[call].begin)
                 if not all(part.is_behind for part in ended):
                     ended = []
                 if len(ended) < most:
@@ -511,19 +511,18 @@ class _Missed(NamedTuple):
 
 
 def _divided(
-    missed: Iterable[_Missed], newest: float, site: str
+    missed: Iterable[_Missed], newest: float, begin: float
 ) -> tuple[list[_Missed], list[_Missed]]:
-    """What may have gone into a compared call of a site, and what cannot have.
+    """What may have gone into a compared call, and what cannot have.
 
     Args:
         missed: Calls that were missed before it.
         newest: When the newest of what it took was made.
-        site: Where it is; what is in a container goes into what that gives.
+        begin: When it began; what ran inside a container goes into what that gives.
     """
     parts: tuple[list[_Missed], list[_Missed]] = ([], [])
     for part in missed:
-        is_inside = site in ROOTS or part.site.startswith((f"{site}.", f"{site}/"))
-        parts[not (is_inside or part.time < newest)].append(part)
+        parts[not (part.time < newest or part.time > begin)].append(part)
     return parts
 
 
