@@ -170,6 +170,45 @@ def test_a_fifth_that_is_missing_is_missed_wherever_it_begins(
         assert driftline.compare(*sides).verdict == "incomplete"
 
 
+class Branches(nn.Module):
+    """Four branches of equal size whose results are mixed into one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(4)
+        )
+        self.mixed = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixed(torch.cat([branch(x) for branch in self.branches], -1))
+
+
+@pytest.mark.parametrize("lower", [False, True], ids=["equal bits", "bfloat16"])
+def test_branches_that_go_into_one_result_are_missed_together(
+    lower: bool, tmp_path: Path, command: Callable
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), *(Branches() for _ in range(4))), torch.randn(5, 16)
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    with torch.no_grad(), driftline.capture(model, whole):
+        model(x)
+    dtype = torch.bfloat16 if lower else torch.float32
+    with torch.no_grad(), driftline.capture(model.to(dtype), other):
+        model(x.to(dtype))
+    assert command("compare", whole, other).word == "PASS"
+    # A branch is a short stretch; two of them are more than a tenth of the calls.
+    for branches, word in (((0,), "PASS"), ((2,), "PASS"), ((0, 2), "INCOMPLETE")):
+        lacking = shutil.copytree(other, tmp_path / f"lacking{branches}")
+        (index,) = lacking.glob("rank*/index.jsonl")
+        gone = tuple(f"{block}.branches.{b}" for block in (2, 4) for b in branches)
+        lines = index.read_text().splitlines()
+        kept = [line for line in lines if not json.loads(line)["site"].startswith(gone)]
+        index.write_text("".join(f"{line}\n" for line in kept))
+        for sides in ((whole, lacking), (lacking, whole)):
+            assert command("compare", *sides).word == word, (branches, sides)
+
+
 def test_a_container_without_its_parts_does_not_stand_for_half_a_model(
     runs: Path, tmp_path: Path
 ) -> None:

@@ -117,11 +117,8 @@ class _Watch:
             self._first_step = key.step
         if _has_other_shape(row) and key.site in ROOTS:
             self._inputs.append(row)
-        if row.status in ("missing", "extra") and key.port == "input" and "/" not in key.site:
-            self._given_more.add((_moment(row), key.site))
-            if key.site in ROOTS:
-                self._lone_inputs.append(row)
         if not row.compared:
+            self._of_one_program(row)
             return
         if row.decided_by == "one_sided" and row.status == "fail":
             self._of_one_side(row)
@@ -134,6 +131,14 @@ class _Watch:
         if key.port in ("input", "output"):
             self._has_outputs = self._has_outputs or key.port == "output"
             self._enter(row)
+
+    def _of_one_program(self, row: Row) -> None:
+        """An input that one side alone is given."""
+        site = row.key.site
+        if row.status in ("missing", "extra") and row.key.port == "input" and "/" not in site:
+            self._given_more.add((_moment(row), site))
+            if site in ROOTS:
+                self._lone_inputs.append(row)
 
     def _of_one_side(self, row: Row) -> None:
         """NaN or Inf on one side. No part gave those that are first seen at an input."""
@@ -215,12 +220,12 @@ class _Watch:
         # What is off at a part's input was made by the code around it.
         if row.key.port == "input":
             site = _enclosing(site, self._entered.get(moment, set())) or site
-        given = [
+        lone_rows = [
             lone for lone in self._lone_inputs if _moment(lone) == moment and self._counts(lone)
         ]
-        if not given or (moment, site) not in self._given_more:
+        if not lone_rows or (moment, site) not in self._given_more:
             return None
-        return _of_lone_inputs(given, row)
+        return _of_lone_inputs(lone_rows, row)
 
     def _counts(self, row: Row) -> bool:
         """Whether an input comes from outside: a decoder is fed what it made itself, later on."""
@@ -320,18 +325,18 @@ def _of_inputs(rows: list[Row]) -> CertainFailure:
     return CertainFailure("inputs", first, first.key.site, sentence)
 
 
-def _of_lone_inputs(given: list[Row], first: Row) -> CertainFailure:
+def _of_lone_inputs(rows: list[Row], first: Row) -> CertainFailure:
     alone = [
         f"{', '.join(slots)} in the {side} only"
         for side, status in (("reference", "missing"), ("candidate", "extra"))
-        if (slots := [f"'{row.key.slot}'" for row in given if row.status == status])
+        if (slots := [f"'{row.key.slot}'" for row in rows if row.status == status])
     ]
     sentence = (
         f"the inputs differ already: the model is given {' and '.join(alone)}; give both programs "
         f"the same inputs; what is off first is the {first.key.port} of "
         f"{_quoted(first.key.site)}"
     )
-    return CertainFailure("inputs", first, given[0].key.site, sentence)
+    return CertainFailure("inputs", first, rows[0].key.site, sentence)
 
 
 def _difference(row: Row) -> str:

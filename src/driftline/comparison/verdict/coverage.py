@@ -23,6 +23,12 @@ from driftline.alignment.sites.site_graph import ROOTS
 from driftline.comparison.table.covered import Covered, LeafShare
 from driftline.comparison.table.row import NO_THRESHOLD, Row
 from driftline.comparison.table.table import Side
+from driftline.comparison.verdict.dataflow import (
+    SeenTensor,
+    SiteCall,
+    containers_around,
+    in_short_stretches,
+)
 from driftline.graphs.sources.graph_files import PARAMETER
 from driftline.runs.scope import RANKS
 
@@ -46,6 +52,8 @@ _OUTSIDE = ("(program)/", "(backward)/")
 _FEW_CALLS = 5
 """Operators that a module has at least before it is too large to stand for them."""
 _Call = tuple[int, int, int, int]
+_SAME_TENSOR = ("reference_l2", "candidate_l2", "relative_l2", "max_abs_error")
+"""Figures by which two rows of one step are known to be about the same tensor."""
 
 
 class _Site:
@@ -111,8 +119,10 @@ class SideCalls:
         # Calls of the first step, by site and visit: when their outputs came, and which of them
         # were compared. Rows have the order of the reference; that of the candidate its side
         # brings along, where tensors have no partner.
-        self.order: dict[tuple[str, int], int] = {}
-        self.compared_calls: set[tuple[str, int]] = set()
+        self.order: dict[SiteCall, int] = {}
+        self.compared_calls: set[SiteCall] = set()
+        # What compared calls of the first step took, by where it was first compared.
+        self.sources: dict[SiteCall, list[SeenTensor]] = {}
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
         # Sites whose partner is of another class.
@@ -165,7 +175,7 @@ class SideCalls:
         if self._containers is None:
             holders: set[str] = set()
             for site in self.sites:
-                for around in _around(site):
+                for around in containers_around(site):
                     if around in holders:
                         break
                     holders.add(around)
@@ -179,7 +189,7 @@ class SideCalls:
         if self._inside is None:
             inside: dict[str, list[str]] = {site: [] for site in self._containing()}
             for leaf in self.leaves():
-                for around in _around(leaf):
+                for around in containers_around(leaf):
                     if around in inside:
                         inside[around].append(leaf)
             self._inside = inside
@@ -252,7 +262,7 @@ class SideCalls:
             calls, covered = calls + count, covered + compared
             if compared < count:
                 missed[leaf] = count - compared
-        between = self._between_compared(missed, calls, modules=modules) if missed else {}
+        between = self._in_stretches(missed, SMALL_CONTAINER * calls) if missed else {}
         for leaf, uncovered in missed.items():
             share = between.get(leaf, 0.0)
             if share < 1.0:
@@ -260,38 +270,16 @@ class SideCalls:
             covered += uncovered * share
         return LeafShare(self.name, calls, covered)
 
-    def _between_compared(
-        self, missed: Mapping[str, float], calls: int, *, modules: bool
-    ) -> dict[str, float]:
-        """The share of leaves' calls in short stretches of execution between what was compared.
-
-        What they made went into what was compared next, so that an error of theirs shows there.
-        Beside a branch that was compared, it may have gone elsewhere: where the output of the
-        container around them is missed, too, the stretch has not ended.
-        """
-        most = SMALL_CONTAINER * calls
-        inside, all_missed = Counter[str](), Counter[str]()
-        stretch: list[str] = []
-        begun = self._border_compared(_INPUT)
-        ended: list[str] = []
-        for call in sorted(self.order, key=self.order.__getitem__):
-            site = call[0]
-            if call in self.compared_calls:
-                if stretch:
-                    ended, stretch = stretch if begun else [], []
-                    if len(ended) < most:
-                        inside.update(ended)
-                begun = True
-            elif site in missed:
-                all_missed[site] += 1
-                stretch.append(site)
-            elif any(leaf.startswith(f"{site}.") for leaf in ended):
-                if len(ended) < most:
-                    inside.subtract(ended)
-                stretch, ended = ended + stretch, []
-        if begun and self._border_compared(_OUTPUT) and len(stretch) < most:
-            inside.update(stretch)
-        return {site: count / all_missed[site] for site, count in inside.items()}
+    def _in_stretches(self, missed: Mapping[str, float], most: float) -> dict[str, float]:
+        """The share of leaves' calls in short stretches of execution between what was compared."""
+        return in_short_stretches(
+            sorted(self.order, key=self.order.__getitem__),
+            missed,
+            self.compared_calls,
+            self.sources,
+            most,
+            ends=(self._border_compared(_INPUT), self._border_compared(_OUTPUT)),
+        )
 
     def by_modules(self) -> SideCalls:
         """The same with operators and nodes as parts of the modules that their names begin with.
@@ -321,6 +309,13 @@ class SideCalls:
                 merged.compared_calls.add((module, 0))
             last = merged.order.get((module, 0), order)
             merged.order[module, 0] = max(last, order)
+        for (site, _), sources in self.sources.items():
+            module = site.rpartition("/")[0] if "/" in site else site
+            outer = (
+                SeenTensor((seen.call[0].rpartition("/")[0] or seen.call[0], 0), seen.is_given)
+                for seen in sources
+            )
+            merged.sources.setdefault((module, 0), []).extend(outer)
         return merged
 
     def _border_compared(self, kind: int) -> bool:
@@ -330,7 +325,7 @@ class SideCalls:
         """The share of a leaf's calls for which a small container around it stands."""
         if "/" in leaf and self._beside_compared(leaf, calls):
             return 1.0
-        for around in _around(leaf):
+        for around in containers_around(leaf):
             if around not in self._containing():
                 continue
             # The other side has it in one piece, and that was compared.
@@ -399,20 +394,6 @@ _MOVING = frozenset(
 )
 
 
-def _around(site: str) -> Iterator[str]:
-    """The names of what may be around a site, the nearest first, the model itself last.
-
-    >>> list(_around("layers.0.mlp/add"))
-    ['layers.0.mlp', 'layers.0', 'layers', '(root)', '']
-    """
-    rest = site
-    while (cut := max(rest.rfind("."), rest.rfind("/"))) > 0:
-        rest = rest[:cut]
-        yield rest
-    if site not in ROOTS:
-        yield from ROOTS
-
-
 def _is_gradient_sum(row: Row) -> bool:
     """Whether a lone tensor belongs to a sum that autograd makes where a value is used twice.
 
@@ -457,6 +438,10 @@ class CallCounts:
         self._first_step: int | None = None
         # Until a row says otherwise, the candidate's calls are those of the reference.
         self._are_alike = True
+        # Tensors of the first step that were compared, by their figures.
+        self._seen: dict[tuple[object, ...], SeenTensor] = {}
+        self._partners: dict[SiteCall, SiteCall] = {}
+        self._first_process: tuple[int, int] | None = None
 
     def finish(self) -> None:
         """All rows were taken."""
@@ -464,6 +449,13 @@ class CallCounts:
             self.candidate = self.reference
         else:
             self.candidate.finish(self._candidate_steps)
+            partner = self._partners.get
+            self.candidate.sources = {
+                partner(call, call): [
+                    seen._replace(call=partner(seen.call, seen.call)) for seen in sources
+                ]
+                for call, sources in self.reference.sources.items()
+            }
         self.reference.finish(self.steps)
 
     def _part_ways(self) -> None:
@@ -501,6 +493,7 @@ class CallCounts:
             self.reference.order.setdefault((key.site, key.visit), row.order)
             if compared:
                 self.reference.compared_calls.add((key.site, key.visit))
+        self._see(row)
         if "/" in key.site and row.class_name:
             own = self.candidate if status == "extra" else self.reference
             own.classes.setdefault(key.site, row.class_name)
@@ -515,6 +508,28 @@ class CallCounts:
         if compared:
             self.steps.add(key.step)
             self.elements += math.prod(row.reference_shape or ())
+
+    def _see(self, row: Row) -> None:
+        """Take a compared tensor of the first step: which call gave or took it."""
+        key = row.key
+        if not row.compared or key.port not in ("input", "output"):
+            return
+        if self._first_process is None:
+            self._first_process = (key.rank, key.process)
+        # All ranks make the same calls.
+        is_first = (*self._first_process, self._first_step) == (key.rank, key.process, key.step)
+        if not is_first:
+            return
+        call = (key.site, key.visit)
+        if row.candidate_site or row.candidate_visit is not None:
+            visit = key.visit if row.candidate_visit is None else row.candidate_visit
+            self._partners[call] = (row.candidate_site or key.site, visit)
+        here = SeenTensor(call, key.port == "output")
+        figures = tuple(map(row.metrics.get, _SAME_TENSOR))
+        # Tensors of zeros are all alike.
+        first = self._seen.setdefault(figures, here) if figures[0] else here
+        if key.port == "input":
+            self.reference.sources.setdefault(call, []).append(first)
 
     def _take_lone(self, row: Row, port: str, call: _Call, compared: bool) -> None:
         """Take a row that only one side has."""

@@ -4,14 +4,15 @@ A leaf computes its output of its inputs. A container computes what it passes to
 attention's result goes into its output projection) and its own output; what its parts compute is
 not its own doing. For every site, this file lists these transfers: something that was made, and the
 worst of what it was made of. It also estimates which share of the final error goes back to the
-sites that introduced error.
+sites that introduced error, and which calls that were missed lie between compared ones.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from driftline.comparison.evidence.rules import is_bias
@@ -34,6 +35,8 @@ from driftline.comparison.verdict.sites import (
 )
 from driftline.runs.sidecars.model_facts import tensor_path
 
+SiteCall: TypeAlias = tuple[str, int]
+"""Site and visit."""
 _Window: TypeAlias = tuple[Direction, str, int, int, int]
 """Direction, container, rank, process, step."""
 
@@ -414,3 +417,139 @@ def explained(final: float, noise: float) -> float | None:
     if final <= 0.0:
         return 0.0
     return round(min(max(1.0 - (noise / final) ** 2, 0.0), 1.0), 4)
+
+
+# --- calls that were missed
+
+
+class SeenTensor(NamedTuple):
+    """Where a tensor was first compared: the site and visit, and whether they gave it."""
+
+    call: SiteCall
+    is_given: bool
+
+
+def in_short_stretches(
+    ordered: Sequence[SiteCall],
+    missed: Container[str],
+    compared: Container[SiteCall],
+    sources: Mapping[SiteCall, Sequence[SeenTensor]],
+    most: float,
+    *,
+    ends: tuple[bool, bool],
+) -> dict[str, float]:
+    """The share of leaves' calls in short stretches of execution between what was compared.
+
+    What they made went into what was compared next, so that an error of theirs shows there; but not
+    into a call that takes only what was compared before they ran. That one is a branch beside
+    theirs, and what all branches left out goes into one result: one stretch. Where the output of
+    the container around them is missed, too, a stretch has not ended.
+
+    Args:
+        ordered: All calls of one side, in the order in which they ended.
+        missed: Leaves that were not compared in all of their calls.
+        compared: Calls whose output was compared.
+        sources: What compared calls took, by where it was first compared.
+        most: How many calls are no short stretch any more.
+        ends: Whether the model's inputs and its outputs were compared.
+    """
+    inside, all_missed = Counter[str](), Counter[str]()
+    times = _times(ordered)
+    begun, is_closed = ends
+    stretch: list[_Missed] = []
+    ended: list[_Missed] = []
+    for call in ordered:
+        site = call[0]
+        if call in compared:
+            if stretch:
+                newest = _newest(sources.get(call), times)
+                ended, stretch = _divided(stretch, newest, times[call].begin)
+                if not all(part.is_behind for part in ended):
+                    ended = []
+                if len(ended) < most:
+                    inside.update(part.site for part in ended)
+            begun = True
+        elif site in missed:
+            all_missed[site] += 1
+            stretch.append(_Missed(site, times[call].end, begun))
+        elif any(part.site.startswith(f"{site}.") for part in ended):
+            if len(ended) < most:
+                inside.subtract(part.site for part in ended)
+            stretch, ended = ended + stretch, []
+    if is_closed and len(stretch) < most and all(part.is_behind for part in stretch):
+        inside.update(part.site for part in stretch)
+    return {site: count / all_missed[site] for site, count in inside.items()}
+
+
+def _newest(sources: Sequence[SeenTensor] | None, times: Mapping[SiteCall, _Times]) -> float:
+    """When the newest was made of what a call took and no compared call gave.
+
+    What had gone into such a gift was behind it already.
+    """
+    if sources is None:
+        return math.inf
+    made = (seen.call for seen in sources if not seen.is_given)
+    return max(
+        (times[source].begin if source in times else math.inf for source in made),
+        default=-math.inf,
+    )
+
+
+class _Times(NamedTuple):
+    """When a call began and ended, in calls that ended before."""
+
+    begin: float
+    end: float
+
+
+class _Missed(NamedTuple):
+    """A call that was missed, when it ended, and whether something before it was compared."""
+
+    site: str
+    time: float
+    is_behind: bool
+
+
+def _divided(
+    missed: Iterable[_Missed], newest: float, begin: float
+) -> tuple[list[_Missed], list[_Missed]]:
+    """What may have gone into a compared call, and what cannot have.
+
+    Args:
+        missed: Calls that were missed before it.
+        newest: When the newest of what it took was made.
+        begin: When it began; what ran inside a container goes into what that gives.
+    """
+    parts: tuple[list[_Missed], list[_Missed]] = ([], [])
+    for part in missed:
+        parts[not (part.time < newest or part.time > begin)].append(part)
+    return parts
+
+
+def _times(ordered: Iterable[SiteCall]) -> dict[SiteCall, _Times]:
+    """When calls began and ended, of calls in the order in which they ended.
+
+    A container began before the first of its parts that ended since its last call.
+    """
+    times: dict[SiteCall, _Times] = {}
+    begins: dict[str, float] = {}
+    for number, call in enumerate(ordered):
+        begin = min(begins.pop(call[0], number), number) - 0.5
+        times[call] = _Times(begin, number)
+        for around in containers_around(call[0]):
+            begins.setdefault(around, number)
+    return times
+
+
+def containers_around(site: str) -> Iterator[str]:
+    """The names of what may be around a site, the nearest first, the model itself last.
+
+    >>> list(containers_around("layers.0.mlp/add"))
+    ['layers.0.mlp', 'layers.0', 'layers', '(root)', '']
+    """
+    rest = site
+    while (cut := max(rest.rfind("."), rest.rfind("/"))) > 0:
+        rest = rest[:cut]
+        yield rest
+    if site not in ROOTS:
+        yield from ROOTS
