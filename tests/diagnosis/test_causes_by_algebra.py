@@ -364,6 +364,7 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     first_for_last: "shift",
     lengths_ignored: "stale",
     padding_in_a_mean: "mask",
+    mean_of_something_else: "activation",
     gate_and_value_swapped: "permutation",
     gate_of_channels_first: "permutation",
     another_gate: "activation",
@@ -402,7 +403,6 @@ RIVALS = (
     kernel_of_another,
     resized_by_chance,
     added_by_chance,
-    mean_of_something_else,
     any_scores,
 )
 

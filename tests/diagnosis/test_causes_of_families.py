@@ -85,6 +85,54 @@ def sum_of_a_function() -> Sides:
     return Sides(x.mean(-1), x.sin().mean(-1), {"x": x})
 
 
+def length_over_all_axes() -> Sides:
+    x = drawn(3, 12, 10)
+    return Sides(F.normalize(x, dim=-1), F.normalize(x, dim=(1, 2)), {"x": x})
+
+
+def shares_not_made_one() -> Sides:
+    best = drawn(40, 8).softmax(-1).topk(2, -1).values
+    return Sides(best / best.sum(-1, keepdim=True), best)
+
+
+# What goes on from token to token.
+
+
+def running_mean(keep: float, x: Tensor, state: Tensor) -> Tensor:
+    states: list[Tensor] = []
+    for step in range(x.shape[1]):
+        state = keep * state + (1 - keep) * x[:, step]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def another_decay() -> Sides:
+    x, none = drawn(2, 40, 12), torch.zeros(2, 12).double()
+    return Sides(running_mean(0.9, x, none), running_mean(0.8, x, none), {"x": x})
+
+
+def another_beginning() -> Sides:
+    x, none = drawn(2, 40, 12), torch.zeros(2, 12).double()
+    return Sides(running_mean(0.9, x, x[:, 0]), running_mean(0.9, x, none), {"x": x})
+
+
+def sum_from_the_end() -> Sides:
+    x = drawn(2, 40, 12)
+    return Sides(x.cumsum(1), x.flip(1).cumsum(1).flip(1), {"x": x})
+
+
+def decay_of_every_token() -> Sides:
+    x, none = drawn(2, 40, 12), torch.zeros(2, 12).double()
+    other = running_mean(0.9, x * (1 + drawn(2, 40, 12, seed=5).abs()), none)
+    return Sides(running_mean(0.9, x, none), other, {"x": x})
+
+
+def filter_with_another_number() -> Sides:
+    x = drawn(2, 400)
+    before = F.pad(x, (1, -1))
+    return Sides(x - 0.97 * before, x - 0.9 * before, {"x": x})
+
+
 # Borders and places.
 
 
@@ -248,6 +296,40 @@ def gate_left_out() -> Sides:
     return Sides(x * gate, x, parts={"gate": gate})
 
 
+def mask_of_other_blocks() -> Sides:
+    x, places = drawn(2, 4, 24, 24).exp(), torch.arange(24)
+    right, wrong = (places[:, None] // size == places // size for size in (8, 6))
+    return Sides(x * right, x * wrong)
+
+
+def shares_of_one_more() -> Sides:
+    x = drawn(2, 4, 20, 20)
+    right, wrong = (torch.ones(20, 20).tril(last).bool() for last in (0, 1))
+    hidden = (x.masked_fill(~seen, -torch.inf).softmax(-1) for seen in (right, wrong))
+    return Sides(*hidden)
+
+
+def curve_of_brightness() -> Sides:
+    x = drawn(2, 3, 12, 12).sigmoid()
+    return Sides(x ** (1 / 2.2), x ** (1 / 1.8))
+
+
+def guided_the_other_way() -> Sides:
+    x, y = drawn(2, 4, 12, 12), drawn(2, 4, 12, 12, seed=1)
+    return Sides(x + 7.5 * (y - x), y + 7.5 * (x - y), parts={"x": x, "y": y})
+
+
+def halves_of_a_batch() -> Sides:
+    x = drawn(4, 6, 8, 8)
+    first, second = x.chunk(2)
+    return Sides(first + 3 * (second - first), second + 3 * (first - second), {"x": x})
+
+
+def gate_with_one_more() -> Sides:
+    x, y = drawn(3, 20, 16), drawn(3, 20, 16, seed=1)
+    return Sides(F.silu(x) * (y + 1), F.silu(x) * y, parts={"x": x, "y": y})
+
+
 def function_of_two() -> Sides:
     x, y = drawn(3, 30, 16), drawn(3, 30, 16, seed=1)
     return Sides((x + y).tanh(), (x - y).sin(), {"x": x, "y": y})
@@ -340,6 +422,18 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     spread_for_variance: "activation",
     sum_for_mean_of_lengths: "scale",
     level_of_padded_samples: "mask scale",
+    length_over_all_axes: "scale",
+    shares_not_made_one: "scale",
+    another_decay: "scale",
+    another_beginning: "stale",
+    sum_from_the_end: "permutation",
+    filter_with_another_number: "scale",
+    mask_of_other_blocks: "mask",
+    shares_of_one_more: "mask",
+    curve_of_brightness: "activation",
+    guided_the_other_way: "permutation",
+    halves_of_a_batch: "permutation",
+    gate_with_one_more: "scale",
     ends_of_a_filter: "mask",
     pool_of_a_border: "mask",
     cut_at_another_corner: "shift",
@@ -377,6 +471,7 @@ RIVALS = (
     points_at_random,
     off_in_the_middle,
     function_of_two,
+    decay_of_every_token,
     some_at_random,
     steps_at_random,
     other_map,

@@ -157,8 +157,10 @@ def hidden(case: Case) -> Clue | None:
         return None
     rest = np.where(touched | blank_r | ~case.finite, 0.0, case.e)
     shown = np.where(touched | blank_r | ~case.finite, 0.0, case.r)
-    if float(np.sum(rest * rest)) > (3.0 * case.noise) ** 2 * float(np.sum(shown * shown)):
-        return None  # what both show must be the same
+    enough = (3.0 * case.noise) ** 2 * float(np.sum(shown * shown))
+    # What both show must be the same; of shares, the same but for what each row adds up to.
+    if float(np.sum(rest * rest)) > enough:
+        return _shares_of_others(case, np.where(blank_r, 0.0, r), np.where(blank_c, 0.0, c))
     values = np.where(blank_r, c, r)
     live = ~(blank_r & blank_c)
     # A function that gives zeros does so for one sign, or for small numbers; a mask asks neither.
@@ -169,6 +171,26 @@ def hidden(case: Case) -> Clue | None:
     if fewer and not more and not np.any(blank_r):
         return None  # zeros where the reference has none are a zeroed region
     return Clue("mask", 0.9, what, "hidden")
+
+
+def _shares_of_others(case: Case, r: F64, c: F64) -> Clue | None:
+    """Rows that add up to one on both sides, over other elements."""
+    if min(float(r.min()), float(c.min())) < 0.0:
+        return None
+    for axis, length in enumerate(r.shape):
+        sums = [x.sum(axis=axis) for x in (r, c)]
+        if length < 4 or any(float(np.abs(x - 1.0).max()) > 0.02 for x in sums):
+            continue
+        both: Flags = (r > 0.0) & (c > 0.0)
+        common = [np.where(both, x, 0.0) for x in (r, c)]
+        totals = [np.maximum(x.sum(axis=axis, keepdims=True), 1e-300) for x in common]
+        left = common[0] / totals[0] - common[1] / totals[1]
+        alone = float(np.max(1.0 - np.minimum(*(x.sum(axis=axis) for x in common))))
+        if alone > 0.01 and float(np.sum(left * left)) <= (4.0 * case.noise + 1e-6) ** 2 * r.size:
+            what = f"its shares along axis {axis} are those of the reference, over other elements"
+            near = float(np.sum(left * left)) / max(float(np.sum((c - r) ** 2)), 1e-300)
+            return Clue("mask", min(1.0 - near, 0.97), what, "shares")
+    return None
 
 
 _STEADY = 0.01
@@ -184,7 +206,7 @@ def _of_one_input(case: Case, every: int) -> Clue | None:
         xs, r, c = (y.reshape(-1)[::every][order] for y in (x, case.r, case.r + case.e))
         if _left_by_line(r, c) < max(_BENT, (10.0 * case.noise) ** 2):
             return None  # a factor and a constant, nearly
-        if len(np.unique(xs)) < 256 or max(map(_unsteady, (r, c, c - r))) > _STEADY:
+        if len(np.unique(xs)) < 128 or max(map(_unsteady, (r, c, c - r))) > _STEADY:
             continue
         # A factor, or a constant, is no other function.
         if min(_left_by_line(xs, c - r), _left_by_line(r, c)) < _CURVED:
@@ -325,6 +347,19 @@ def _halves(y: F64) -> tuple[tuple[str, F64], ...]:
     return ("below", np.minimum(y, 0.0)), ("above", np.maximum(y, 0.0))
 
 
+def _neighbours(y: F64) -> Iterator[tuple[str, F64]]:
+    """A tensor one place on, along axes of tokens or samples of a wave; zeros at the end."""
+    for axis in sorted({1, y.ndim - 1} if y.ndim > 1 else ()):
+        if y.shape[axis] < 8:
+            continue
+        for by, side in ((1, "before"), (-1, "behind")):
+            moved = np.roll(y, by, axis=axis)
+            end = [slice(None)] * y.ndim
+            end[axis] = slice(0, 1) if by > 0 else slice(-1, None)
+            moved[tuple(end)] = 0.0
+            yield f"what '{{}}' has one place {side} along axis {axis}", moved
+
+
 def _likely(case: Case, y: F64) -> Iterator[tuple[str, Callable[[F64], F64]]]:
     """Functions of a tensor that some elements of the error follow."""
     every = max(1, y.size // _PLACES)
@@ -416,6 +451,7 @@ def _term(case: Case, name: str, y: F64) -> Clue | None:
     if y.shape == case.r.shape:
         terms |= {"what '" + name + f"' has {side} zero": part for side, part in _halves(y)}
         terms |= {f"{label} of '{name}'": of(y) for label, of in _likely(case, y)}
+        terms |= {words.format(name): moved for words, moved in _neighbours(y)}
     terms |= {
         f"the mean of '{name}' along axis {axis}": y.mean(axis=axis, keepdims=True)
         for axis, length in enumerate(y.shape)

@@ -110,7 +110,8 @@ def _differing(
         return Clue("permutation", 1.0 - left / energy, what, "backwards")
     pairs = ((right.keeps, wrong.keeps), (right.takes, wrong.takes))
     if all(abs(a - b) <= _ALIKE * max(abs(a), abs(b)) for a, b in pairs):
-        return None  # what they begin with differs, and no share
+        what = "it runs on as the reference does, and begins with another state"
+        return Clue("stale", 1.0 - left / energy, what, "state")
     return Clue("scale", 1.0 - left / energy, what, "running")
 
 

@@ -59,9 +59,27 @@ def reduction(case: Case) -> Clue | None:
     for rights, wrongs in case.sources:
         members = (_reductions(case, tensors) for tensors in (rights, wrongs))
         clue = compared(case, (case.r, case.r + case.e), *members)
+        if clue is None:
+            # A mean in place of a largest one differs in what is divided as well.
+            members = (_by_kind(_reductions(case, tensors)) for tensors in (rights, wrongs))
+            clue = compared(case, (case.r, case.r + case.e), *members)
         if clue is not None:
             return clue
     return None
+
+
+def _by_kind(members: Iterator[Member]) -> Iterator[Member]:
+    """Members of which the divisor belongs to what they are."""
+    for member in members:
+        what, where, over = (member.settings[cause] for cause in ("activation", "scale", "mask"))
+        along, comma, divided = where.partition(",")
+        kind = what if divided.startswith(" not") else f"{what}{comma}{divided}"
+        if what in _KINDS or divided.startswith(f" {_BY_COUNT}"):
+            yield member._replace(settings={"activation": kind, "scale": along, "mask": over})
+
+
+_KINDS = ("the largest", "the smallest", "the logarithm of the sum of exponentials")
+_BY_COUNT = "divided by how many they are"
 
 
 def _reductions(case: Case, tensors: Mapping[str, F64]) -> Iterator[Member]:
@@ -113,11 +131,12 @@ def _of(x: F64, over: _Over) -> Iterator[Member]:
     sums = some.sum(axis=axes)
     middle = np.where(use, x - np.expand_dims(sums / np.maximum(count, 1.0), axes), 0.0)
     spread, squares = (middle * middle).sum(axis=axes), (some * some).sum(axis=axes)
-    along = f"along axis {axes[0]}" if len(axes) == 1 else f"along axes {', '.join(map(str, axes))}"
-    by_count = "divided by how many they are"
+    along = (
+        f"along axis {axes[0]}" if len(axes) == 1 else f"along axes {' and '.join(map(str, axes))}"
+    )
     divisors: dict[str, F64] = {
         "not divided": np.ones_like(count),
-        by_count: np.maximum(count, 1.0),
+        _BY_COUNT: np.maximum(count, 1.0),
         "divided by one less than they are": np.maximum(count - 1.0, 1.0),
         "divided by the root of how many they are": np.sqrt(np.maximum(count, 1.0)),
     }
@@ -149,7 +168,7 @@ def _of(x: F64, over: _Over) -> Iterator[Member]:
         raised = np.exp(hidden - np.expand_dims(largest, axes)).sum(axis=axes)
         soft = largest + np.log(raised)
         yield member("the logarithm of the sum of exponentials", "not divided", soft)
-        yield member("the logarithm of the sum of exponentials", by_count, soft - np.log(count))
+        yield member("the logarithm of the sum of exponentials", _BY_COUNT, soft - np.log(count))
 
 
 # Numbers that are divided by a sum of themselves.
@@ -188,7 +207,7 @@ def _divided(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> Iterator[Mem
                     "the largest size": np.abs(x).max(axis=axes, keepdims=True),
                     "the mean size": np.abs(x).mean(axis=axes, keepdims=True),
                 }
-                along = f"along axes {', '.join(map(str, axes))}"
+                along = f"along axes {' and '.join(map(str, axes))}"
                 for size, divisor in sizes.items():
                     with np.errstate(all="ignore"):
                         values = x / divisor
