@@ -187,9 +187,7 @@ COMMANDS: dict[str, Command] = {
         "convert:convert", LOOK, "convert a dump of another tool to a run, or a run to other files"
     ),
     "topology": Command("look:topology", LOOK, "write the structure of a model for a graph viewer"),
-    "doctor": Command(
-        "setup:doctor", LOOK, "print versions, kernel path and devices of this machine"
-    ),
+    "doctor": Command("setup:doctor", LOOK, "print versions and devices of this machine"),
     "completion": Command(
         "completion:completion",
         LOOK,
