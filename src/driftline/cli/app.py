@@ -187,9 +187,7 @@ COMMANDS: dict[str, Command] = {
         "convert:convert", LOOK, "convert a dump of another tool to a run, or a run to other files"
     ),
     "topology": Command("look:topology", LOOK, "write the structure of a model for a graph viewer"),
-    "doctor": Command(
-        "setup:doctor", LOOK, "print versions, kernel path and devices of this machine"
-    ),
+    "doctor": Command("setup:doctor", LOOK, "print versions and devices of this machine"),
     "completion": Command(
         "completion:completion",
         LOOK,
@@ -267,7 +265,7 @@ def command_app(name: str, function: CommandFunction) -> App:
         name=f"driftline {name}",
         help=_help_text(prose),
         help_format="plaintext",  # `model.*=*` is a pattern, not emphasis
-        help_flags=(),  # main() answers --help, wherever it stands on the line
+        help_flags=(),  # main() handles --help at any place on the line
         version_flags=(),
         group_parameters=OPTIONS,
         default_parameter=Parameter(
@@ -323,7 +321,7 @@ def _panels(name: str, arguments: Sequence[Argument]) -> list[HelpPanel]:
         by_group[EVERYDAY_OPTIONS.name][1].sort(
             key=lambda argument: min(everyday.index(n) for n in argument.names if n in everyday)
         )
-    # Groups of options are numbered; places have no number and stand first.
+    # Groups of options are numbered; positional arguments have no number and come first.
     groups = sorted(by_group.values(), key=lambda group: cast("int", group[0].sort_key or -1))
     panels = [
         create_parameter_help_panel(group, ArgumentCollection(members), "plaintext")
@@ -341,7 +339,7 @@ def _panels(name: str, arguments: Sequence[Argument]) -> list[HelpPanel]:
         words = Text(", ".join(underscored))
         if not panels or panels[-1].title != OTHER_TOOLS.name:
             panels.append(HelpPanel(title=OTHER_TOOLS.name, format="parameter"))
-        # An entry of its own, because a panel without entries is not shown.
+        # A separate entry, because a panel without entries is not shown.
         panels[-1].entries.append(
             HelpEntry(positive_names=("with underscores",), description=words)
         )

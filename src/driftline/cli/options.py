@@ -139,7 +139,7 @@ class ProgramOptions:
                 hint=f'driftline {name} --exec "python infer.py", '
                 f"or: driftline {name} -- python infer.py",
             )
-        # `--exec "a | b"` would hand "|" to the program, which fails in ways nobody understands.
+        # `--exec "a | b"` would pass "|" to the program, which then fails with confusing errors.
         operator = shell_operator(self.exec_)
         if operator:
             raise BadInput(

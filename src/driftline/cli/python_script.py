@@ -53,7 +53,7 @@ def step(name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwar
 
 
 def part(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call `function`, or record it as a value inside a later call, without a line of its own."""
+    """Call `function`, or record it as a value inside a later call, not on a separate line."""
     if not _scripts:
         return function(*args, **kwargs)
     return cast("R", _scripts[-1].inline(function, args, kwargs))

@@ -115,7 +115,7 @@ def _width(
     if callable(scale):
         scale = scale()
     if scale is None:
-        # Without terms the size of the whole result stands for them.
+        # Without terms, the size of the whole result is used.
         kept = size[finite]
         scale = math.sqrt(float(np.mean(kept * kept))) if kept.size else 0.0
     width = np.abs(np.asarray(scale, np.float64)).reshape(-1)

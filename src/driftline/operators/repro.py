@@ -168,7 +168,7 @@ def reproduction_of(
             bounds[f"output{output.slot}"] = numbers
     inputs_by_name = {f"input{number}": dumped for number, dumped in enumerate(inputs.tensors)}
     produced = {f"output{dumped.slot}": dumped for dumped in outputs}
-    # A folder's name comes from a stranger, and goes into a program: letters and digits only.
+    # A folder's name is untrusted and goes into a program: letters and digits only.
     place = _UNSAFE.sub("_", call.site)[:200]
     title = f"{call.op_type} at {place} (operation {call.ids}): its output is not right."
     head = _HEAD.format(title=title, tensors=TENSORS, script=SCRIPT)
@@ -245,7 +245,7 @@ def _collect(module: str, texts: dict[str, str]) -> None:
 
 
 def write(reproduction: Reproduction, folder: Path) -> Path:
-    """Write a reproduction into a folder of its own below the given one; returns the script.
+    """Write a reproduction into a new folder below the given one; returns the script.
 
     Raises:
         BadFile: It cannot be written.

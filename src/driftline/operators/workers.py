@@ -69,7 +69,7 @@ def _encoded_row(checked: Checked, row: OutputRow) -> list[Any]:
 
 
 def fingerprint(source: Source) -> str:
-    """A digest that tells the calls of one source from those of another."""
+    """A digest that identifies the calls of a source."""
     # Only what identifies a call goes into the digest; parameters may be large.
     digest = hashlib.sha256()
     for number in range(len(source)):

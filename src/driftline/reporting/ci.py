@@ -134,7 +134,7 @@ class SiteCases(Iterable[Case]):
 
     def _step_by_step(self, rows: RowSpool) -> Iterator[Case]:
         extra: dict[_Place, list[Row]] = {}
-        # Extra rows stand at the end of a table, but belong to the cases of their step.
+        # Extra rows are at the end of a table, but belong to the cases of their step.
         if rows.coverage.extra:
             for row in rows:
                 if row.status == "extra":
@@ -408,7 +408,7 @@ def _bounded(view: View) -> View:
 
 def write_junit(checks: Checks, stream: TextIO) -> None:
     """The whole document, ended by a newline."""
-    # A case of its own: a run may fail though no single site does, such as by coverage.
+    # A separate case: a run may fail although no single site does, for example by coverage.
     outcome: Outcome = "fail"
     if checks.passed:
         # An allowed INCOMPLETE is not a pass.

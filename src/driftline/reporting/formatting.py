@@ -120,7 +120,7 @@ WIDTH = 40
 BEYOND = "!"
 """The sign for values that are not finite."""
 _COLDEST, _HOTTEST = -3.0, 1.0
-"""Decimal logarithms of value over limit that the lowest and the highest bar stand for."""
+"""Decimal logarithms of value over limit for the lowest and the highest bar."""
 
 
 def spark(values: Sequence[float | None], width: int = WIDTH, *, errors: bool = False) -> str:

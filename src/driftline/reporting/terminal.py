@@ -64,7 +64,7 @@ def show(view: View, stream: TextIO | None = None) -> None:
 def written_for(stream: TextIO, text: str) -> str:
     """The text; with our own signs in ASCII if the stream's encoding lacks them."""
     try:
-        # Three signs stand for all of ours: an encoding has either all of them or none.
+        # Testing three of our signs is enough: an encoding has either all of them or none.
         "▁└…".encode(stream.encoding or "utf-8")
     except (UnicodeEncodeError, LookupError, AttributeError):
         return text.translate(_ASCII)
@@ -136,7 +136,7 @@ def curve(block: Curve, width: int) -> Iterator[str]:
     if block.marked is not None:
         column = group_of(block.marked, len(block.values), wide)
         label = printable(block.label)
-        # The label stands right of the mark, else left of it, else it is left out.
+        # The label is right of the mark, or left of it, or left out if there is no room.
         if column + 2 + columns(label) <= width:
             yield " " * column + f"▲ {label}"
         elif column > columns(label):

@@ -107,7 +107,7 @@ def _print_findings(options: ValidateOptions, verdict: Verdict, session: Session
     try:
         table = judge(explain(options, first, session))
     except DriftlineError as trouble:
-        # The verdict stands without the layers.
+        # The verdict is valid without the layers.
         print(f"the layers could not be compared: {trouble}")
         return
     for line in layer_lines(table):

@@ -171,7 +171,7 @@ def _fish(commands: dict[str, _Command]) -> Iterator[str]:
             words = ["complete -c driftline", f"-n {condition}"]
             for spelling in option.spellings:
                 bare = spelling.lstrip("-")
-                # fish tells -o, -old and --new apart, as our options do.
+                # fish distinguishes -o, -old and --new, and our options have all three forms.
                 kind = "-l" if spelling.startswith("--") else "-s" if len(bare) == 1 else "-o"
                 words.append(f"{kind} {bare}")
             if option.takes_value:

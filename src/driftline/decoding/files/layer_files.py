@@ -42,11 +42,11 @@ _BLOCK = 1 << 16
 
 
 class LayerSum(NamedTuple):
-    """What one layer's files hold, in short.
+    """A summary of one layer's files.
 
     Attributes:
-        layer: As in the file names.
-        site: As the model calls it.
+        layer: Its name in file names.
+        site: Its name in the model.
         outputs: How many outputs of how many iterations were compared.
         rows: Rows that count.
         nonfinite: Rows that are NaN: non-finite on one side only, or altogether.
@@ -88,11 +88,11 @@ class LayerSum(NamedTuple):
 
 
 class LayerFiles:
-    """Takes figures as they come, and names the files in the end.
+    """Appends figures to draft files, and gives the files their final names at the end.
 
     Args:
-        drafts: Folder where the files grow.
-        library: Whose names the model has.
+        drafts: Folder of the draft files.
+        library: The library whose names the model has.
         elements: Whether abs_diff files hold every element.
     """
 
@@ -130,7 +130,7 @@ class LayerFiles:
                     file.write(("\n".join(lines) + "\n").encode("ascii"))
 
     def finish(self, folder: Path, prefix: str) -> list[str]:
-        """Give every file its name in the folder of the results; the names."""
+        """Move every file to its name in the folder of the results; returns the names."""
         names: list[str] = []
         for number, layer in enumerate(self.sums.values()):
             for metric in LAYER_CSV_METRICS:
@@ -198,15 +198,16 @@ def layer_table(
 
 
 def table_of_files(table: Path, thresholds: Thresholds) -> Table | None:
-    """The layer files beside a `….layers` table, where thresholds are of such files.
+    """The layer files of a `….layers` table as a table, if thresholds were made from such files.
 
-    A threshold that was made of all values of a layer's file is held to all values of a layer's
-    file: single outputs and iterations, which are the table's rows, are on both sides of it.
+    A threshold that was made from all values of a layer's file must be compared with all values of
+    a layer's file: single outputs and iterations, which are the table's rows, are above and below
+    it.
 
     Returns:
-        None for other tables and other thresholds, and where the files are gone.
+        None for other tables and other thresholds, and if the files are missing.
     """
-    # Thresholds of a comparison's own columns are held to the table itself.
+    # Thresholds of a comparison's own columns are compared with the table itself.
     metrics = {entry.metric for entry in thresholds.entries if entry.site}
     if table.suffix != LAYER_TABLE or not metrics or not metrics <= set(LAYER_METRICS):
         return None
@@ -238,7 +239,7 @@ def table_to_judge(path: StrPath, thresholds: Thresholds | None = None) -> Table
 
     Args:
         path: A folder that `compare -o` wrote, or one of layer files.
-        thresholds: What it will be held to: says whose files to take, and which statistic.
+        thresholds: The limits that will be applied: they select the model's files and statistics.
 
     Raises:
         BadInput: There is neither.

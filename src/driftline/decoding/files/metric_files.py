@@ -5,9 +5,9 @@
 have no csv files: they are columns of `….tokens.parquet`. File names are parsed, never matched by
 prefix: `tiny-v1` does not own the files of `tiny-v1-instruct`.
 
-`driftline metrics` writes `….provenance.json` and `driftline layer-metrics` `….layers.json` beside
-them. Files of other tools have neither, and a damaged one is treated as absent, because only an
-order of layers and a warning depend on it.
+`driftline metrics` also writes `….provenance.json`, and `driftline layer-metrics` `….layers.json`.
+Files of other tools have neither, and a damaged one is treated as absent, because only the order of
+layers and a warning depend on it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MetricFiles(NamedTuple):
 
     @property
     def passed_over(self) -> str:
-        """What is to be said of hashed names; empty if there are none."""
+        """A sentence about files with hashed names; empty if there are none."""
         if not self.hashed:
             return ""
         if self.hashed == 1:
@@ -118,7 +118,7 @@ class MetricFiles(NamedTuple):
         Raises:
             BadInput: There is none.
         """
-        # Of what is missing the nearest is named: another level, a similar model, hashed names.
+        # The hint names the most likely mistake: the other level, a similar model, hashed names.
         own_files = [file for file in self.files if file.named.model == flat_name(model)]
         wanted = [
             file for file in own_files if file.metric == metric and bool(file.layer) == layers
@@ -275,7 +275,7 @@ _ORDER = (
     *("wg", "gate_proj", "a", "act_fn", "w1", "up_proj", "w2", "down_proj"),
     *("dec_norm", "norm", "ln_f", "base_model", "model", "head", "lm_head"),
 )
-"""Where the parts of usual decoders stand; file names do not say in which order layers ran."""
+"""The usual order of the parts of decoders; file names do not show the order of layers."""
 _PLACE = {word: index for index, word in enumerate(_ORDER)}
 
 
@@ -290,7 +290,7 @@ def _execution(layer: str) -> tuple[Any, ...]:
 
 
 def _spread(match: re.Match[str]) -> str:
-    """`layers7` is layer 7; `w1` is a name of its own."""
+    """Separate a number from its list: `layers7` is layer 7, but `w1` is a name."""
     before = match.string[: match.start()].rpartition(".")[2]
     return f".{match[1]}" if before in ("layers", "h", "blocks") else match[0]
 
@@ -362,7 +362,7 @@ def _numbers(text: bytes, path: Path, line: int) -> Values:
 
 
 class Provenance(NamedTuple):
-    """How metric files were made, as far as the files next to them say.
+    """How metric files were made, as far as the files in the same folder show.
 
     Attributes:
         targets: Each kind of run that was pooled: reference, candidate, weights, ….
@@ -374,7 +374,7 @@ class Provenance(NamedTuple):
 
 
 def read_provenance(files: Iterable[MetricFile]) -> Provenance:
-    """What the files beside these say."""
+    """Read how these files were made from the files in the same folder."""
     provenance = Provenance([], [])
     for path in dict.fromkeys(path for file in files for path in _provenance_paths(file)):
         content = _read(path)
@@ -393,9 +393,9 @@ def read_provenance(files: Iterable[MetricFile]) -> Provenance:
 
 
 def differing_settings(targets: Sequence[Mapping[str, str]]) -> list[str]:
-    """In what several kinds of runs differ; a number format alone does not count.
+    """The settings in which several kinds of runs differ, except the number format.
 
-    What a run does not name cannot differ: older versions name less.
+    Settings that a run does not name are ignored: older versions record fewer.
 
     >>> differing_settings([{"weights": "a", "mode": "x"}, {"weights": "b", "mode": "x"}])
     ['weights']

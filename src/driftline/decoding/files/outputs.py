@@ -44,13 +44,13 @@ AT_REFERENCE = "reference_logits"
 
 
 class Outputs(NamedTuple):
-    """What a `.out` folder holds.
+    """The contents of a `.out` folder.
 
     Attributes:
         tokens: int64 [tokens] per prompt.
         logits: [new, vocabulary] per prompt; empty if only tokens were kept.
-        top: The other tensors per prompt, where only the largest logits were kept.
-        provenance: Where it comes from; empty if another program wrote it.
+        top: The other tensors per prompt, if only the largest logits were kept.
+        provenance: How it was made; empty if another program wrote it.
     """
 
     tokens: list[torch.Tensor]
@@ -68,14 +68,14 @@ def write_out(
     provenance: Mapping[str, Any] | None = None,
     work_folder: Path | None = None,
 ) -> None:
-    """Write a `.out` folder; it is there whole, or not at all.
+    """Write a `.out` folder, completely or not at all.
 
     Args:
-        folder: Its place. What is there already is replaced.
+        folder: Its path. An existing one is replaced.
         tokens: Per prompt.
         logits: Per prompt; None: tokens only, or `top`.
-        top: Per prompt what is kept instead of the logits.
-        provenance: Kept next to them.
+        top: Per prompt, the tensors that replace the logits.
+        provenance: Saved in the folder.
         work_folder: Folder of the same file system where it is written first; the parent if not
             given.
 
@@ -98,7 +98,7 @@ def write_out(
                     "tokens": ids.clone(),
                     **{name: t.clone() for name, t in top[index].items()},
                 }
-            # By way of memory: torch's own writer says of a full disk only that it failed.
+            # Through memory: torch's own writer reports a full disk without the reason.
             content = io.BytesIO()
             torch.save(prompt, content)
             with (draft / f"{index}.pt").open("wb") as file:
@@ -139,8 +139,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under another name, then rename it: nobody ever sees half of it."""
-    # In the same folder: a rename across file systems would be a copy, and not at once.
+    """Write a file under another name, then rename it, so that no reader sees half of it."""
+    # In the same folder: a rename across file systems would be a copy, which is not atomic.
     descriptor, draft = tempfile.mkstemp(prefix=".driftline-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -160,7 +160,7 @@ def write_csv(path: Path, metric: str, values: Sequence[float]) -> None:
 
 
 def read_out(folder: Path) -> Outputs:
-    """Read a `.out` folder, whoever wrote it.
+    """Read a `.out` folder, of this or another program.
 
     Raises:
         BadFile: It is missing, empty, damaged, or holds something else.
@@ -188,7 +188,7 @@ def read_out(folder: Path) -> Outputs:
 
 
 def read_prompt(folder: Path, prompt: int) -> Outputs:
-    """One prompt of a `.out` folder, for who needs no other: logits of all may not fit.
+    """Read one prompt of a `.out` folder: the logits of all may not fit into memory.
 
     Raises:
         BadFile: It is missing, damaged, or holds something else.
@@ -258,12 +258,12 @@ def _provenance(folder: Path) -> dict[str, Any]:
 def shorten(
     logits: torch.Tensor, count: int, *, reference: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """What is kept of [new, vocabulary] logits.
+    """The largest logits of [new, vocabulary] logits.
 
     Args:
-        logits: Of one prompt.
+        logits: The logits of one prompt.
         count: How many of each row.
-        reference: What was kept of the other side's, for a candidate.
+        reference: For a candidate: the kept logits of the other side.
     """
     import torch
 

@@ -32,8 +32,8 @@ PLACES = {
     "position": "int32",
     "token": "int64",
 }
-"""Where a row belongs: the round, the prompt's place in the batch and its name, how many generated
-tokens came before, and the reference's token."""
+"""The address of a row: the round, the prompt's index in the batch and its name, the number of
+generated tokens before, and the reference's token."""
 SCORES = {
     "ce": "double",
     "prob_mean": "double",
@@ -46,7 +46,7 @@ SCORES = {
     "rank_of_reference": "int64",
     "gap": "double",
 }
-"""What `scoring.score` gives per token, as typed columns."""
+"""The results of `scoring.score` per token, as typed columns."""
 METADATA = b"driftline"
 """Key of the provenance in the table's own metadata."""
 GROUP = 1 << 14
@@ -56,7 +56,7 @@ FEW = 32
 
 
 class Rows(NamedTuple):
-    """Rows by column; a score that could not be had is a column of None."""
+    """Rows by column; a score that was not computed is a column of None."""
 
     columns: dict[str, Sequence[Any] | Array]
 
@@ -82,7 +82,7 @@ def rows_of(
     }
     for name in SCORES:
         values = scores.get(name)
-        # Absent, not NaN: a score that was not computed is no bad score.
+        # Absent, not NaN: a score that was not computed is not a bad score.
         columns[name] = [None] * kept if values is None else values[:kept]
     return Rows(columns)
 
@@ -167,11 +167,11 @@ def _arrow(rows: Rows) -> Any:
 
 
 def _write(path: Path, tables: Iterator[Any], provenance: Mapping[str, Any]) -> None:
-    """Write a table under another name, then rename it: nobody ever sees half of it."""
+    """Write a table under another name, then rename it, so that no reader sees half of it."""
     pq = require("pyarrow.parquet")
     schema = _schema(provenance)
     try:
-        # A name of its own: workers write their tables into one folder at the same time.
+        # A unique name: workers write their tables into one folder at the same time.
         descriptor, draft = tempfile.mkstemp(
             prefix=".driftline-", suffix=path.suffix, dir=path.parent
         )

@@ -27,12 +27,12 @@ _BEFORE = 32
 
 
 def write_validation(verdict: Verdict, folder: Path, tokenizer: Any = None) -> Path:
-    """Write both files of one model and shape; what is there is replaced.
+    """Write both files of one model and shape; existing ones are replaced.
 
     Args:
-        verdict: What was found.
-        folder: Made if it is not there.
-        tokenizer: Turns ids into text, where there is one.
+        verdict: The result.
+        folder: The folder; it is created if it does not exist.
+        tokenizer: Turns ids into text; optional.
 
     Returns:
         The JSON file.
@@ -47,7 +47,7 @@ def write_validation(verdict: Verdict, folder: Path, tokenizer: Any = None) -> P
         folder.mkdir(parents=True, exist_ok=True)
         if verdict.rows:
             table = folder / f"{verdict.options.prefix}{TOKEN_TABLE}"
-            # Before the JSON file: where that is, the table is complete.
+            # Before the JSON file: if that exists, the table is complete.
             write_part(table, verdict.rows, {"settings": document["settings"]})
         write_json(path, document)
     except OSError as trouble:

@@ -34,7 +34,7 @@ def require_writable(folder: Path, option: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A name of its own: with one name for all, a worker would delete another's file.
+        # A unique name: with one name for all, a worker would delete another's file.
         descriptor, probe = tempfile.mkstemp(prefix=".driftline-probe-", dir=folder)
         os.close(descriptor)
         Path(probe).unlink()
@@ -46,12 +46,12 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def work_folder_path(folder: Path, task: str, name: str) -> Path:
-    """Where unfinished work of this name is, if there is any.
+    """The path of unfinished work of this name, if there is any.
 
     Args:
-        folder: Of the results.
+        folder: Folder of the results.
         task: The kind of work.
-        name: What the results are called; only its digest is used, as it may be long.
+        name: Name of the results; only its digest is used, as it may be long.
     """
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return folder / f".driftline-{task}-{digest}"
@@ -82,7 +82,7 @@ def empty_work_folder(folder: Path, task: str, name: str, option: str) -> Genera
 def resumable_work_folder(
     folder: Path, task: str, name: str, option: str, *, fresh: bool = False
 ) -> Generator[Path]:
-    """A work folder with the files that finished steps have left; it stays until all is done.
+    """A work folder with the files of finished steps; it stays until all work is done.
 
     Folders in it are drafts that were not renamed in time, and are deleted. With `fresh` the files
     are deleted as well.
@@ -103,7 +103,7 @@ def resumable_work_folder(
 
 
 def begin_renaming(work: Path) -> None:
-    """From now on files get their final names; until all have, the folder says so."""
+    """Mark that files are being renamed; the mark stays until all have their final names."""
     (work / _RENAMING).touch()
 
 
@@ -128,7 +128,7 @@ def _locked(folder: Path, task: str, name: str, option: str) -> Generator[Path]:
                 ) from None
             except OSError:  # a file system without locks
                 pass
-            # A lock on a file that was deleted before it was locked keeps nobody out.
+            # A lock on a file that was deleted before it was locked has no effect.
             if _is_at(lock, work / _LOCK):
                 yield work
                 return
@@ -142,7 +142,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _clear(work: Path, *, files: bool) -> None:
-    """Delete what a killed process has left, but for the lock."""
+    """Delete the remains of a killed process, except the lock."""
     for entry in work.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -151,10 +151,10 @@ def _clear(work: Path, *, files: bool) -> None:
 
 
 def _delete(work: Path) -> None:
-    """Delete the folder; the lock goes last, as a new user may come in as soon as it is gone."""
+    """Delete the folder, the lock last: without it, another process may start to use the folder."""
     try:
         _clear(work, files=True)
         (work / _LOCK).unlink()
         work.rmdir()
-    except OSError:  # somebody has come in, or what is left cannot be deleted
+    except OSError:  # another process uses it, or the rest cannot be deleted
         pass

@@ -1,4 +1,4 @@
-"""Where two models that run alternately meet, output by output.
+"""Compares two models that run alternately, output by output.
 
 Each model is captured into its own sink. The candidate runs until one of its layers has produced an
 output; then the reference runs until the layer of the same name has, the two are compared, and both
@@ -22,7 +22,7 @@ from driftline.runs.sinks import JSON
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Met = Callable[[Pair, Bytes, Bytes], None]
-"""Takes a pair and the flat bytes of both sides, which are gone when it returns."""
+"""Takes a pair and the flat bytes of both sides, which are valid only during the call."""
 
 
 class Event(NamedTuple):
@@ -38,11 +38,11 @@ class Rendezvous:
     """Two sinks, and the outputs that wait between them.
 
     Attributes:
-        reference: What the reference is captured into, in a thread of its own.
-        candidate: What the candidate is captured into. `met` is called in its thread.
-        alone: Records that the other side did not have, of the calls that are over, by side.
-        events: What capture reported.
-        most: The most bytes of outputs that had to be kept waiting at any time.
+        reference: The sink of the reference, which runs in its own thread.
+        candidate: The sink of the candidate. `met` is called in its thread.
+        alone: Records of finished calls that the other side did not have, by side.
+        events: Events of the capture.
+        most: The largest number of bytes of outputs that waited at the same time.
     """
 
     def __init__(self, met: Met) -> None:
@@ -61,16 +61,16 @@ class Rendezvous:
         self._failure: BaseException | None = None
 
     def begin(self) -> None:
-        """Both models are about to be called."""
+        """Prepare for a call of both models."""
         self._reference_over = self._candidate_over = False
 
     def await_turn(self) -> None:
-        """The reference's thread waits here before its call, until the candidate waits for it."""
+        """Wait, in the reference's thread, until the candidate needs its first output."""
         with self._change:
             self._change.wait_for(self._reference_may_run)
 
     def over(self, side: str) -> None:
-        """A model's call has returned, or will not: nobody must wait for it."""
+        """Note that a model's call is over, so that the other does not wait for it."""
         with self._change:
             if side == "reference":
                 self._reference_over = True
@@ -79,10 +79,10 @@ class Rendezvous:
             self._change.notify_all()
 
     def end(self) -> None:
-        """Both calls are over: what was kept waiting has no partner.
+        """Finish after both calls: outputs that still wait have no partner.
 
         Raises:
-            BaseException: Whatever went wrong while a pair was looked at.
+            BaseException: The error that occurred while a pair was measured.
         """
         self.alone += [("reference", record) for record, _ in self._waiting.values()]
         self._waiting.clear()
@@ -94,7 +94,7 @@ class Rendezvous:
         return self._wanted is not None or self._candidate_over
 
     def _offer(self, record: Record, data: Bytes) -> None:
-        """The reference gave something; it stands still until the candidate wants another."""
+        """Take an output of the reference, which then waits until the candidate needs another."""
         with self._change:
             self._change.wait_for(self._reference_may_run)
             wanted = self._wanted
@@ -102,7 +102,7 @@ class Rendezvous:
                 # The outer module has given its output already: the inner ones never will.
                 self.alone.append(("reference", record))
             elif record.key == wanted:
-                # No copy is needed: the reference stands still until the pair is measured.
+                # No copy is needed: the reference waits until the pair is measured.
                 self._shown = record, data
                 self._wanted = None
                 self._change.notify_all()
@@ -116,7 +116,7 @@ class Rendezvous:
                 self.most = max(self.most, self._waiting_bytes)
 
     def _take(self, record: Record, data: Bytes) -> None:
-        """The candidate gave something; it stands still until the reference has."""
+        """Take an output of the candidate, which then waits for that of the reference."""
         with self._change:
             partner = self._waiting.pop(record.key, None)
             if partner is not None:
@@ -155,7 +155,7 @@ def _inside(key: TensorKey, outer: TensorKey) -> bool:
 
 
 class _Sink:
-    """A sink that hands everything on; see `Sink` for what the methods promise."""
+    """A sink that passes everything on to callbacks; `Sink` documents the methods."""
 
     def __init__(
         self,
@@ -181,16 +181,16 @@ class _Sink:
         self._event(self.side, kind, message, str(details.get("site", "")))
 
     def describe(self, **facts: JSON) -> None:
-        """Where the outputs come from is known to whoever loaded the models."""
+        """Do nothing: the caller knows the models."""
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
-        """Names say it all: both sides are the same model."""
+        """Do nothing: both sides are the same model, so names are enough."""
 
     def step_done(self, step: int) -> None:
-        """The caller makes the steps."""
+        """Do nothing: the caller counts steps."""
 
     def flush(self) -> None:
-        """There is nothing to write."""
+        """Do nothing: no file is written."""
 
     def close(self) -> None:
-        """There is nothing to seal."""
+        """Do nothing: no file is written."""

@@ -45,17 +45,17 @@ _NARROW = 256
 _BLOCK = 1 << 16
 """Elements that are measured together; float64 copies of them stay in the cache."""
 _FIGURES = ("relative_l2", "cosine", "max_abs_error", "mean_abs_error")
-"""Of the table, those that say how far two outputs are apart."""
+"""The metrics of the table that measure the distance of two outputs."""
 _SHARE = 1 << 19
-"""Elements that are worth a thread."""
+"""The smallest number of elements for which a thread is used."""
 
 
 class Span(NamedTuple):
     """The text of one call.
 
     Attributes:
-        real: [batch, tokens], True where a token is no padding, from the first to the last token.
-        cached: How many tokens the cache held already; the model was given the others.
+        real: [batch, tokens], True where a token is not padding, from the first to the last token.
+        cached: How many tokens the cache held already; the model got the others as input.
         new: The first position that no earlier call has computed.
     """
 
@@ -94,7 +94,7 @@ def token_rows(shape: tuple[int, ...], slot: str, span: Span) -> Mask | None:
             return mask.reshape(-1)
         return _anywhere(mask)[0] if lead[0] == tokens else None
     axes = tuple(axis for axis in range(1, len(lead)) if lead[axis] == tokens)
-    # An output whose shape does not fit the text has no padding that could be found.
+    # If an output's shape does not fit the text, its padding is unknown.
     if lead[0] not in (1, batch) or not axes:
         return None
     return _spread(mask, lead, axes)
@@ -171,7 +171,7 @@ def measure_rows(
     *,
     elements: bool = False,
 ) -> RowMetrics:
-    """Measure one pair of outputs; one that cannot be compared has no rows and says why.
+    """Measure one pair of outputs; if it cannot be compared, it has no rows but a reason.
 
     Args:
         pair: The two records.
@@ -216,7 +216,7 @@ def measure_rows(
     # What is NaN on one side only is in `one_sided`, and makes its row NaN.
     nan = min(sum(part.r_nan for part in parts), sum(part.c_nan for part in parts))
     if nan:
-        # A layer that gives NaN on both sides agrees in nothing: no figure of it may pass.
+        # A layer with NaN on both sides does not agree: none of its figures may pass.
         unknown = {name: math.nan for name in _FIGURES if name in row.metrics}
         reason = f"elements that are NaN on both sides: {nan}"
         row = row._replace(metrics={**row.metrics, **unknown}, reason=reason)
@@ -370,7 +370,7 @@ def _counted(values: ValuePair, places: Places, width: int) -> ValuePair:
 
 
 def _decoded(values: ValuePair, start: int, stop: int) -> tuple[F64, F64]:
-    """Both sides of a stretch, without what is non-finite alike on both."""
+    """Both sides of a stretch, without elements that are the same non-finite value on both."""
     part = values._replace(
         reference=values.reference[start:stop],
         candidate=values.candidate[start:stop],

@@ -54,7 +54,7 @@ class Walk(NamedTuple):
             that the reference does not have.
         tokens: int64 [prompts, length + new]: what both read, and what the reference says next.
         events: What capture reported.
-        most_waiting: The most bytes of outputs that had to wait for their partner at once.
+        most_waiting: The largest number of bytes of outputs that waited for a partner.
     """
 
     rows: tuple[Row, ...]
@@ -74,7 +74,7 @@ def walk_layers(
     elements: bool = False,
     progress: Progress | None = None,
 ) -> Walk:
-    """Run both models on one batch and compare what every module of them gives.
+    """Run both models on one batch and compare the outputs of every module.
 
     Args:
         reference: The trusted model.
@@ -171,7 +171,7 @@ def _run_reference(
 
 
 def _call_model(side: str, model: DecoderModel, call: _Call, cache: Any, every: bool) -> Forward:
-    """One call; what goes wrong inside a model becomes one sentence."""
+    """One call; an exception inside a model becomes one message."""
     try:
         return model.forward(*call.arguments, cache, every_position=every)
     except Exception as trouble:
@@ -211,14 +211,14 @@ def _separate_modules(reference: nn.Module, candidate: nn.Module) -> Generator[N
 
 
 class _Call(NamedTuple):
-    """Ids, mask and positions of one call, and which of its tokens count."""
+    """Ids, mask and positions of one call, and the tokens that count."""
 
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     span: Span
 
 
 class _Text:
-    """The tokens of a batch as they grow, and what a model is given of them."""
+    """The growing tokens of a batch, and the inputs of a model for each step."""
 
     def __init__(self, batch: Padded, new: int) -> None:
         import torch
@@ -242,20 +242,20 @@ class _Text:
         return _Call(arguments, Span(np.asarray(mask), start, end - 1 if step else 0))
 
     def say(self, step: int, chosen: torch.Tensor) -> None:
-        """Both go on with the reference's choice."""
+        """Append the reference's choice, with which both sides continue."""
         end = self.width + step
         self.tokens[:, end] = chosen
         self.positions[:, end] = self.after + step
 
 
 class _Backends:
-    """Which outputs of the two models their backends did not compute."""
+    """The outputs of the two models that their backends did not compute."""
 
     def __init__(self, *models: DecoderModel) -> None:
         self._units = [{unit.site or ROOT: unit for unit in model.units} for model in models]
 
     def refusal(self, site: str) -> str:
-        """Why an output cannot be taken for the backend's; empty if it can."""
+        """Why an output was not computed by the backend; empty if it was."""
         for side, units in zip(("reference", "candidate"), self._units, strict=True):
             for place in _places_above(site) if units else ():
                 unit = units.get(place)
@@ -275,7 +275,7 @@ def _places_above(site: str) -> list[str]:
 
 
 class _Take(NamedTuple):
-    """Where the metrics go, whether every element is wanted, and what may be measured at all."""
+    """The callback for metrics, whether it takes every element, and which outputs are measured."""
 
     metrics: Take
     elements: bool
@@ -316,7 +316,7 @@ class _Measurement:
                 self._progress(self._done, max(self._total, self._done))
 
     def step_done(self, steps: int, count: int) -> None:
-        """After the first iteration it is known how many module calls one has."""
+        """Set the total of module calls, which is known after the first iteration."""
         self._total = self._done * count // steps
 
 
@@ -338,7 +338,7 @@ def _extra(rendezvous: Rendezvous) -> list[Row]:
 
 
 class _Thread:
-    """One thread for all calls of the reference: torch keeps a pool of its own for every thread."""
+    """One thread for all calls of the reference: torch keeps a pool for every thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Forward] | None] = queue.SimpleQueue()

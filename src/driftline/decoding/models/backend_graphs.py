@@ -1,8 +1,8 @@
 """Parts of a model that a backend of `torch.compile` runs, and the graphs that really reached it.
 
-`torch.compile` falls back to plain Python without a word: of a layer of `torch.nn` itself it makes
-no graph at all, unless a function of somebody else calls it. An output that no backend computed
-must not be taken for the backend's, so every unit counts the graphs that its backend has compiled.
+`torch.compile` silently falls back to plain Python: it makes no graph of a layer of `torch.nn`
+itself, unless a function outside torch calls it. An output that no backend computed must not be
+taken for the backend's, so every unit counts the graphs that its backend has compiled.
 """
 
 # torch's own annotations are partial.
@@ -25,9 +25,9 @@ class CompiledUnit:
         site: The part's path in the model; empty for the model itself.
         backend: Name of the backend.
         graphs: Graphs that the backend has compiled.
-        first_graphs: Those of the first call: with more than one, Python runs what is between.
+        first_graphs: Those of the first call; if there are several, Python runs the code between.
         calls: How often the part was called.
-        hands_on: So far every call returned what it was given, so there was nothing to compile.
+        hands_on: Whether every call so far returned its input: there was nothing to compile.
     """
 
     def __init__(self, site: str, backend: str) -> None:
@@ -56,7 +56,7 @@ class CompiledUnit:
         return self.calls > 0 and not self.graphs and not self.hands_on
 
     def called(self, arguments: Any, returned: Any) -> None:
-        """The part was called; what it was given and what it returned."""
+        """Record a call of the part with its arguments and result."""
         self.calls += 1
         if self.calls == 1:
             self.first_graphs = self.graphs
@@ -70,10 +70,10 @@ class GraphCount(NamedTuple):
 
     Attributes:
         backend: Name of the backend; empty for a model that is not compiled.
-        graphs: Graphs it has compiled.
-        units: Parts that were called and had something to compile.
-        missed: Sites of those of which it saw none.
-        broken: Sites of those that it saw in several pieces.
+        graphs: Number of graphs that it compiled.
+        units: Number of parts that were called and had something to compile.
+        missed: Sites of parts of which no graph reached it.
+        broken: Sites of parts that reached it in several graphs.
     """
 
     backend: str
@@ -145,5 +145,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's values are: a view of the same values is the same tensor."""
+    """The memory of a tensor's values: a view of the same values counts as the same tensor."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,8 +1,8 @@
 """How a model is executed: compiled part by part, and with how many threads.
 
-Inside a compiled graph no layer has an output of its own. A model compiled as a whole shows only
-its logits; compiled block by block, every block's output can be captured. What each part's backend
-was given is counted by `backend_graphs`.
+Layers inside a compiled graph have no visible output. A model compiled as a whole shows only its
+logits; compiled block by block, the output of every block can be captured. `backend_graphs` counts
+the graphs of each part.
 """
 
 # torch, transformers, fms and pyarrow are only partly annotated.
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 Unit = Literal["block", "leaf", "model"]
-"""What is one graph: a block of layers, each single layer, or all of it."""
+"""The part that becomes one graph: a block of layers, each single layer, or the whole model."""
 _GRAPHS = 1 << 16
 """Graphs of one function; more than any model has layers and shapes."""
 
 
 def compile_parts(model: DecoderModel, unit: Unit) -> int:
-    """Compile the parts of a model instead of the whole; how many there are.
+    """Compile the parts of a model instead of the whole; returns their number.
 
     A model whose target is not compiled stays as it is.
     """
@@ -53,7 +53,8 @@ def compile_parts(model: DecoderModel, unit: Unit) -> int:
 def _own_modules(module: nn.Module) -> None:
     """Replace modules that a library may share among its models by copies.
 
-    Some libraries have one activation for all models: compiled for one, it would be so for all.
+    Some libraries have one activation module for all models: compiling it for one model would
+    compile it for all.
     """
     copies: dict[int, nn.Module] = {}
     for parent in list(module.modules()):
@@ -67,8 +68,8 @@ def _own_modules(module: nn.Module) -> None:
 def room_for_graphs() -> Generator[None]:
     """Let torch.compile make a graph of every part, while the models run.
 
-    All blocks share one `forward`. After eight graphs of one function it would stop compiling and
-    run the others as they are, and their outputs would be taken for a compiled model's.
+    All blocks share one `forward`. After eight graphs of one function, torch.compile would stop
+    compiling and run the others without it, and their outputs would look like compiled ones.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:  # nothing here is compiled
@@ -106,7 +107,7 @@ tiny models of our tests took ten times as long with two threads as with one."""
 
 @contextmanager
 def suitable_threads(model: DecoderModel) -> Generator[None]:
-    """While it lasts, torch computes a small model with one thread."""
+    """Let torch use one thread for a small model while the block runs."""
     import torch
 
     before = torch.get_num_threads()

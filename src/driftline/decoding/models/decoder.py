@@ -41,7 +41,7 @@ _LAST_ONLY = ("logits_to_keep", "last_n_tokens")
 
 
 class Forward(NamedTuple):
-    """What one call gives: logits of the last position [batch, vocabulary], and the cache."""
+    """The result of one call: logits of the last position [batch, vocabulary], and the cache."""
 
     logits: torch.Tensor
     cache: Any
@@ -53,14 +53,14 @@ class DecoderModel:
     Attributes:
         module: The `torch.nn.Module` that is called, compiled in place if the target says so.
         config: The library's own configuration object.
-        name: What file names are made of: the id or path it is known by.
+        name: The id or path that is used in file names.
         eos_ids: Every id that ends a text, by the model's configuration.
-        vocabulary: How many logits a position has.
-        context: How many positions it was made for; 0 if its configuration does not say.
-        target: Where it runs.
-        library: Who made it.
-        device: Where its inputs go.
-        caches: Whether earlier positions are remembered; if not, every token reads the whole text.
+        vocabulary: Number of logits at a position.
+        context: Number of positions it was made for; 0 if its configuration does not say.
+        target: The target on which it runs.
+        library: The library that it comes from.
+        device: The device of its inputs.
+        caches: Whether it has a cache; if not, it reads the whole text for every token.
         units: The parts that are compiled; none if the target is not.
     """
 
@@ -97,7 +97,7 @@ class DecoderModel:
 
     @property
     def graphs(self) -> GraphCount:
-        """What the backend was given, up to now."""
+        """The graphs that reached the backend so far."""
         return count_graphs(self.units)
 
     def require_compiled(self) -> None:
@@ -129,9 +129,9 @@ class DecoderModel:
             ids: int64 [batch, new]: all tokens at first, then those that the cache does not hold.
             mask: bool [batch, all]: True where a token is real, of everything up to the last id.
             position_ids: int64 [batch, new].
-            cache: What the call before gave; None at first.
-            every_position: Whether the model shall compute the logits of all `ids`, not only of the
-                last; what is given back is the last's.
+            cache: The cache of the previous call; None at first.
+            every_position: Whether the model computes the logits of all `ids`, not only of the
+                last; only those of the last are returned.
         """
         call = self._fms_arguments if self.library == "fms" else self._transformers_arguments
         ids, mask = ids.to(self.device), mask.to(self.device)
@@ -202,7 +202,7 @@ def _eos_ids(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def eos_of(*holders: Any) -> tuple[int, ...]:
-    """The ids that end a text, by whatever of these has an `eos_token_id`: one, several or none."""
+    """The ids that end a text, from every object that has an `eos_token_id`."""
     ids: set[int] = set()
     for holder in holders:
         for config in (holder, getattr(holder, "text_config", None)):

@@ -67,7 +67,7 @@ def end_ids(source: str, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def library_for(architecture: str = "", library: str = "") -> Library:
-    """Who loads the model: what the user says; else ibm-fms for architectures it names itself."""
+    """The library that loads the model: the user's choice, else ibm-fms for its architectures."""
     if library:
         if library not in ("transformers", "fms"):
             raise BadInput(
@@ -79,7 +79,7 @@ def library_for(architecture: str = "", library: str = "") -> Library:
 
 
 def model_name(path: str, variant: str = "") -> str:
-    """What a model is called in file names: its variant (an id) if given, else its path."""
+    """The name of a model in file names: its variant (an id) if given, else its path."""
     name = (variant or path).strip()
     return name.rstrip("/") or name
 
@@ -156,7 +156,7 @@ def load_model(source: ModelSource, target: Target, *, distributed: bool = False
 
 
 def _require_decoder(source: ModelSource) -> None:
-    """Refuse a model that sees all of its input: its logits are of no next token.
+    """Refuse an encoder: its tokens see the whole input, so its logits do not predict a next token.
 
     Raises:
         BadInput: It is an encoder, by its configuration.
@@ -167,7 +167,7 @@ def _require_decoder(source: ModelSource) -> None:
     with _as_one_sentence(source.location):
         config: Any = transformers.AutoConfig.from_pretrained(source.location)
     auto = require("transformers.models.auto.modeling_auto", install=TRANSFORMERS)
-    # Libraries make a decoder of an encoder's weights without a word: it still sees the future.
+    # Libraries silently make a decoder from an encoder's weights, but it still sees later tokens.
     encoders: Any = getattr(auto, "MODEL_FOR_MASKED_LM_MAPPING_NAMES", {})
     if config.model_type in encoders and not getattr(config, "is_decoder", False):
         named = (getattr(config, "architectures", None) or [config.model_type])[0]
@@ -180,7 +180,7 @@ def _require_decoder(source: ModelSource) -> None:
 
 
 def find_model(source: str, architecture: str = "") -> None:
-    """Refuse a folder that is not there, or an id that nobody has.
+    """Refuse a folder or an id that does not exist.
 
     Args:
         source: The folder or id.
@@ -238,7 +238,7 @@ def _looks_like_a_folder(source: str) -> bool:
 
 @contextmanager
 def _as_one_sentence(source: str) -> Generator[None]:
-    """Whatever a library raises while it loads a model becomes one sentence."""
+    """Turn any exception of a library that loads a model into one message."""
     try:
         yield
     except (DriftlineError, KeyboardInterrupt, MemoryError):
@@ -258,7 +258,7 @@ def _first_line(trouble: Exception) -> str:
 
 @contextmanager
 def _no_progress_bars() -> Generator[None]:
-    """Loading bars and remarks of transformers have no place between our own lines."""
+    """Hide progress bars and remarks of transformers while a model is loaded."""
     if "transformers" not in sys.modules:
         yield
         return
@@ -418,7 +418,7 @@ class _HubEntry(NamedTuple):
 
 
 def find_id(source: str, what: str = "model") -> None:
-    """Refuse an id that can be had neither here nor from the hub.
+    """Refuse an id that is neither on this machine nor on the hub.
 
     If this machine has a copy and the hub cannot be reached, this process does not try it again.
 
@@ -449,7 +449,7 @@ def find_id(source: str, what: str = "model") -> None:
 
 
 def commit_of(source: str) -> str:
-    """The commit that an id stands for now; empty if nobody says."""
+    """The current commit of an id; empty if it is not known."""
     try:
         return _look_up_id(source).commit if source else ""
     except NotInstalled:  # saved logits can be scored without any library of models

@@ -170,7 +170,7 @@ def suite_targets(default_dtype: str = "fp16") -> tuple[Target, Target]:
 
 
 def _aiu_is_here() -> bool:
-    """Whether the AIU's package can be imported, or somebody has registered its backend."""
+    """Whether the AIU's package can be imported, or its backend is registered."""
     if find_spec(AIU_PACKAGE) is not None:
         return True
     # Compilers are not imported for the question alone: that takes seconds.
@@ -217,7 +217,7 @@ def _backends() -> list[str]:
 
 
 def _aiu_backend(target: Target) -> None:
-    """A backend that somebody has registered under the name will do; else the package must."""
+    """Accept a backend that is registered under the name; otherwise import the package."""
     if target.compile != AIU_BACKEND:
         raise BadInput(
             f"device=aiu runs what compile={AIU_BACKEND} makes, not "

@@ -177,7 +177,7 @@ def read_labels(folder: Path) -> list[Label]:
 
 def _lines_of(folder: Path, path: Path) -> Iterator[Label]:
     try:
-        # The store may come from somebody else: links must not lead out of it.
+        # The store may be untrusted: links must not lead out of it.
         stream = os.fdopen(open_inside(folder.resolve(), path), "rb")
     except OSError:
         return

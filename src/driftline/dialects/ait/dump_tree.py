@@ -293,7 +293,7 @@ class AitTree:
     def _ensure_folder(self, device: str) -> None:
         if self._folder is not None and self._pid == os.getpid():
             return
-        self._pid = os.getpid()  # a forked child writes a folder of its own
+        self._pid = os.getpid()  # a forked child writes its own folder
         self._bare = None
         name = _safe((self._device or _main_device(device)).replace(":", ""))
         count = 0

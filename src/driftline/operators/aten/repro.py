@@ -178,7 +178,7 @@ def reproduction_of(run: Run, listed: ListedCall, failing: Sequence[str]) -> Rep
     # kernel.
     formula = golden.precision == "float64" and formulas.has_formula(loaded.prepared.func)
     parts = (calls, formulas) if formula else (calls,)
-    # A site's name comes from a stranger's file and goes into a program text.
+    # A site's name is untrusted and goes into a program text.
     place = _UNSAFE.sub("_", call.site)[:200]
     title = f"{call.op_type} at {place}, step {call.step}: its output is not right."
     tail = _TAIL.format(

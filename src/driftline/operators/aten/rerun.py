@@ -1,7 +1,7 @@
-"""A call executed again in its own types: tells inaccuracy from results that change.
+"""Executes a call again in its own types, to separate inaccuracy from results that change.
 
-The same inputs, several times, on the device that was asked for. What the result should be is in
-`golden`, what counts as equal in `judging`.
+The same inputs are used several times, on the requested device. `golden` computes what the result
+should be, and `judging` compares.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false

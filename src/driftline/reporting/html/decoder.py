@@ -311,7 +311,7 @@ def _sentence(part: Mapping[str, Any], validation: Mapping[str, Any], tokens: To
             f"({100 * check['rate']:.3g} %, allowed below {100 * check['allowed']:.3g} %)"
             for check in broken
         ]
-        # How many prompts are touched tells a systematic error from a single slip.
+        # The number of affected prompts separates a systematic error from a single one.
         bad = sum(any(prompt["failing"].values()) for prompt in part["prompts"])
         count = len(part["prompts"])
         have = "has" if bad == 1 else "have"

@@ -121,7 +121,7 @@ def numbers(values: Sequence[float | int | None]) -> Column:
 
 
 def figures(values: Mapping[str, Array]) -> dict[str, Column]:
-    """Columns from arrays; NaN stands for an absent value."""
+    """Columns from arrays; NaN means an absent value."""
     shown: dict[str, Column] = {}
     for name, array in values.items():
         has_values = array.dtype.kind != "f" or not bool(np.isnan(array).all())
@@ -316,7 +316,7 @@ def sides(table: Table, reference: Run | None = None, candidate: Run | None = No
     # Facts that can change numbers come first, and models before machines.
     differences = [*model_differences(table.differences or ()), *differences]
     differences.sort(key=lambda difference: difference["weight"] != "numbers")
-    # Two runs of the same folder name need their whole paths to be told apart.
+    # If two runs have the same folder name, their full paths are shown.
     short = _short(table.reference.path) != _short(table.candidate.path)
     return {
         "reference": _side(table.reference, reference_facts, short=short),

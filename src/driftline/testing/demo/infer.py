@@ -1,4 +1,4 @@
-"""A small Llama-like language model answers one prompt. This script has never heard of Driftline.
+"""A small Llama-like language model answers one prompt. It does not use Driftline.
 
     python infer.py --dtype float32
     python infer.py --dtype bfloat16 --fault gelu --fault-layer 5

@@ -1,4 +1,4 @@
-"""A small network in numpy that saves what its layers compute. It has never heard of Driftline.
+"""A small network in numpy that saves what its layers compute. It does not use Driftline.
 
     python layers.py --output right
     python layers.py --output wrong --dtype float16 --fault-layer 5

@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--driftline-library", metavar="NAME", help=_TEXT["library"])
     group.addoption("--driftline-thresholds", metavar="FILE", help=_TEXT["thresholds"])
     group.addoption("--driftline-micro-layers", metavar="N", help=_TEXT["micro_layers"])
-    # Every option can also stand in the ini file.
+    # Every option can also be set in the ini file.
     for name, text in _TEXT.items():
         listed = name.endswith("_models")
         parser.addini(f"driftline_{name}", text, type="linelist" if listed else "string")
@@ -119,7 +119,7 @@ def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
 
 
 def _suite_device(item: pytest.Item) -> Callable[[pytest.Item], str] | None:
-    """Says what a test of our suites runs on; None for a test of anybody else."""
+    """A function that names the device of a test of our suites; None for other tests."""
     holder = getattr(item, "cls", None) or getattr(item, "function", None)
     return getattr(holder, "driftline_where", None)
 

@@ -290,7 +290,7 @@ def _visible(pair: Planted) -> str:
     """The site of the fault, or the innermost one around it that the candidate's run has."""
     sites = {record.key.site for record in pair.candidate.records}
     site = pair.site
-    # Modules inside a compiled block have no tensors; the block around them stands for them.
+    # Modules inside a compiled block have no tensors; the block is used instead.
     while site and site not in sites:
         site = site.rpartition(".")[0]
     return site

@@ -38,7 +38,7 @@ def other_norms(model: nn.Module) -> nn.Module:
     """Norms that come in steps done by one fused kernel, and fused ones done in steps."""
     for module in model.modules():
         if "forward" in vars(module):
-            continue  # somebody planted something here
+            continue  # this module has a planted fault
         if isinstance(module, nn.LayerNorm):
             _in_steps(module)
         elif type(module).__name__.endswith("RMSNorm") or type(module).__name__ == "T5LayerNorm":

@@ -87,7 +87,7 @@ class _Axis:
 
 
 def outlier_slices(pair: OpenedPair, *, budget: int = BUDGET) -> list[OutlierSlice]:
-    """What stands out on each axis of a pair, the most telling axis first.
+    """The slices of each axis of a pair with unusually large errors, the clearest axis first.
 
     Rows that are made of several axes (batch x token) are an axis of their own. In an attention
     blocks of channels that are as wide as a head may be are called heads.

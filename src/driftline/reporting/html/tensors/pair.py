@@ -366,7 +366,7 @@ def open_pair(reference: Run, candidate: Run, pair: Pair) -> OpenedPair:
 
 
 def spread(start: int, stop: int, parts: int, per_part: int, *, evenly: bool = False) -> Places:
-    """At most `per_part` numbers from every part of a range: neighbours, or evenly apart."""
+    """At most `per_part` numbers from every part of a range: neighbours, or evenly spaced."""
     edges = [start + part * (stop - start) // parts for part in range(parts + 1)]
     chosen: list[Places] = []
     for low, high in itertools.pairwise(edges):

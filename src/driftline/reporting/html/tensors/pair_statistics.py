@@ -24,7 +24,7 @@ Counts = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 
 _DECADES = 8
-"""How far below the largest value a symlog histogram still tells values from zero."""
+"""How far below the largest value a symlog histogram still separates values from zero."""
 
 
 class Bins(NamedTuple):
@@ -75,7 +75,7 @@ class Bins(NamedTuple):
 
 
 def even(low: float, high: float, bins: int) -> Bins:
-    """Even bins; a single value stands in the middle of a range of its own."""
+    """Even bins; a single value is in the middle of its own range."""
     # All values equal: a range around it, so that the bar is visible.
     if not low < high:
         reach = max(abs(low) * 1e-3, 1e-6) if low else 1.0

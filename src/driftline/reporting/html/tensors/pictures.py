@@ -144,7 +144,7 @@ def values(pair: OpenedPair, region: Region, *, most: int = 1 << 14) -> dict[str
 def largest_errors(
     pair: OpenedPair, region: Region | None = None, *, count: int = 8, budget: int = BUDGET
 ) -> list[Element]:
-    """Where the two are farthest apart, the worst first; a one-sided NaN or infinity is worst."""
+    """The elements with the largest errors, the worst first; a one-sided NaN or inf is worst."""
     inside = pair.clipped(region)
     best: list[tuple[float, Element]] = []
     for piece in pieces(pair, inside, budget):
