@@ -1,9 +1,9 @@
 """Worker processes of this machine, and the executor that feeds them through pipes (`Processes`).
 
-A worker is started as `python -m driftline.execution.processes`. Frames of plain values come in on
-standard input and go out on the original standard output; prints of the work itself go to standard
-error. A worker ends when its input ends, even in the middle of a task, because nobody waits for the
-result.
+A worker is started as `python -m driftline.execution.processes`. It reads frames of plain values
+from standard input and writes frames to the original standard output; whatever the work prints goes
+to standard error. A worker ends when its input ends, even in the middle of a task, because then
+nobody waits for the result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from driftline.execution.jobs import (
 
 def main() -> int:
     """Serve one job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    # Standard output carries the frames, so prints of the work are sent to standard error.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent, which ends us
+    # Standard output carries the frames, so what the work prints goes to standard error.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -61,12 +61,12 @@ def main() -> int:
 
 
 def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
-    """Read tasks as they come: with a full pipe, the parent could not read our answers."""
+    """Read tasks at once: if the pipe were full, the parent could not read our answers."""
     try:
         while True:
             tasks.put(codec.receive(incoming))
     except (EOFError, OSError, ValueError):
-        # Exits at once, even in the middle of a task: nobody waits for its result any more.
+        # Exit at once, even in the middle of a task: nobody waits for its result any more.
         os._exit(0)
 
 
@@ -82,11 +82,11 @@ if __name__ == "__main__":
 
 
 _ATTEMPTS = 2
-"""A task whose worker ends so many times is taken for the cause."""
+"""A task whose workers ended this many times is assumed to be the cause."""
 
 
 class Processes:
-    """Executor with worker processes of this machine, which live as long as one `run`."""
+    """Executor that runs worker processes on this machine; they live as long as one `run`."""
 
     elsewhere = False
 
@@ -108,18 +108,18 @@ class Processes:
 
 
 def open_executor(address: str, jobs: int | None, quiet: bool) -> Processes:
-    """The executor `local`; it has no address, and nothing to say about other machines."""
+    """Open the executor `local`. It has no address, and no messages about other machines."""
     del address, quiet
     return Processes(jobs or 1)
 
 
 class _Round:
-    """One job. Each worker process has a thread here that sends its tasks and reads its answers."""
+    """One job. For each worker process, a thread sends its tasks and reads its answers."""
 
     def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
         self.job = job
         self.tasks = tasks
-        # Large tasks first; tasks of similar size stay in order, which is that of their files.
+        # Large tasks first. Tasks of similar size keep their order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
@@ -139,7 +139,7 @@ class _Round:
         try:
             while left:
                 kind, index, content = self.news.get()
-                # Failures are raised here, in the thread of the caller.
+                # Failures are raised here, in the caller's thread.
                 if kind == "failure":
                     raise content
                 if kind == "said":
@@ -168,8 +168,8 @@ class _Round:
             self.news.put(("failure", -1, trouble))
 
     def _one_process(self) -> bool:
-        """Feed one process until no task is left; True if it must be replaced by another one."""
-        # A task is taken first: without one no process is started.
+        """Feed one process until no task is left; returns True if it must be replaced."""
+        # Take a task first: without one, no process is started.
         index = self._next()
         if index is None:
             return False
@@ -179,7 +179,7 @@ class _Round:
         assert process.stdin is not None and process.stdout is not None
         to, back = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
-            with contextlib.suppress(BrokenPipeError):  # its answer or its exit code tells more
+            with contextlib.suppress(BrokenPipeError):  # the answer or exit code says more
                 codec.send(to, [self.job.worker, self.job.about])
             hello = codec.receive(back)
             if hello[0] != "ready":
@@ -204,8 +204,8 @@ class _Round:
             return self.waiting.popleft() if self.waiting else None
 
     def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
-        """Handle a worker that ended by itself: its task is begun again, once."""
-        # An end in the middle of a task is the worker's own: killed, or out of memory.
+        """Handle a worker that ended by itself: its task is started again, once."""
+        # We did not end it, so it was killed or ran out of memory.
         code = process.wait()
         self.attempts[index] += 1
         if self.attempts[index] >= _ATTEMPTS:
@@ -229,7 +229,7 @@ class _Round:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     cwd=self.job.folder or None,
-                    process_group=0,  # Ctrl-C on a terminal is for us alone; we end them
+                    process_group=0,  # Ctrl-C on a terminal reaches only us; we end the workers
                     env=settings.worker_environment(home, self.job.kernel),
                 )
             except OSError as trouble:
