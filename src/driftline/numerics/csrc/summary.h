@@ -1,8 +1,8 @@
-/* A summary of one tensor: its own figures, the number of zeros and the sketch, in float64 throughout, because a sketch
- * is subtracted from another one and must not bring rounding of its own.
+/* A summary of one tensor: its own figures, the number of zeros and the sketch. All are in float64, because sketches
+ * are subtracted from each other and must not add rounding errors of their own.
  *
- * Sixty-four elements, a group, share a hash: its bits are their signs, six bits of a product of it the XOR of their
- * buckets. So a group fills every bucket once, which makes it a permutation of lanes. */
+ * A group of 64 elements shares a hash. The bits of the hash are the elements' signs; six bits of its product with a
+ * constant are XORed to the elements' buckets. So a group fills every bucket once, as a permutation of lanes. */
 
 INLINE uint64_t sketch_signs(uint64_t group) {
   uint64_t z = (group + 1) * 0x9E3779B97F4A7C15ull;
@@ -12,8 +12,8 @@ INLINE uint64_t sketch_signs(uint64_t group) {
 }
 INLINE unsigned sketch_xor(uint64_t signs) { return (unsigned)((signs * 0xD6E8FEB86659FD93ull) >> 58); }
 
-/* One block of whole groups, everything in it finite. `own`, a constant where this is inlined: the side's figures are
- * taken in the same pass. Returns 0, with nothing changed, if something is not finite or a sentinel. */
+/* Measures one block of whole groups, everything in it finite. `own` is a constant where this is inlined: the side's
+ * figures are computed in the same pass. Returns 0, with nothing changed, if something is a sentinel or not finite. */
 LANE int sketch_block(Single *s, const double *x, int64_t base, int64_t n, int own) {
   enum { PARTS = BUCKETS / LANES };
   const D zero = d_set(0);
@@ -49,7 +49,7 @@ LANE int sketch_block(Single *s, const double *x, int64_t base, int64_t n, int o
   return 1;
 }
 
-/* A block by masks: what is not finite is zero in the sketch, and so is what is missing of the last group. Returns
+/* Measures a block with masks: non-finite values and the padding of the last group are zero in the sketch. Returns
  * whether something is not finite. */
 static int masked_summary(Single *s, const double *x, int64_t base, int64_t n) {
   double clean[BLOCK] __attribute__((aligned(64)));
@@ -73,7 +73,7 @@ static void summary(Single *s, int64_t count) {
   int masked = 0;
   for (int64_t i = 0; i < count;) {
     int64_t n = count - i < BLOCK ? count - i : BLOCK;
-    if (n > BUCKETS) n -= n % BUCKETS; /* what is left of a group is a block of its own, by masks */
+    if (n > BUCKETS) n -= n % BUCKETS; /* the rest of a group becomes a block of its own, with masks */
     const double *x = decoded(s->data, s->dtype, 0, i, n, room);
     if (masked || n % BUCKETS || !sketch_block(s, x, i, n, 1)) masked = masked_summary(s, x, i, n);
     i += n;

@@ -1,7 +1,7 @@
-"""Two tensors of one device compared with each other there: nothing of them goes to the host.
+"""Compare two tensors on their device, without copying them to the host.
 
-Kernels read the float types of 16 and 32 bits. Types of 8 bits and integers of 16 are widened
-first, into a type that has all their numbers. Whatever else is compared on the host.
+The kernels read float types of 16 and 32 bits. Types of 8 bits and integers of 16 bits are first
+widened to a type that holds all their numbers. All other types are compared on the host.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,16 +29,16 @@ WIDENED = {
     torch.int8: torch.float32,
     torch.int16: torch.float32,
 }
-"""Types that no kernel for pairs reads, and the one they are compared in; without loss."""
+"""Types that the kernels cannot read, and the wider types they are converted to without loss."""
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _MOST_PROGRAMS = 528
 _MOST_SHARES = 128
-"""Programs that look one position up."""
+"""Number of programs that look up one position."""
 _ROW = 40
 _MAX_ABS_E, _MAX_ULP = 26, 28
-"""Places in a row."""
+"""Positions in a row."""
 _MAGNITUDE = 0x7F
-"""Of a float of 8 bits; the bit above is the sign."""
+"""Magnitude of an 8-bit float; the bit above it is the sign."""
 
 
 class _Kernels(NamedTuple):
@@ -65,8 +65,8 @@ def _kernels(ours: str, theirs: str) -> _Kernels:
 
 
 def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Whether two tensors of as many elements can be compared where they are."""
-    # Of two different types the reference would have to be rounded, for the distance in ulp.
+    """Whether two tensors of equally many elements can be compared on their device."""
+    # For two different widened types, the ULP distance would need a rounded reference.
     readable = reference.dtype in KINDS and candidate.dtype in KINDS
     return (
         (readable or (reference.dtype == candidate.dtype and candidate.dtype in WIDENED))
@@ -80,7 +80,7 @@ def can_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
 def pair_on_device(
     reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float, atol: float
 ) -> torch.Tensor:
-    """Measure a pair; the figures stay on the device, in the row that is returned."""
+    """Measure a pair; the figures stay on the device, in the returned row."""
     wide = WIDENED.get(candidate.dtype)
     if wide is not None:
         row = pair_on_device(reference.to(wide), candidate.to(wide), rtol=rtol, atol=atol)
@@ -102,7 +102,7 @@ def pair_on_device(
 
 
 def _max_ulp(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    """The greatest distance of two tensors of one 8-bit float type, where both are finite."""
+    """Greatest ULP distance of two tensors of one 8-bit float type, where both are finite."""
     past_largest = DTYPES[str(candidate.dtype).removeprefix("torch.")].past_largest
     signed: list[torch.Tensor] = []
     finite: list[torch.Tensor] = []
@@ -116,7 +116,7 @@ def _max_ulp(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
 
 
 def moments_of(row: torch.Tensor, count: int) -> PairMoments:
-    """The moments in a row, brought to the host."""
+    """Copy a row to the host and return its moments."""
     row = row.cpu()
     f: list[float] = row.tolist()
     places: list[int] = row.view(torch.int64)[35:].tolist()

@@ -4,10 +4,10 @@
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""What the kernel for pairs is made of: elements as numbers, distances, sums of threads."""
+"""Triton kernels for a pair of device tensors: partial figures, and the kernel that joins them."""
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
+# Triton compiles kernels from their source text, in which types have another meaning:
+# # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
@@ -32,7 +32,7 @@ def elements(address, KIND: tl.constexpr):
 
 @triton.jit
 def pairs_of(address, KIND: tl.constexpr):
-    """Where pairs of elements are."""
+    """Pointers to pairs of elements."""
     if KIND == "f32":
         at = address.to(tl.pointer_type(tl.uint64))
     else:
@@ -42,7 +42,7 @@ def pairs_of(address, KIND: tl.constexpr):
 
 @triton.jit
 def half_of(word, HALF: tl.constexpr, KIND: tl.constexpr):
-    """One element of a pair, as float32."""
+    """One element of a pair of elements, as float32."""
     if KIND == "f32":
         x = (word >> (32 * HALF)).to(tl.uint32).to(tl.float32, bitcast=True)
     elif KIND == "bf16":
@@ -57,7 +57,7 @@ def half_of(word, HALF: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def ordinal(x, KIND: tl.constexpr):
-    """Where a float32 number, rounded to a format, stands in it; negative ones below zero."""
+    """Signed index of a float32 number, rounded to a format, among the format's numbers."""
     bits = x.to(tl.int32, bitcast=True)
     if KIND == "f32":
         size = (bits & 0x7FFFFFFF).to(tl.int64)
@@ -71,7 +71,7 @@ def ordinal(x, KIND: tl.constexpr):
 
 @triton.jit
 def known_ordinal(x, KIND: tl.constexpr):
-    """The same for a number that is of the format already."""
+    """As `ordinal`, for a number that is already in the format."""
     bits = x.to(tl.int32, bitcast=True)
     if KIND == "bf16":
         size = (bits & 0x7FFFFFFF) >> 16
@@ -83,33 +83,33 @@ def known_ordinal(x, KIND: tl.constexpr):
 
 @triton.jit
 def sorted_bits(x):
-    """A float32's bits, so that they sort like the numbers; below zero they are off by one."""
+    """The bits of a float32, changed to sort like the numbers; below zero they are off by one."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def apart_bits(r, c, KIND: tl.constexpr):
-    """How far two float32 are apart, or 65536 times that for two bfloat16; not negative."""
+    """ULP distance of two float32, or 65536 times that of two bfloat16; not negative."""
     ours_sorted = sorted_bits(r)
     theirs_sorted = sorted_bits(c)
     most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
     apart = most - tl.minimum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
-    if KIND == "f32":  # off by one where only one of them is below zero
+    if KIND == "f32":  # off by one if only one of them is below zero
         apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
     return apart
 
 
 @triton.jit
 def apart_numbers(r, c, KIND: tl.constexpr):
-    """How many numbers of the candidate's format two float32 are apart."""
+    """ULP distance of two float32 in the candidate's format."""
     return tl.abs(ordinal(r, KIND) - known_ordinal(c, KIND))
 
 
 @triton.jit
 def sortable_pair(word):
-    """The patterns of two 16-bit floats as unsigned numbers that sort like the floats."""
-    # 0xFFFF for a half that is below zero: each byte repeats the sign of the half it is in.
+    """The patterns of two packed 16-bit floats as unsigned numbers that sort like the floats."""
+    # 0xFFFF for a half that is below zero: each byte repeats the sign of its half.
     below = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, 0xBB99;", "=r,r", [word], tl.uint32, True, 1
     )
@@ -118,16 +118,16 @@ def sortable_pair(word):
 
 @triton.jit
 def apart_pair(ours, theirs):
-    """How many numbers of their 16-bit format the halves of two words are apart."""
+    """ULP distances of the halves of two words, in their 16-bit format."""
     a, b = sortable_pair(ours), sortable_pair(theirs)
-    # The greater minus the smaller one borrows nothing from the other half. Both zeros are one
-    # number, so floats of unlike signs are one less apart than their patterns.
+    # Subtracting the smaller from the greater borrows nothing from the other half. Both zeros are
+    # one number, so floats of unlike signs are one less apart than their patterns.
     return largest_pair(a, b) - smallest_pair(a, b) - (((ours ^ theirs) >> 15) & 0x00010001)
 
 
 @triton.jit
 def one_over(x, TOGETHER: tl.constexpr):
-    """About `1 / x`, without the care that a division takes; what is too small is infinite."""
+    """Approximately `1 / x`, without the precision of a division; if x is too small, infinite."""
     if TOGETHER:
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
@@ -142,7 +142,7 @@ def joined(
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14,
     b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14,
 ):  # fmt: skip
-    """Figures of two threads as one: nine sums, four greatest, two least."""
+    """Combine the figures of two threads: nine sums, four maxima, two minima."""
     return (
         a0 + b0,
         a1 + b1,
@@ -164,7 +164,7 @@ def joined(
 
 @triton.jit
 def ahead(ours, theirs, at, U: tl.constexpr, there):
-    """Pairs of elements of both sides, from element `at` on; zeros if there are none."""
+    """Load pairs of elements of both sides, from element `at` on; zeros if `there` is false."""
     place = at // 2 + U * 256
     mask = tl.arange(0, 256) < tl.where(there, 256, 0)
     return tl.load(ours + place, mask=mask, other=0), tl.load(theirs + place, mask=mask, other=0)
@@ -176,7 +176,7 @@ def left_pair(
     n, x_1, e_1, xx, xe, ee, ae_1, rel_1, out_1, dif_1, rn, cn, rx, cy, rxx, cyy, r_nan, c_nan,
     r_pos, c_pos, r_neg, c_neg, lone, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
 ):  # fmt: skip
-    """Leave the figures of a program in its row; see `pair_joining.joined_pair` for the fields."""
+    """Store the figures of a program in its row; `joined_pair` lists the fields."""
     out = rows_at.to(tl.pointer_type(tl.float64)) + row * 40
     rr = xx + 2.0 * shift_64 * x_1 + n * shift_64 * shift_64
     re = xe + shift_64 * e_1
@@ -219,7 +219,7 @@ def left_pair(
     tl.store(out + 34, cy / c_some + shift_64)
 
 
-# Everything one pass over a pair of device tensors can know, as a Triton kernel.
+# The kernel that computes all figures in one pass over a pair of device tensors.
 
 
 WARPS = 8
@@ -240,7 +240,7 @@ def pair_rows(
     C_LOWEST: tl.constexpr,
     LEVEL: tl.constexpr,
 ):
-    """Partial figures of a pair: each program leaves its row; see `joined_pair` for the fields."""
+    """Partial figures of a pair. Each program stores a row; `joined_pair` lists the fields."""
     TOGETHER: tl.constexpr = LEVEL > 0
     ours = elements(reference, R)
     theirs = elements(candidate, C)
@@ -269,9 +269,9 @@ def pair_rows(
     different = tl.zeros([256], tl.int32)
     m_ae = tl.zeros([256], tl.float32)
     m_rel = tl.zeros([256], tl.float32)
-    # Two numbers at a time, where the device has such instructions.
+    # Two numbers at a time, if the device has such instructions.
     PAIRS: tl.constexpr = LEVEL > 2 and R == C and C != "f32"
-    # The bits of two bfloat16, or float32, need no shift before they are subtracted.
+    # The bits of two bfloat16 or float32 need no shift before they are subtracted.
     BITS: tl.constexpr = PAIRS or (R == C and C == "bf16") or C == "f32"
     R_PACKED: tl.constexpr = LEVEL > 1 and R != "f32"
     C_PACKED: tl.constexpr = LEVEL > 1 and C != "f32"
@@ -294,7 +294,7 @@ def pair_rows(
         c_max = tl.full([256], float("-inf"), tl.float32)
         c_min = tl.full([256], float("inf"), tl.float32)
 
-    # The words of the next tile are on their way while those of this one are worked on.
+    # The words of the next tile are loaded while this tile is processed.
     o_0, t_0 = ahead(our_words, their_words, begin, 0, whole > begin)
     o_1, t_1 = ahead(our_words, their_words, begin, 1, whole > begin)
     o_2, t_2 = ahead(our_words, their_words, begin, 2, whole > begin)
@@ -338,7 +338,8 @@ def pair_rows(
                 x = r - shift
                 ae = tl.abs(e)
                 ar = tl.abs(r)
-                # Two NaN are read again, so a difference that is not zero is a difference.
+                # NaN makes the tile bad, and it is read again; so any non-zero difference counts
+                # here.
                 differs = ae != 0.0
                 rel = tl.where(differs, ae * one_over(ar, TOGETHER), 0.0)
                 if BITS and not PAIRS:
@@ -380,11 +381,11 @@ def pair_rows(
         m_ulp = tl.maximum(m_ulp & 0xFFFF, m_ulp >> 16)
     elif BITS and C == "bf16":
         m_ulp = m_ulp >> 16
-    # What float32 does not carry: read it again. (A NaN makes every comparison false.)
+    # Values that float32 cannot represent are read again. (NaN makes every comparison false.)
     size = tl.maximum(
         tl.maximum(tl.abs(r_max), tl.abs(r_min)), tl.maximum(tl.abs(c_max), tl.abs(c_min))
     )
-    least_size = 8.7e-19  # 2 ** -60: the square of what matters is still an ordinary number
+    least_size = 8.7e-19  # 2 ** -60: its square is still a normal number
     fine = s_x - s_x == 0.0
     fine = fine & (s_e - s_e == 0.0) & (s_xx - s_xx == 0.0) & (s_ee - s_ee == 0.0)
     fine = fine & (size < 1e15) & ((m_ae == 0.0) | (m_ae > least_size))
@@ -427,7 +428,7 @@ def pair_rows(
     c_low = tl.where(bad, float("inf"), l1).to(tl.float64)
     shift_64 = shift.to(tl.float64)
 
-    # One side at a time; where both are finite everywhere they say what the pair says.
+    # Figures of one side; equal to the pair's if both sides are finite everywhere.
     rn = n
     cn = n
     rx = x_1
@@ -556,7 +557,7 @@ def pair_rows(
         r_low = tl.minimum(r_low, tl.min(v_r_low, 0))
         c_low = tl.minimum(c_low, tl.min(v_c_low, 0))
 
-    if pid == 0:  # where the second kernel puts positions: beyond the end, until it finds them
+    if pid == 0:  # positions for the second kernel: `count` until it finds one
         spots = rows_at.to(tl.pointer_type(tl.int64)) + 35
         tl.store(spots + tl.arange(0, 8), tl.zeros([8], tl.int64) + count, mask=tl.arange(0, 8) < 5)
     left_pair(
@@ -566,8 +567,7 @@ def pair_rows(
     )  # fmt: skip
 
 
-# The rows that the programs of a pair left, joined; and positions looked up, as a Triton
-# kernel.
+# The kernel that joins the rows of a pair's programs and looks positions up.
 
 
 @triton.jit(do_not_specialize=["count", "each", "many", "shares"])
@@ -584,18 +584,19 @@ def joined_pair(
     R_LOWEST: tl.constexpr,
     C_LOWEST: tl.constexpr,
 ):
-    """Row 0 from the others. Program 0 joins figures, `shares` each look one position up.
+    """Compute row 0 from the others. Program 0 joins figures; `shares` programs look up each
+    position.
 
-    Fields 0 to 25 are sums, 26 to 30 greatest, 31 and 32 least values, 33 and 34 means; 35 to 39
-    the positions (whole numbers) of the greatest error, the first difference, the first element
-    that is finite on one side only, and the first that is not finite on each side.
+    Fields 0 to 25 are sums, 26 to 30 maxima, 31 and 32 minima, 33 and 34 means. Fields 35 to 39 are
+    positions (integers): of the greatest error, of the first difference, of the first element that
+    is finite on one side only, and of the first element that is not finite on each side.
     """
     rows = rows_at.to(tl.pointer_type(tl.float64)) + 40
     out = rows_at.to(tl.pointer_type(tl.float64))
     program = tl.program_id(0)
-    what = (program + shares - 1) // shares  # 0 for the first one, then `shares` of each
+    what = (program + shares - 1) // shares  # 0: figures; 1 to 5: a position
     share = (program + shares - 1) % shares
-    lane = tl.arange(0, 256)  # rows that are looked at together
+    lane = tl.arange(0, 256)  # rows that are read together
     if what == 0:
         field = tl.arange(0, 64)[None, :]
         line = tl.arange(0, 64)[:, None]
@@ -611,7 +612,7 @@ def joined_pair(
             lows = tl.minimum(lows, tl.where(there & (field > 30), found, float("inf")))
         total = tl.sum(sums, 0)
         number = tl.arange(0, 64)
-        # The spread around the common mean: that of each part, and how far their means are off.
+        # The spread around the common mean: the parts' own spreads, plus that of their means.
         r_n = tl.sum(tl.where(number == 11, total, 0.0), 0)
         c_n = tl.sum(tl.where(number == 12, total, 0.0), 0)
         r_mean = tl.sum(tl.where(number == 13, total, 0.0), 0) / tl.maximum(r_n, 1.0)
@@ -683,7 +684,7 @@ def joined_pair(
             cf = c - c == 0.0
             differs = (r != c) & ~((r != r) & (c != c))
             if what == 1:
-                # As it was found: exactly, or in float32.
+                # Equal to the maximum as it was computed: exactly, or in float32.
                 exact = tl.abs(c - r) == most
                 fast = tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == most
                 hit = rf & cf & (exact | fast)

@@ -3,19 +3,20 @@
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""What the summary's kernels share: hashes, signs, extremes of packed pairs, sums of threads.
+"""Triton kernels for the summary of a device tensor, and the functions they share with the 16-bit
+kernel.
 
-The sketch is that of `numerics/definitions.py`; its tables, filled here once, tell for every group
-of 64 elements which signs they have and where they go.
+The sketch is that of `numerics/definitions.py`. Its tables are filled here once; they hold the
+signs and the XOR of every group of 64 elements.
 """
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
+# Triton compiles kernels from their source text, in which types have another meaning:
+# # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
 WARPS = 8
-"""Warps of a program that reads a tensor."""
+"""Number of warps of a program that reads a tensor."""
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     group = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = mixed((group + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     flip = (z * 0xD6E8FEB86659FD93) >> 58
-    # Bit b of what is stored is bit b ^ flip of the hash: six exchanges of neighbours.
+    # Bit b of the stored word is bit b ^ flip of the hash: six exchanges of neighbouring bits.
     z = tl.where((flip & 1) != 0, _exchanged(z, 0x5555555555555555, 1), z)
     z = tl.where((flip & 2) != 0, _exchanged(z, 0x3333333333333333, 2), z)
     z = tl.where((flip & 4) != 0, _exchanged(z, 0x0F0F0F0F0F0F0F0F, 4), z)
@@ -45,7 +46,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     z = tl.where((flip & 16) != 0, _exchanged(z, 0x0000FFFF0000FFFF, 16), z)
     z = tl.where((flip & 32) != 0, _exchanged(z, 0x00000000FFFFFFFF, 32), z)
     tl.store(signs_at.to(tl.pointer_type(tl.uint64)) + group, z)
-    # As the kernels want it: which word of pairs of elements, and whether its halves are exchanged.
+    # The kernels need the number of the word of a pair, and whether its halves are exchanged.
     tl.store(
         flips_at.to(tl.pointer_type(tl.uint16)) + group,
         ((flip >> 1) | ((flip & 1) << 12)).to(tl.uint16),
@@ -54,7 +55,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
 
 @triton.jit
 def signed(x, signs, place):
-    """`x`, the other way round where bit `place` of the signs is set."""
+    """`x`, negated if bit `place` of the signs is set."""
     high = (signs << (31 - place)) & 0x80000000
     if x.dtype == tl.float64:
         y = (x.to(tl.uint64, bitcast=True) ^ (high.to(tl.uint64) << 32)).to(
@@ -67,7 +68,7 @@ def signed(x, signs, place):
 
 @triton.jit
 def least_pair(low, word, KIND: tl.constexpr):
-    """The smaller of two packed pairs, half by half; NaN is passed over."""
+    """The smaller of two packed pairs, half by half; NaN is ignored."""
     if KIND == "bf16":
         found = tl.inline_asm_elementwise(
             "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
@@ -110,7 +111,7 @@ def greatest_pair(high, word, KIND: tl.constexpr):
 
 @triton.jit
 def key(U: tl.constexpr):
-    """The keys of the digest: odd, and without a pattern."""
+    """The keys of the digest: odd numbers without a pattern."""
     if U == 0:
         key = 0x9E3779B97F4A7C15
     elif U == 1:
@@ -132,7 +133,7 @@ def key(U: tl.constexpr):
 
 @triton.jit
 def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9):
-    """How the figures of two threads become one: sums, but for the two extremes."""
+    """Combine the figures of two threads: sums, and the two extremes."""
     return (
         a0 + b0,
         a1 + b1,
@@ -149,7 +150,7 @@ def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7
 
 @triton.jit
 def known_apart(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
-    """Of one element: whether it is finite, NaN, plus infinity, minus infinity."""
+    """For one element: whether it is finite, NaN, plus infinity, or minus infinity."""
     nan = fine & (x != x)
     above = fine & (x == float("inf"))
     below = fine & (x == float("-inf"))
@@ -165,9 +166,9 @@ def together(
     sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high,
     FLAT: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """The figures of all threads of a program as one.
+    """Reduce the figures of all threads of a program.
 
-    At once on a device: a dozen reductions one by one take longer than a small tensor.
+    In a single reduction on a device: a dozen separate reductions take longer than a small tensor.
     """
     sum_1, sum_2 = tl.reshape(sum_1, [FLAT]), tl.reshape(sum_2, [FLAT])
     seen, zeros = tl.reshape(seen, [FLAT]), tl.reshape(zeros, [FLAT])
@@ -191,7 +192,7 @@ def together(
 def left_row(
     rows_at, row, count, shift, total, squares, zeros, nans, infinite, digest_a, digest_b, low, high
 ):  # fmt: skip
-    """Leave the figures of a program in a row of the arena, all but the sketch."""
+    """Store the figures of a program in a row of the arena, without the sketch."""
     finite = count.to(tl.float64)
     mean = total / tl.maximum(finite, 1.0)
     out = rows_at.to(tl.pointer_type(tl.float64)) + row * 80
@@ -209,12 +210,12 @@ def left_row(
     tl.store(bits + 10, digest_b)
 
 
-# The summary of a device tensor in one pass over its memory, as a Triton kernel.
+# The kernel that summarises a device tensor in one pass over its memory.
 
 
 @triton.jit
 def _decoded(word, KIND: tl.constexpr):
-    """One element of a word as a number: float32 where that holds it, else float64."""
+    """One element of a word as a number: float32 if that can hold it, otherwise float64."""
     if KIND == "f32":
         x = word.to(tl.float32, bitcast=True)
     elif KIND == "f64":
@@ -230,7 +231,7 @@ def _decoded(word, KIND: tl.constexpr):
     elif KIND == "b8":
         x = (word != 0).to(tl.float32)
     elif KIND == "e4m3":
-        # By hand: only recent devices have the format.
+        # Decoded by hand, because only recent devices have the format.
         code = (word & 0x7F).to(tl.uint32)
         normal = (code << 20) + 0x3C000000
         small = code.to(tl.float32) * 0.001953125
@@ -260,37 +261,39 @@ def summary_rows(
     LOWEST: tl.constexpr,
     LEVEL: tl.constexpr,
 ):
-    """Partial figures of one tensor: each program leaves row `row + program` of the arena.
+    """Partial figures of one tensor. Each program stores row `row + program` of the arena.
 
     Args:
-        address: Where its elements begin, in C order.
-        count: How many there are.
-        each: Chunks of one program.
-        rows_at: The arena of rows.
+        address: Address of the first element; elements are in C order.
+        count: Number of elements.
+        each: Number of chunks for one program.
+        rows_at: Address of the arena of rows.
         row: The first row of this tensor.
-        meta_at: For the joining kernel: first row and number of rows of each slot.
-        slot: This tensor's.
-        signs_at: Table of the sketch, for as many groups as the tensor has.
-        flips_at: Likewise.
-        nothing: 0, which the compiler must not know: it would spread the table's loads over threads
-            as if they were the main thing, and shuffle everything else to fit.
+        meta_at: Address of a table for the joining kernel: first row and number of rows of each
+            slot.
+        slot: Slot of this tensor.
+        signs_at: Address of the sketch's signs, for as many groups as the tensor has.
+        flips_at: Address of the sketch's XORs, likewise.
+        nothing: 0. The compiler must not know this: otherwise it would distribute the loads of the
+            table over the threads as if they were the main work, and rearrange everything else to
+            fit.
         KIND: How elements are decoded.
-        LOWEST: What counts as minus infinity; 0 where nothing does.
-        LEVEL: What the device can do: 0 the interpreter, 1 any device (all figures are reduced at
-            once: a dozen reductions one by one take longer than a small tensor), 2 extremes of two
-            packed numbers in one instruction, 3 also of packed integers.
+        LOWEST: The value that counts as minus infinity; 0 if there is none.
+        LEVEL: What the device supports. 0: the interpreter. 1: any device (all figures are reduced
+            at once, because a dozen separate reductions take longer than a small tensor). 2:
+            extremes of two packed numbers in one instruction. 3: also of packed integers.
     """
     WIDE: tl.constexpr = KIND == "f64" or KIND == "i64" or KIND == "u64"
     NARROW: tl.constexpr = (
         KIND == "u8" or KIND == "i8" or KIND == "b8" or KIND == "e4m3" or KIND == "e5m2"
     )
     FLOAT: tl.constexpr = KIND == "f32" or KIND == "f64" or KIND == "e4m3" or KIND == "e5m2"
-    # What 8 bits hold is summed exactly enough as it is.
+    # Values of 8 bits are summed accurately enough without a shift.
     SHIFTED: tl.constexpr = not NARROW
-    EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 does not hold them
+    EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 cannot hold them
     STEPS: tl.constexpr = 4
-    TILE: tl.constexpr = 32  # groups that are read at a time: STEPS of 8 each
-    TILES: tl.constexpr = 16  # of a chunk
+    TILE: tl.constexpr = 32  # groups that are read together: STEPS of 8 each
+    TILES: tl.constexpr = 16  # tiles of a chunk
     CHUNK: tl.constexpr = 32768  # elements of a chunk
     if WIDE:
         data = address.to(tl.pointer_type(tl.uint64))
@@ -305,21 +308,21 @@ def summary_rows(
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
     whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
-    if count % (64 * TILE) == 0:  # nothing but whole tiles: the last chunk is read fast too
+    if count % (64 * TILE) == 0:  # whole tiles only: the last chunk is read by the fast loop too
         whole = end
 
     lane = (tl.arange(0, 8)[:, None] ^ nothing).to(tl.int32)
     column = tl.arange(0, 64)[None, :]
     sign_word = column >> 5
     place = column & 31
-    # Each thread walks with pointers of its own: what is added to them is the same for all.
+    # Each thread has its own base pointers, so that the added offsets are the same for all.
     my_flips = flips + (lane + column * 0)
     my_signs = sign_words + (lane * 2 + sign_word)
     my_data = data + (lane * 64 + column * 0)
 
     shift = 0.0
     if SHIFTED:
-        # Any element of those that are summed will do: the spread is then taken around it.
+        # Any element of the sum serves as the shift; sums are then taken around it.
         first = _decoded(tl.load(data + begin * CHUNK), KIND).to(tl.float64)
         half = (begin * CHUNK + tl.minimum(end * CHUNK, count)) // 2
         middle = _decoded(tl.load(data + half), KIND).to(tl.float64)
@@ -372,7 +375,7 @@ def summary_rows(
     finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
-        # What is not finite leaves a trace in the sum; a sentinel is the least there is.
+        # A non-finite value makes the sum non-finite; a sentinel is the least value.
         odd_one = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
             odd_one = odd_one | (low <= LOWEST)
@@ -446,12 +449,12 @@ def summary_rows(
         tl.store(meta + 1, tl.num_programs(0).to(tl.int64))
 
 
-# The rows that the programs of a tensor left, joined in their order, as a Triton kernel.
+# The kernel that joins the rows of each tensor's programs, in order.
 
 
 @triton.jit(do_not_specialize=["slot"])
 def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl.int64):
-    """The rows of each tensor as one, in slot `slot + program` of the results."""
+    """Join the rows of each tensor into slot `slot + program` of the results."""
     mine = slot + tl.program_id(0).to(tl.int64)
     meta = meta_at.to(tl.pointer_type(tl.int64)) + mine * 2
     first = tl.load(meta)

@@ -3,18 +3,16 @@
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""Elements of 16 bits as the summary's kernel reads them: four words at a time, two in each.
+"""Triton kernel for the summary of a tensor of 16-bit elements: reads four words of two at a time.
 
-Loads are written out as instructions: so they are 16 bytes wide, and made where they are said.
+Loads are written as instructions, so that they are 16 bytes wide and stay in the written order.
 """
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
+# Triton compiles kernels from their source text, in which types have another meaning:
+# # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
 from driftline.numerics.gpu.kernels.summary import (
     greatest_pair,
     key,
@@ -30,7 +28,7 @@ from driftline.numerics.gpu.kernels.summary import (
 
 @triton.jit
 def low_half(word, KIND: tl.constexpr):
-    """The first of two elements of a 32-bit word."""
+    """The first of the two elements of a 32-bit word."""
     if KIND == "bf16":
         x = (word << 16).to(tl.float32, bitcast=True)
     elif KIND == "f16":
@@ -53,7 +51,7 @@ def high_half(word, KIND: tl.constexpr):
 
 @triton.jit
 def four_words(address, LEVEL: tl.constexpr):
-    """Four words, one load; asked for when it is said, not when they are needed."""
+    """Load four words at once; the load is issued here, not where the words are used."""
     if LEVEL > 0:
         w_0, w_1, w_2, w_3 = tl.inline_asm_elementwise(
             "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
@@ -71,7 +69,7 @@ def four_words(address, LEVEL: tl.constexpr):
 
 @triton.jit
 def flip_at(address, LEVEL: tl.constexpr):
-    """What a table says of a group: 5 bits of which word, the 13th whether halves are exchanged."""
+    """A group's entry in the table: 5 bits select the word, bit 12 exchanges the halves."""
     if LEVEL > 0:
         flip = tl.inline_asm_elementwise(
             "{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }",
@@ -121,7 +119,7 @@ def in_order(w_0, w_1, w_2, w_3, flip):
 
 @triton.jit
 def hashed(a, b, w_0, w_1, w_2, w_3):
-    """The digest's two sums after four more words."""
+    """The two sums of the digest after four more words."""
     a = a * 0xFF51AFD7ED558CCD + w_0.to(tl.uint64) * key(0) + w_1.to(tl.uint64) * key(1)
     b = b * 0xC4CEB9FE1A85EC53 + w_0.to(tl.uint64) * key(4) + w_1.to(tl.uint64) * key(5)
     a = a + w_2.to(tl.uint64) * key(2) + w_3.to(tl.uint64) * key(3)
@@ -131,7 +129,7 @@ def hashed(a, b, w_0, w_1, w_2, w_3):
 
 @triton.jit
 def turned(word, flip):
-    """The word with its halves exchanged where the group's lowest bit is flipped."""
+    """The word, with its halves exchanged if the group's lowest bit is flipped."""
     turn = (flip >> 8).to(tl.uint32)
     return (word >> turn) | (word << ((32 - turn) & 31))
 
@@ -141,7 +139,7 @@ def eight_sums(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
 
 
-# The summary of a device tensor with elements of 16 bits, in one pass over its memory.
+# The kernel that summarises a device tensor of 16-bit elements in one pass over its memory.
 
 
 @triton.jit(do_not_specialize=["count", "each", "row", "slot", "nothing"])
@@ -162,20 +160,20 @@ def summary_of_halves(
 ):
     """Partial figures of one tensor whose address is a multiple of 16.
 
-    For the arguments see `summary_kernels.summary_rows`.
+    `summary.summary_rows` describes the arguments.
     """
     FLOAT: tl.constexpr = KIND == "bf16" or KIND == "f16"
     PACKED: tl.constexpr = LEVEL > 1 and FLOAT  # extremes of two at a time
-    SELDOM: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only where there are any
+    SELDOM: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only if there are any
     TILE: tl.constexpr = 2048  # elements: 32 groups
-    TILES: tl.constexpr = 16  # of a chunk
+    TILES: tl.constexpr = 16  # tiles of a chunk
     CHUNK: tl.constexpr = 32768
     pid = tl.program_id(0).to(tl.int64)
     chunks = (count + CHUNK - 1) // CHUNK
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
     whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
-    if count % TILE == 0:  # nothing but whole tiles: the last chunk is read fast too
+    if count % TILE == 0:  # whole tiles only: the last chunk is read by the fast loop too
         whole = end
     first = begin * TILES
     last = tl.minimum(whole * CHUNK, count) // TILE
@@ -221,7 +219,7 @@ def summary_of_halves(
             a = tl.zeros([32, 8], tl.uint64)
             b = tl.zeros([32, 8], tl.uint64)
             for tile in range(chunk * TILES, tl.minimum((chunk + 1) * TILES, last)):
-                # The next words are asked for now, and where those after them are.
+                # Load the next words now, and the table entries of the words after them.
                 after = tl.minimum(tile + 1, final)
                 n_0, n_1, n_2, n_3 = four_words(
                     my_data + after * 4096 + ((vector ^ ((next_flip >> 2) & 7)) << 4), LEVEL
@@ -271,7 +269,7 @@ def summary_of_halves(
                     else:
                         s_6 += even
                         s_7 += odd
-                sum_1 += few.to(tl.float64)  # eight of 16 bits: float32 holds that
+                sum_1 += few.to(tl.float64)  # float32 can sum eight elements of 16 bits
                 w_0, w_1, w_2, w_3 = n_0, n_1, n_2, n_3
                 flip, signs, next_flip = next_flip, next_signs, far_flip
             spot = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
@@ -284,7 +282,7 @@ def summary_of_halves(
     finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
-        # What is not finite leaves a trace in the sum; a sentinel is the least there is.
+        # A non-finite value makes the sum non-finite; a sentinel is the least value.
         odd_one = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
             odd_one = odd_one | (low <= LOWEST)
@@ -349,8 +347,8 @@ def summary_of_halves(
                 a += word.to(tl.uint64) * key(k)
                 b += word.to(tl.uint64) * key(k + 4)
                 for half in tl.static_range(2):
-                    # Half 0 goes to the even bucket; it is the word's other half where the
-                    # group's lowest bit is flipped.
+                    # Half 0 goes to the even bucket. It is the word's other half if the group's
+                    # lowest bit is flipped.
                     of = (flip >> 12) ^ half
                     x = tl.where(of == 0, low_half(word, KIND), high_half(word, KIND))
                     fine = at + of < count
