@@ -1,9 +1,9 @@
 """The order of normalisers and reconcilers: what happens to two runs before and after matching.
 
-Before matching, ranks are gathered, steps renumbered, inputs brought to one moment and packed
-weights unpacked (`before_matching`). After it, the plan of the views becomes one of the runs, and
-pairs that differ in layout, size or scale get recipes (`after_matching`). Which tensors belong
-together is decided by `alignment.rules`.
+Before matching, ranks are gathered, steps renumbered, inputs brought to the same moment and packed
+weights unpacked (`before_matching`). After matching, the plan of the views becomes one of the runs,
+and pairs that differ in layout, size or scale get recipes (`after_matching`). `alignment.rules`
+decides which tensors are paired.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 CONFIDENCE = 0.8
-"""Confidence of a pair of inputs of different moments: an operator may write into its input."""
+"""Confidence of a pair of inputs of different moments; an operator may write into its input."""
 
-# Moments: one run stored its inputs before the call, the other after it. They are the same unless
-# the call writes into them. Outputs are never matched like this: before the call, an output is
-# memory that nobody has written yet.
+# Moments: one run stored its inputs before the call, the other after it. They are equal unless the
+# call writes into them. Outputs are never matched like this: before the call, an output is memory
+# that nothing has been written to.
 
 
 def align_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
     """Both runs, with inputs that were stored after the call shown as stored before it."""
     reference_moments, candidate_moments = _moments(reference), _moments(candidate)
-    # Only where every input of a run is of the one moment: a run with both has the right one
+    # Only if all inputs of a run have the same moment: a run with both moments has the right one
     # itself.
     if reference_moments == {"after"} and candidate_moments == {"before"}:
         return _as_before(reference), candidate
@@ -44,7 +44,7 @@ def align_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
 
 
 def note_moments(plan: Plan) -> Plan:
-    """The plan with pairs of different moments under a rule of their own, and a note."""
+    """The plan with pairs of different moments marked by a rule of their own, and a note."""
     apart = [pair.reference.key.moment != pair.candidate.key.moment for pair in plan.pairs]
     if not any(apart):
         return plan
@@ -77,7 +77,7 @@ def _as_before(run: Run) -> Run:
         if record.key.port == "input":
             seen = record._replace(key=record.key._replace(moment="before"))
         origin = before.get(record.key, record)
-        # An earlier view's origin is carried over; a record that is its own needs no entry.
+        # An earlier view's origin is kept; a record that is its own origin needs no entry.
         if origin is not seen:
             origins[seen.key] = origin
         records.append(seen)
@@ -107,11 +107,11 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
     """Views of both runs with common ranks, steps, moments and encodings.
 
     Raises:
-        BadInput: A placement or step map that does not fit the runs.
+        BadInput: A placement or step map does not fit the runs.
     """
     notes: list[str] = []
     reference_places, candidate_places = _places(reference), _places(candidate)
-    # Ranks come first: steps and moments are then looked at once, not once per rank.
+    # Ranks come first, so that steps and moments are processed once, not once per rank.
     if options.placements or _lie_differently(
         reference, candidate, reference_places, candidate_places
     ):
@@ -121,7 +121,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
 
         candidate, more_notes = align_ranks(reference, candidate)
         notes += more_notes
-    # Steps before moments: inputs can only be compared once their steps have the same number.
+    # Steps before moments: inputs can be compared only if their steps have the same number.
     step_map = options.step_map
     if step_map or len(_steps(reference) | _steps(candidate)) > 1:
         from driftline.alignment.normalise.steps import align_steps, parse_step_map
@@ -140,8 +140,8 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
 
 
 def _decoded(reference: Run, candidate: Run) -> tuple[Run, Run]:
-    """Both runs with numbers where one of them has packed, wrapped or plain integer codes."""
-    # Cheap looks at names decide whether a normaliser is imported at all.
+    """Both runs with numbers, if one of them has packed, wrapped or plain integer codes."""
+    # Cheap checks of names decide whether a normaliser is imported at all.
     if any(
         record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
         for run in (reference, candidate)
@@ -166,7 +166,7 @@ def _decoded(reference: Run, candidate: Run) -> tuple[Run, Run]:
 
 
 def _may_add_residuals(run: Run) -> bool:
-    """Whether a norm is given a second tensor, which it may add to the first."""
+    """Whether a norm has a second input, which it may add to the first."""
     return any(
         record.key.port == "input"
         and "norm" in record.class_name.lower()
@@ -176,10 +176,10 @@ def _may_add_residuals(run: Run) -> bool:
 
 
 def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
-    """The plan of the runs themselves, with a recipe wherever a pair needs one.
+    """The plan of the runs themselves, with a recipe for every pair that needs one.
 
     Raises:
-        BadInput: A mask that cannot be read or fits no tensor.
+        BadInput: A mask cannot be read or fits no tensor.
     """
     from driftline.alignment.normalise.view import AlignedView, resolve_views
 
@@ -191,8 +191,7 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
     if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
         plan = note_moments(plan)
-    # Between frameworks a square weight may be stored transposed, which its shape does not
-    # show.
+    # Between frameworks, a square weight may be stored transposed, which its shape does not show.
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
         reference.facts.framework != candidate.facts.framework
     )
@@ -200,7 +199,7 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     codes = operators and any(
         record.dtype in _CODES for run in (reference, candidate) for record in run.records
     )
-    # The reconciler reads whole runs, so it is made only if a pair needs it.
+    # The reconciler reads complete runs, so it is made only if a pair needs it.
     unlike = [
         _unlike(pair, foreign) or (operators and _operands(pair, codes)) for pair in plan.pairs
     ]
@@ -212,10 +211,10 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
             rules.reconcile(pair) if apart else pair
             for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
-        # Ranks are reconciled one by one, and many of them say the same.
+        # Ranks are reconciled one by one, and many give the same note.
         notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))
         plan = _without_sources(plan._replace(pairs=pairs, notes=notes, left_out=rules.left_out))
-    # Masks come last, because they must fit the shapes that are really compared.
+    # Masks come last, because they must fit the shapes that are compared.
     if options.masks:
         from driftline.alignment.reconcile.masks import masked
 
@@ -299,7 +298,7 @@ def _lie_differently(
     """Whether the ranks of a side must be gathered before tensors can be paired."""
     ranks = {rank for rank, _ in reference_places}, {rank for rank, _ in candidate_places}
     if len(ranks[0]) != len(ranks[1]):
-        # Ranks that crashed, or were not captured, do not change what the other ranks hold.
+        # Ranks that crashed or were not captured do not change what the other ranks hold.
         subset = ranks[0] < ranks[1] or ranks[1] < ranks[0]
         if not subset or reference.facts.world != candidate.facts.world:
             return True
@@ -307,7 +306,7 @@ def _lie_differently(
         return True  # the only captured rank of a sharded job holds parts of tensors
     elif len(ranks[0]) == 1 or reference_places != candidate_places:
         return False
-    # Equally many ranks on both sides may still form another mesh: then placements or shapes of
+    # With equally many ranks, the meshes may still differ: then the placements or the shapes of
     # equal keys differ.
     if reference.facts.stages or candidate.facts.stages:
         return True  # other stages, or another order of micro-batches
@@ -319,13 +318,13 @@ def _lie_differently(
         if placement_kind(same.placement) != placement_kind(record.placement):
             return True
         if record.key.port == "param" and same.shape != record.shape:
-            return True  # one of them cut its weights itself
+            return True  # one program cut its weights itself
     return False
 
 
 def _cut_over_more_ranks(run: Run) -> bool:
-    """Whether a job of several ranks says in its placements that tensors are shards."""
-    # Records first: most runs have no placements, and the facts of processes are in files.
+    """Whether the placements of a job with several ranks say that tensors are shards."""
+    # Records first, because most runs have no placements, and the facts of processes are in files.
     return any("S(" in record.placement for record in run.records) and run.facts.world > 1
 
 
@@ -348,15 +347,14 @@ def _gathered(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
         )
-    # The user's placements say how to gather; with as many ranks on both sides nothing is
-    # gathered.
+    # The user's placements say how to gather; with equally many ranks, nothing is gathered.
     if rules and len(reference_places) == len(candidate_places) > 1:
         notes.append(
             f"both runs have {len(reference_places)} ranks: compared rank by rank, the placements "
             "are not used"
         )
         return reference, candidate
-    # The side that has one rank gives the name under which the other is seen.
+    # The side with a single rank gives the rank under which the other side is seen.
     onto = (
         reference_places[0]
         if len(reference_places) == 1
@@ -370,7 +368,7 @@ def _gathered(
         gathered = gather_ranks(reference, rules, candidate, onto=onto)
         notes += gathered.notes
         return gathered.run, candidate
-    # Both runs are sharded: they are gathered into shapes that both can make.
+    # Both runs are sharded, so they are gathered into shapes that both can make.
     from driftline.alignment.placements.gather import common_shapes
 
     # The shapes are found from both sides first. Then the candidate is gathered towards the
@@ -414,8 +412,7 @@ def _explained(plan: Plan) -> Plan:
         ("reference", "candidate", plan.missing),
         ("candidate", "reference", plan.extra),
     ):
-        # What is paired counts too: a step without a single tensor on the other side is a
-        # missing step.
+        # Paired tensors count too: a step is missing only if the other side has no tensor of it.
         steps = {key.step for key in other_keys[side]}
         ranks = {key.rank for key in other_keys[side]}
         for record in records:
