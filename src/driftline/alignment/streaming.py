@@ -320,12 +320,12 @@ def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
     # Records are made and dropped while reading; they are kept only if the rules need them after
     # all.
     reference_records.hold = candidate_records.hold = False
-    plan = _walked(reference, candidate, reference_records, candidate_records)
+    plan = _walk_both(reference, candidate, reference_records, candidate_records)
     reference_records.hold = candidate_records.hold = plan is None
     return plan
 
 
-def _walked(
+def _walk_both(
     reference: Run, candidate: Run, reference_records: IndexRecords, candidate_records: IndexRecords
 ) -> Plan | None:
     parts = [
@@ -340,7 +340,7 @@ def _walked(
     try:
         for reference_part, candidate_part in zip(*parts, strict=True):
             walk.part(reference_part, candidate_part)
-        notes = _about_lone(walk, reference, candidate)
+        notes = _notes_on_unpaired(walk, reference, candidate)
     except _NeedsRules:
         return None
     pairs = StreamedPairs(walk.processes)
@@ -374,7 +374,7 @@ def _is_usual(reference: Run, candidate: Run) -> bool:
     return not (is_compiled(reference) or is_compiled(candidate))
 
 
-def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
+def _notes_on_unpaired(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
     """Notes about tensors that only one side has.
 
     Raises:

@@ -107,7 +107,7 @@ def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
 
 _LENGTH = struct.Struct("<Q")
 # A garbled length must make us neither wait for bytes nor allocate them.
-_MOST = 1 << 40
+_LONGEST_FRAME = 1 << 40
 _MSGPACK, _JSON = b"m", b"j"
 
 
@@ -146,7 +146,7 @@ def receive(stream: BinaryIO) -> Any:
     """
     head = _exactly(stream, _LENGTH.size)
     length = _LENGTH.unpack(head)[0]
-    if length > _MOST:
+    if length > _LONGEST_FRAME:
         raise EOFError(f"a frame of {length} bytes is no frame of a worker")
     return unpack(_exactly(stream, length))
 

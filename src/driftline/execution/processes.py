@@ -126,7 +126,7 @@ class _Round:
         self.lock = threading.Lock()
         self.ending = False
         self.alive: set[subprocess.Popen[bytes]] = set()
-        self.news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=self._serve, name=f"driftline-worker-{n}", daemon=True)
             for n in range(workers)
@@ -138,7 +138,7 @@ class _Round:
             thread.start()
         try:
             while left:
-                kind, index, content = self.news.get()
+                kind, index, content = self.events.get()
                 # Failures are raised here, in the caller's thread.
                 if kind == "failure":
                     raise content
@@ -165,7 +165,7 @@ class _Round:
             while self._one_process():
                 pass
         except BaseException as trouble:
-            self.news.put(("failure", -1, trouble))
+            self.events.put(("failure", -1, trouble))
 
     def _one_process(self) -> bool:
         """Feed one process until no task is left; returns True if it must be replaced."""
@@ -177,23 +177,23 @@ class _Round:
         if process is None:
             return False
         assert process.stdin is not None and process.stdout is not None
-        to, back = cast("Any", process.stdin), cast("Any", process.stdout)
+        requests, answers = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
             with contextlib.suppress(BrokenPipeError):  # the answer or exit code says more
-                codec.send(to, [self.job.worker, self.job.about])
-            hello = codec.receive(back)
+                codec.send(requests, [self.job.worker, self.job.about])
+            hello = codec.receive(answers)
             if hello[0] != "ready":
                 result_of(hello, "its start")
             while index is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    codec.send(to, self.tasks[index].content())
-                while (answer := codec.receive(back))[0] == "said":
-                    self.news.put(("said", index, answer[1]))
-                self.news.put(("done", index, result_of(answer, self.tasks[index].called)))
+                    codec.send(requests, self.tasks[index].content())
+                while (answer := codec.receive(answers))[0] == "said":
+                    self.events.put(("said", index, answer[1]))
+                self.events.put(("done", index, result_of(answer, self.tasks[index].called)))
                 index = self._next()
         except EOFError:
             if not self.ending:
-                self._ended(process, cast(int, index))
+                self._restart_task(process, cast(int, index))
                 return True
         finally:
             self._stop(process)
@@ -203,14 +203,14 @@ class _Round:
         with self.lock:
             return self.waiting.popleft() if self.waiting else None
 
-    def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
+    def _restart_task(self, process: subprocess.Popen[bytes], index: int) -> None:
         """Handle a worker that ended by itself: its task is started again, once."""
         # We did not end it, so it was killed or ran out of memory.
         code = process.wait()
         self.attempts[index] += 1
         if self.attempts[index] >= _ATTEMPTS:
             raise WorkerFailed(
-                f"a worker process ended {_how(code)} at {self.tasks[index].called}, "
+                f"a worker process ended {_exit_reason(code)} at {self.tasks[index].called}, "
                 f"{_ATTEMPTS} times",
                 hint="memory may be short: try fewer --jobs" if code == -9 else "",
             )
@@ -251,7 +251,7 @@ class _Round:
             self.alive.discard(process)
 
 
-def _how(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"with code {code}"
     import signal

@@ -26,16 +26,16 @@ from driftline.execution.ray_connection import one_line
 
 _RETRIES = 3
 """If a task loses more workers than this, it is assumed to be the cause."""
-_IN_A_ROW = 2
+_LOSSES_IN_A_ROW = 2
 """A machine that loses this many workers in a row, without any answer, gets no more work."""
-_AHEAD = 2
+_TASKS_PER_WORKER = 2
 """Number of tasks that a worker has at a time: one in progress, and the next one."""
-_SOON = 20.0
+_GRACE_SECONDS = 20.0
 """Seconds to wait for silent machines if the others can do all tasks."""
-_ANSWER = 60.0
+_ANSWER_SECONDS = 60.0
 """Seconds in which a machine must answer whether it can help."""
-_BEAT = 2.0
-_LONG = 30.0
+_POLL_SECONDS = 2.0
+_NOTE_SECONDS = 30.0
 """Seconds without any answer after which a message says that the cores may be busy."""
 
 
@@ -158,10 +158,10 @@ class _Round:
             self.machines = self._usable_machines()
             self._require_data()
             self._start_workers()
-            late = time.monotonic() + _LONG
+            late = time.monotonic() + _NOTE_SECONDS
             while left:
-                self._hand_out()
-                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                self._send_tasks()
+                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_POLL_SECONDS)
                 # Printed once: a cluster may be busy with other users' work for hours.
                 if left == len(self.tasks) and not ready and time.monotonic() > late:
                     self.tell("waiting for a free core of the Ray cluster, or for its first answer")
@@ -188,7 +188,7 @@ class _Round:
             if _cores(node, self.gpus):
                 # The question reserves no core, so that busy machines can answer it.
                 look = ray.remote(ray_worker.inspect_machine).options(
-                    **self._on(str(node["NodeID"]), cores=0)
+                    **self._options_for(str(node["NodeID"]), cores=0)
                 )
                 asked[look.remote(self.job)] = node
         if not asked:
@@ -201,11 +201,11 @@ class _Round:
         troubles: list[str] = []
         began = time.monotonic()
         silent = list(asked)
-        while silent and (waited := time.monotonic() - began) < _ANSWER:
+        while silent and (waited := time.monotonic() - began) < _ANSWER_SECONDS:
             enough = all(any(machine.can(task) for machine in machines) for task in self.tasks)
-            if enough and waited > _SOON:
+            if enough and waited > _GRACE_SECONDS:
                 break  # a silent machine may be dead without Ray having noticed it yet
-            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
+            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_POLL_SECONDS)
             for ref in answered:
                 self._read_answer(ref, asked[ref], machines, troubles)
         for ref in silent:
@@ -256,7 +256,7 @@ class _Round:
         for trouble in self.troubles:
             self.tell(f"{trouble}; it is given no such work")
 
-    def _on(self, node_id: str, cores: int) -> dict[str, Any]:
+    def _options_for(self, node_id: str, cores: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -277,7 +277,11 @@ class _Round:
 
     def _start(self, machine: _Machine) -> None:
         # Ray would restart a lost actor on the same machine; we choose the machine ourselves.
-        options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
+        options = {
+            **self._options_for(machine.id, cores=1),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
         if self.gpus:
             options["num_gpus"] = self.gpus
         actor = self.ray.remote(ray_worker.RayWorker).options(**options).remote(self.job)
@@ -287,8 +291,9 @@ class _Round:
         with contextlib.suppress(Exception):  # the worker or Ray itself may be gone
             self.ray.kill(worker.actor)
 
-    def _hand_out(self) -> None:
-        for depth in range(1, _AHEAD + 1):  # every worker gets one task before any gets a second
+    def _send_tasks(self) -> None:
+        # Every worker gets one task before any gets a second.
+        for depth in range(1, _TASKS_PER_WORKER + 1):
             for worker in self.workers:
                 if worker.machine not in self.machines:
                     continue
@@ -339,7 +344,7 @@ class _Round:
                 f"a worker on {worker.machine.name} failed: {one_line(bug)}"
             ) from bug
         except exceptions.RayError as loss:
-            self._lost(worker, loss)
+            self._handle_loss(worker, loss)
             return 0
         del self.under_way[ref]
         worker.tasks.remove(index)
@@ -351,7 +356,7 @@ class _Round:
         finished(index, result_of(answer, self.tasks[index].called, worker.machine.name))
         return 1
 
-    def _lost(self, worker: _Worker, loss: Exception) -> None:
+    def _handle_loss(self, worker: _Worker, loss: Exception) -> None:
         """Handle a lost worker: put its tasks back, and start another worker."""
         self._stop_worker(worker)
         self.workers.remove(worker)
@@ -375,7 +380,7 @@ class _Round:
         """Replace a lost worker: on its own machine, unless that machine seems dead too."""
         alive = {str(node["NodeID"]) for node in self.session.nodes()}
         others = [other for other in self.machines if other is not machine and other.id in alive]
-        if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
+        if machine.id in alive and (machine.losses < _LOSSES_IN_A_ROW or not others):
             self.tell(f"a worker on {machine.name} is lost; its work is done again")
             self._start(machine)
             return

@@ -28,7 +28,7 @@ def inspect_machine(content: bytes) -> bytes:
     if __version__ != job["version"]:
         return codec.pack(answer)  # the other fields stay empty
     try:
-        answer[3] = _opened(job).absent()
+        answer[3] = _open_worker(job).absent()
     except DriftlineError as trouble:
         answer[2] = str(trouble)
     except Exception as trouble:
@@ -49,7 +49,7 @@ class RayWorker:
         try:
             # Opened at the first task, in the worker's own process, and kept for later tasks.
             if self._worker is None:
-                self._worker = _opened(codec.unpack(self._content))
+                self._worker = _open_worker(codec.unpack(self._content))
         except Exception as trouble:
             return codec.pack([lines, failed(trouble)])
         return codec.pack([lines, done(self._worker, codec.unpack(content), lines.append)])
@@ -59,10 +59,10 @@ class RayWorker:
         return os.getpid()
 
 
-def _opened(job: dict[str, Any]) -> Worker:
+def _open_worker(job: dict[str, Any]) -> Worker:
     # All machines use the same kernel path, because other instructions round differently.
     if job["kernel"]:
-        _take(job["kernel"])
+        _use_kernel_path(job["kernel"])
     if folder := job["folder"]:
         try:
             os.chdir(folder)
@@ -72,7 +72,7 @@ def _opened(job: dict[str, Any]) -> Worker:
     return open_worker(job["worker"], job["about"])
 
 
-def _take(path: str) -> None:
+def _use_kernel_path(path: str) -> None:
     from driftline.numerics import kernel
 
     if path not in kernel.available():

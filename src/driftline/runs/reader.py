@@ -199,7 +199,7 @@ class _Part:
         if size <= SHORT:
             content = file.read()
             source, together = io.BytesIO(content), decode_together(content)
-            if together is not None and self._take(together):
+            if together is not None and self._add_lines(together):
                 return
         # Each shard is opened once for its size, not once for every tensor in it.
         sizes: dict[str, int | str] = {}
@@ -232,7 +232,7 @@ class _Part:
                 elif line.offset + line.length > cast("int", size):
                     line.lost = f"{line.shard} ends before its last byte"
             if line.lost:
-                self._lost(line, by_reason, losses)
+                self._add_loss(line, by_reason, losses)
             keep(line, start, end - start, ended=row[-1:] == b"\n")
         self.lines.finish(file)
         if bad > _MOST_BAD_LINES:
@@ -242,7 +242,7 @@ class _Part:
             if count > _MOST_ALIKE:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
-    def _take(self, lines: list[Line]) -> bool:
+    def _add_lines(self, lines: list[Line]) -> bool:
         """Take a short index without errors; False if errors must be located line by line."""
         ends: dict[str, int] = {}
         try:
@@ -261,7 +261,7 @@ class _Part:
             return False
         return self.lines.take(lines)
 
-    def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
+    def _add_loss(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
         """Add one loss per tensor, up to a hundred for each reason, such as a full disk."""
         count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
         if count <= _MOST_ALIKE:

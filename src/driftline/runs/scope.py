@@ -156,7 +156,7 @@ def scope_of(run: Run) -> RunScope:
     if not own:
         return RunScope()
     captures = [object_of(facts.get("capture")) for facts in own]
-    status, raised, notes, compiled = _told_by_events(run)
+    status, raised, notes, compiled = _facts_of_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
     exception = next(filter(None, exceptions), "")
@@ -178,7 +178,7 @@ def scope_of(run: Run) -> RunScope:
         run.facts.framework,
         max(map(_updates, captures), default=-1),
         tuple(_hidden_leaves(run, compiled)),
-        tuple(level for level in _BESIDE_CALLS if level in list_of(captures[0].get("levels"))),
+        tuple(level for level in _OTHER_LEVELS if level in list_of(captures[0].get("levels"))),
     )
 
 
@@ -217,7 +217,7 @@ def _hidden(shown: Any) -> Iterable[tuple[str, int]]:
                 continue
 
 
-class _Told(NamedTuple):
+class _EventFacts(NamedTuple):
     """What the events of a run say about its scope."""
 
     status: int | None
@@ -226,7 +226,7 @@ class _Told(NamedTuple):
     compiled: tuple[str, ...]
 
 
-def _told_by_events(run: Run) -> _Told:
+def _facts_of_events(run: Run) -> _EventFacts:
     status: int | None = None
     # Dictionaries keep the order, and each note once.
     notes: dict[str, None] = {}
@@ -244,7 +244,7 @@ def _told_by_events(run: Run) -> _Told:
                 notes.setdefault(str(event.get("message", ""))[:_LONGEST])
             if kind == "compiled" and isinstance(details.get("site"), str):
                 compiled.setdefault(details["site"])
-    return _Told(status, tuple(raised), tuple(notes), tuple(compiled))
+    return _EventFacts(status, tuple(raised), tuple(notes), tuple(compiled))
 
 
 def _is_captured(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
@@ -289,7 +289,7 @@ def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[s
         yield f"{_OPTIONS.get(name, name)} {shown}"[:_LONGEST]
 
 
-_BESIDE_CALLS = ("gradients", "params")
+_OTHER_LEVELS = ("gradients", "params")
 RANKS = "--rank"
 _OPTIONS = {
     "sites": "--site",

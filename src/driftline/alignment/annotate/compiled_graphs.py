@@ -55,7 +55,7 @@ class Culprits:
             return ""
         if graph_step not in self._first:
             # Computed once for each graph and step, because every value of the graph needs it.
-            self._first[graph_step] = _spread(value.graph, self._off[graph_step])
+            self._first[graph_step] = _first_faults(value.graph, self._off[graph_step])
         names = [value.node.name] if value.node is not None else []
         if value.kept is not None:
             names += value.kept.nodes
@@ -108,7 +108,7 @@ class Culprits:
         return _AS_NODES.format(node=name, error=error.error)
 
 
-def _spread(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
+def _first_faults(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
     """For every node, the first faulty node among itself and its dependencies."""
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     first_fault: dict[str, NodeError] = {}
@@ -147,7 +147,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
         for record in records:
             if line := _line(values.get(record.key)):
                 lone[side, record.key] = line
-    blamed = _blamed(reference), _blamed(candidate)
+    blamed = _faulty_nodes(reference), _faulty_nodes(candidate)
     pairs = (_with_line(pair, reference_values, candidate_values) for pair in plan.pairs)
     return plan._replace(
         pairs=tuple(_with_culprit(pair, *blamed) for pair in pairs),
@@ -160,7 +160,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
     )
 
 
-def _blamed(owners: Owners) -> dict[tuple[int, int], Culprits]:
+def _faulty_nodes(owners: Owners) -> dict[tuple[int, int], Culprits]:
     """Faulty nodes by process, for processes that have any."""
     return {
         owner: Culprits(graphs, graphs.errors) for owner, graphs in owners.items() if graphs.errors
@@ -284,13 +284,13 @@ def _fused(described: _Described | None) -> str:
 def _called(node: GraphNode) -> list[str]:
     """The operators that a node comes from, or its own operator if they are unknown."""
     names = [origin.operator for origin in node.origins] or [node.operator or node.target]
-    return [_short(name) for name in names]
+    return [_without_overload(name) for name in names]
 
 
-def _short(operator: str) -> str:
+def _without_overload(operator: str) -> str:
     """An operator without its library and overload.
 
-    >>> _short("aten.silu.default")
+    >>> _without_overload("aten.silu.default")
     'silu'
     """
     parts = operator.split(".")

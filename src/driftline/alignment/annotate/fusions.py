@@ -109,18 +109,18 @@ def _inside(
                 continue
             pairs = [pair for w in tensors if (pair := wholes.get((*call[:3], *w))) is not None]
             if pairs:
-                pair = min(pairs, key=_first_given)
+                pair = min(pairs, key=_outputs_first)
                 enclosed[id(records[0])] = (records[0], node, pair)
     # Equal bytes connect one module's output with the next one's input. Norms are added after that,
     # and their outputs are spread in the same way.
-    _spread_by_bytes(lone, enclosed)
+    _add_by_bytes(lone, enclosed)
     if graph.folded_norms:
         _norms(lone, enclosed, waiting)
-        _spread_by_bytes(lone, enclosed)
+        _add_by_bytes(lone, enclosed)
     return list(enclosed.values())
 
 
-def _first_given(pair: Pair) -> tuple[bool, int]:
+def _outputs_first(pair: Pair) -> tuple[bool, int]:
     """Sort key: outputs before inputs, innermost output first."""
     return pair.reference.key.port != "output", pair.reference.order
 
@@ -143,24 +143,24 @@ def _calls(
             yield call, waiting[call]
 
 
-_Held = tuple[Place, str, Sequence[Tensor]]
+_PlaceValues = tuple[Place, str, Sequence[Tensor]]
 """A place, the node that contains it, and the tensors of that node's result."""
 
 
-def _of_modules(graph: ExportedGraph) -> Iterator[_Held]:
+def _of_modules(graph: ExportedGraph) -> Iterator[_PlaceValues]:
     for fusion in graph.fusions:
         for place in fusion.holds:
             yield place, fusion.node, [*fusion.tensors, (fusion.node, 0, "output", "0")]
 
 
-def _of_nodes(graph: ExportedGraph, lone: Iterable[Record]) -> Iterator[_Held]:
+def _of_nodes(graph: ExportedGraph, lone: Iterable[Record]) -> Iterator[_PlaceValues]:
     """Nodes of a graph with fewer fusions, by value names."""
     for site in dict.fromkeys(record.key.site for record in lone):
         if "/" in site and (node := graph.inside.get(site)) is not None:
             yield (site, 0, "output"), node, [(node, 0, "output", "0")]
 
 
-def _spread_by_bytes(lone: Sequence[Record], enclosed: dict[int, tuple[Record, str, Pair]]) -> None:
+def _add_by_bytes(lone: Sequence[Record], enclosed: dict[int, tuple[Record, str, Pair]]) -> None:
     """Add tensors with the same bytes as an enclosed one: they are the same value."""
     nodes_of_bytes: dict[tuple[int, int, int, str], dict[str, Pair]] = defaultdict(dict)
     for record, node, pair in enclosed.values():

@@ -37,9 +37,9 @@ def align_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
     # Only if all inputs of a run have the same moment: a run with both moments has the right one
     # itself.
     if reference_moments == {"after"} and candidate_moments == {"before"}:
-        return _as_before(reference), candidate
+        return _with_inputs_before(reference), candidate
     if reference_moments == {"before"} and candidate_moments == {"after"}:
-        return reference, _as_before(candidate)
+        return reference, _with_inputs_before(candidate)
     return reference, candidate
 
 
@@ -55,12 +55,13 @@ def note_moments(plan: Plan) -> Plan:
         "what an operator writes into its own input cannot be compared"
     )
     pairs = tuple(
-        _weaker(pair) if differs else pair for pair, differs in zip(plan.pairs, apart, strict=True)
+        _paired_by_moment(pair) if differs else pair
+        for pair, differs in zip(plan.pairs, apart, strict=True)
     )
     return plan._replace(pairs=pairs, notes=(*plan.notes, note))
 
 
-def _weaker(pair: Pair) -> Pair:
+def _paired_by_moment(pair: Pair) -> Pair:
     return pair._replace(by="moment", confidence=min(pair.confidence, CONFIDENCE))
 
 
@@ -68,7 +69,7 @@ def _moments(run: Run) -> set[Moment]:
     return {record.key.moment for record in run.records if record.key.port == "input"}
 
 
-def _as_before(run: Run) -> Run:
+def _with_inputs_before(run: Run) -> Run:
     before = origins_of(run)
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
@@ -112,9 +113,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
     notes: list[str] = []
     reference_places, candidate_places = _places(reference), _places(candidate)
     # Ranks come first, so that steps and moments are processed once, not once per rank.
-    if options.placements or _lie_differently(
-        reference, candidate, reference_places, candidate_places
-    ):
+    if options.placements or _must_gather(reference, candidate, reference_places, candidate_places):
         reference, candidate = _gathered(reference, candidate, options, notes)
     elif reference_places != candidate_places and len(reference_places) == len(candidate_places):
         from driftline.alignment.normalise.steps import align_ranks
@@ -129,7 +128,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         declared_map = parse_step_map(",".join(step_map)) if step_map else None
         reference, candidate, more_notes = align_steps(reference, candidate, declared_map)
         notes += more_notes
-    if any(_late(record.key) for run in (reference, candidate) for record in run.records):
+    if any(_is_stored_late(record.key) for run in (reference, candidate) for record in run.records):
         reference, candidate = align_moments(reference, candidate)
     reference, candidate = _decoded(reference, candidate)
     if _may_add_residuals(reference) != _may_add_residuals(candidate):
@@ -189,7 +188,10 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     )
     plan = resolve_views(plan, seen.reference, seen.candidate)
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
-    if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
+    if any(
+        _is_stored_late(pair.reference.key) != _is_stored_late(pair.candidate.key)
+        for pair in plan.pairs
+    ):
         plan = note_moments(plan)
     # Between frameworks, a square weight may be stored transposed, which its shape does not show.
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
@@ -201,7 +203,8 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     )
     # The reconciler reads complete runs, so it is made only if a pair needs it.
     unlike = [
-        _unlike(pair, foreign) or (operators and _operands(pair, codes)) for pair in plan.pairs
+        _needs_reconciler(pair, foreign) or (operators and _operands(pair, codes))
+        for pair in plan.pairs
     ]
     if any(unlike):
         from driftline.alignment.reconcile.reconciler import Reconciler
@@ -252,7 +255,7 @@ def _is_square_weight(pair: Pair) -> bool:
     return len(shape) == 2 and shape[0] == shape[1] and pair.reference.key.port in WEIGHTS
 
 
-def _unlike(pair: Pair, foreign: bool) -> bool:
+def _needs_reconciler(pair: Pair, foreign: bool) -> bool:
     """Whether two sides differ in shape, type or layout, so that they need a reconciler."""
     reference, candidate = pair.reference, pair.candidate
     reference_shape = (
@@ -289,7 +292,7 @@ def _operands(pair: Pair, codes: bool) -> bool:
     return reference.key.port == "input" and (square or (codes and len(shape) == 1))
 
 
-def _lie_differently(
+def _must_gather(
     reference: Run,
     candidate: Run,
     reference_places: list[tuple[int, int]],
@@ -430,7 +433,7 @@ def why_alone(key: TensorKey, other: str, steps: set[int], ranks: set[int]) -> s
     return "" if key.rank in ranks else f"the {other} has no rank {key.rank}"
 
 
-def _late(key: TensorKey) -> bool:
+def _is_stored_late(key: TensorKey) -> bool:
     """Whether this is an input that was stored after the call."""
     return key.moment == "after" and key.port == "input"
 

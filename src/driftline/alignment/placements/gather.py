@@ -120,11 +120,11 @@ class Gathering:
         if cut not in self._lost_by_cut:
             places = ((self.mesh.coordinates[rank], rank) for rank in self._lost)
             self._lost_by_cut[cut] = {
-                _without(coordinate, cut): rank for coordinate, rank in places
+                _drop_axes(coordinate, cut): rank for coordinate, rank in places
             }
         lost_ranks, axes = self._lost_by_cut[cut], len(self.mesh.names)
         for coordinate in group.parts if cut else ():
-            if (rank := lost_ranks.get(_without(coordinate[:axes], cut))) is not None:
+            if (rank := lost_ranks.get(_drop_axes(coordinate[:axes], cut))) is not None:
                 axis = min(cut)
                 # If it is cut along several axes, or into micro-batches, a part has no single
                 # number.
@@ -171,7 +171,9 @@ class Gathering:
 
     def _finished(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
         """A joined source with rows and fused parts in order, and with scaled gradients."""
-        source = self._parted(group, self._evidence.in_order(group, source, placed), placed)
+        source = self._in_projection_order(
+            group, self._evidence.in_order(group, source, placed), placed
+        )
         if not self._evidence.averaged:
             return source
         # With averaged gradients, the gradient of an activation was divided by the number of ranks
@@ -197,7 +199,9 @@ class Gathering:
             if n in self._layouts.data and len({coordinate[n] for coordinate in group.parts}) == 1
         )
 
-    def _parted(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
+    def _in_projection_order(
+        self, group: Group, source: Source, placed: Sequence[AxisPlacement]
+    ) -> Source:
         """Put a fused projection's shards in order: each rank has a piece of q, of k and of v."""
         key = group.key
         cut = [how for how in placed if how.kind == "shard"]
@@ -248,7 +252,7 @@ class Gathering:
         return ()
 
 
-_LIKE = {
+_PLACED_LIKE = {
     "param_grad": "param",
     "optimizer_grad": "param",
     "grad_output": "output",
@@ -269,11 +273,13 @@ def common_shapes(
     shapes: dict[TensorKey, Shape] = {}
     made: dict[tuple[object, ...], Shape] = {}
     # Gradients come last, because they follow the shape of the tensor that they belong to.
-    for key in sorted(first_costs.keys() & second_costs.keys(), key=lambda key: key.port in _LIKE):
+    for key in sorted(
+        first_costs.keys() & second_costs.keys(), key=lambda key: key.port in _PLACED_LIKE
+    ):
         common = first_costs[key].keys() & second_costs[key].keys()
         # Weights are equal in every call, so all calls share their shape.
         call = (0, 0) if key.port in WEIGHTS else (key.step, key.visit)
-        like = made.get((key.site, _LIKE.get(key.port, ""), key.slot, *call))
+        like = made.get((key.site, _PLACED_LIKE.get(key.port, ""), key.slot, *call))
         if like is None or like not in common:
             # The shape itself breaks a tie, so that the choice does not depend on the order of a
             # set.
@@ -284,7 +290,7 @@ def common_shapes(
     return shapes
 
 
-def _without(coordinate: Coordinate, axes: frozenset[int]) -> Coordinate:
+def _drop_axes(coordinate: Coordinate, axes: frozenset[int]) -> Coordinate:
     return tuple(place for n, place in enumerate(coordinate) if n not in axes)
 
 

@@ -72,7 +72,7 @@ class Sharing:
             self._by_site.setdefault(group.key.site, most)
         site_sharing = self._by_site.get(group.key.site)
         best = site_sharing if site_sharing is not None and site_sharing in fitting else most
-        separated = self._parted(group, best)
+        separated = self._split_axis(group, best)
         return separated, _copies(best, separated)
 
     def shapes(self, group: Group) -> Iterator[tuple[int, Shape]]:
@@ -108,13 +108,13 @@ class Sharing:
                     yield Shared(axis, many, False)
 
     def _fits(self, group: Group, shared: Shared, target: Shape) -> bool:
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         fixed = {_copies(shared, separated): AxisPlacement("replicate")}
         return bool(fitting_placements(separated.parts, target, fixed, len(separated.axes)))
 
     def _equal(self, group: Group, shared: Shared) -> int:
         """Number of copies that are equal to the first one."""
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         axis = _copies(shared, separated)
         first: dict[Coordinate, str] = {}
         equal = 0
@@ -128,13 +128,13 @@ class Sharing:
 
     def _is_seen(self, group: Group, shared: Shared) -> bool:
         """Whether the bytes show the sharing: copies are equal and parts are not."""
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         copies = _copies(shared, separated)
         parts = shared.axis if copies != shared.axis else len(separated.axes) - 1
         differ = self._bytes.differ_along(separated)
         return copies not in differ and parts in differ
 
-    def _parted(self, group: Group, shared: Shared) -> Group:
+    def _split_axis(self, group: Group, shared: Shared) -> Group:
         axis, many, micro = shared.axis, shared.many, self._mesh_axes
         parts = {
             (
@@ -219,7 +219,7 @@ class Layouts:
         self._copies: dict[TensorKey, int] = {}
         self._sharing = Sharing(len(self.mesh.names), self.bytes)
         # Shared parts are separated before data axes are determined, which need the final places.
-        self.groups = [self._separated(group) for group in self.groups]
+        self.groups = [self._by_part_and_copy(group) for group in self.groups]
         self.data, self.split = self._data_axes()
         self._placed = {group.key: self._find_placement(group) for group in self.groups}
 
@@ -271,7 +271,7 @@ class Layouts:
         differ = self.bytes.differ_along(group) - set(declared)
         alike = (n for n in range(len(group.axes)) if n not in differ and n not in declared)
         fixed = {**declared, **dict.fromkeys(alike, REPLICATE)}
-        costs = dict.fromkeys(self._made(group, fixed), _ODD)
+        costs = dict.fromkeys(self._possible_shapes(group, fixed), _ODD)
         shape, last = group.first.shape, len(group.first.shape) - 1
         if differ and not declared and all(part.shape == shape for part in group.records):
             # Equal shapes with different bytes may be terms of a sum, unless they are parameters.
@@ -298,7 +298,7 @@ class Layouts:
         """Cost of a cut: weights are usually cut into rows, activations into features."""
         return axis if group.key.port in WEIGHTS else last - axis
 
-    def _made(self, group: Group, fixed: Mapping[int, AxisPlacement]) -> set[Shape]:
+    def _possible_shapes(self, group: Group, fixed: Mapping[int, AxisPlacement]) -> set[Shape]:
         """Shapes that result from cuts along all mesh axes whose placement is open."""
         shapes: set[Shape] = set()
         rank = len(group.first.shape)
@@ -324,7 +324,7 @@ class Layouts:
             target = record.shape
         return target
 
-    def _separated(self, group: Group) -> Group:
+    def _by_part_and_copy(self, group: Group) -> Group:
         """The group with places given by part and copy, if some ranks hold the same part."""
         target = self._target(group)
         if (

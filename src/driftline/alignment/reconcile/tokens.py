@@ -158,7 +158,7 @@ class Common(NamedTuple):
     repeated: tuple[int, ...] = ()
 
 
-def _unlisted(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
+def _with_rows_of_other(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
     """Both batches; a plain list of all tokens of the other side gets that side's rows."""
     if reference.flat == candidate.flat:
         return reference, candidate
@@ -171,7 +171,7 @@ def _unlisted(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
 
 def common_part(reference: Batch, candidate: Batch) -> Common | None:
     """How two steps of different sizes are cut to their common part; None if nothing shows it."""
-    reference, candidate = _unlisted(reference, candidate)
+    reference, candidate = _with_rows_of_other(reference, candidate)
     rows = min(reference.rows, candidate.rows)
     uncut = Common(rows, (0, reference.tokens), (0, candidate.tokens))
     # One side is a plain list of tokens: all of the other's, or those that its mask keeps.
@@ -186,7 +186,7 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     if reference.tokens == candidate.tokens:
         first = "the first row" if rows == 1 else f"the first {rows} rows"
         note = "" if reference.rows == candidate.rows else f"{first} of the larger batch"
-        return uncut._replace(note=note, left=_rows_left(reference, candidate))
+        return uncut._replace(note=note, left=_rows_left_out(reference, candidate))
     # A transposed batch has the same number of tokens, but that is not certain.
     if (reference.rows, reference.tokens) == (
         candidate.tokens,
@@ -205,7 +205,7 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     cut = (kept, full) if longer is reference else (full, kept)
     side = "reference" if longer is reference else "candidate"
     note = f"tokens {kept[0]}:{kept[1]} of {longer.tokens} in the {side}, {why}"
-    left = _rows_left(reference, candidate)
+    left = _rows_left_out(reference, candidate)
     if not why.startswith(_PADS):
         first, last = (kept[1], longer.tokens) if kept[0] == 0 else (0, kept[0])
         words = f"{_numbered('token', first, last)} of {longer.tokens}"
@@ -218,7 +218,7 @@ def _joined(first: str, second: str) -> str:
     return " and ".join(filter(None, (first, second)))
 
 
-def _rows_left(reference: Batch, candidate: Batch) -> tuple[str, str]:
+def _rows_left_out(reference: Batch, candidate: Batch) -> tuple[str, str]:
     """The rows that only one side has, in words, for each side."""
     if reference.rows == candidate.rows or reference.flat or candidate.flat:
         return "", ""
@@ -273,7 +273,7 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
     reference_shape, candidate_shape = shapes_of(pair)
     if common.packed:
         return _unpacked(pair, reference, candidate, common)
-    reference, candidate = _unlisted(reference, candidate)
+    reference, candidate = _with_rows_of_other(reference, candidate)
     # Rows and tokens may be folded into one axis on one side, or on both.
     reference_shape, reference_first = _unfolded(reference_shape, candidate_shape, reference)
     candidate_shape, candidate_first = _unfolded(candidate_shape, reference_shape, candidate)
@@ -421,10 +421,10 @@ class StepBatches:
             return None, ""
         cut_pair = cut(pair, reference, candidate, common)
         if cut_pair is not None and any(common.left):
-            self._count_left(cut_pair, common)
+            self._add_left_out(cut_pair, common)
         return cut_pair, common.trouble
 
-    def _count_left(self, pair: Pair, common: Common) -> None:
+    def _add_left_out(self, pair: Pair, common: Common) -> None:
         """Add up what a pair leaves out on either side."""
         whole = (pair.reference.shape, pair.candidate.shape)
         for side, words, own, compared in zip(

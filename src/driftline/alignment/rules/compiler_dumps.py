@@ -297,11 +297,11 @@ def _assign(
     left = list(free)
     for index, (record, _) in enumerate(takers):
         if index not in chosen:
-            partner = next((option for option in free if _alike(option, record)), None)
+            partner = next((option for option in free if _agree(option, record)), None)
             if partner is None:
                 _explain(matching, [record], "no FX input of this shape is left for it")
                 continue
-            others = sum(_alike(option, record) for option in left)
+            others = sum(_agree(option, record) for option in left)
             chosen[index] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
             free.remove(partner)
     matching.matches.extend(chosen[index] for index in sorted(chosen))
@@ -320,7 +320,7 @@ def _made_by(
     return at_slot(node.outputs, name[1]) if node is not None and name is not None else None
 
 
-def _alike(offered: Record, record: Record) -> bool:
+def _agree(offered: Record, record: Record) -> bool:
     """Whether shape and kind of number agree, because a weight is never an index."""
     # An index may be signed in one dump and unsigned in the other: int and uint count as one kind.
     dtype, offered_dtype = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
@@ -478,12 +478,12 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
                     lone = is_conversion(operator.class_name) and not graph.members(operator.name)
                     if lone and operator.inputs and operator.outputs:
                         got, gave = operator.inputs[0], operator.outputs[0]
-                        if not _cuts_off(got.dtype, gave.dtype):
+                        if not _loses_values(got.dtype, gave.dtype):
                             conversion_pairs.append((got, gave))
     return sorted(conversion_pairs, key=lambda pair: pair[0].order)
 
 
-def _cuts_off(got: str, gave: str) -> bool:
+def _loses_values(got: str, gave: str) -> bool:
     """Whether a conversion between two types loses more than precision."""
     # Casting floats to integers or truth values is meant to change them, so equality is not
     # expected.

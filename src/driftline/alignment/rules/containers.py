@@ -32,10 +32,10 @@ class Tree:
         by_site: dict[str, list[Call]] = defaultdict(list)
         for call in calls:
             by_site[call.site].append(call)
-        # Calls of one site are sorted by their end, so that `_around` can find the call that
-        # contains a leaf by bisection.
+        # Calls of one site are sorted by their end, so that `_enclosing_calls` can find the call
+        # that contains a leaf by bisection.
         for group in by_site.values():
-            group.sort(key=_ended)
+            group.sort(key=_end_of)
         self.leaves: dict[int, list[Call]] = defaultdict(list)
         # Inner calls and fused families are leaves of the comparison, whatever they contain.
         self.containers = [
@@ -44,7 +44,7 @@ class Tree:
         container_ids = {id(call) for call in self.containers}
         for leaf in calls:
             if leaf.leaf:
-                for call in _around(leaf, by_site):
+                for call in _enclosing_calls(leaf, by_site):
                     if id(call) in container_ids:
                         self.leaves[id(call)].append(leaf)
 
@@ -56,7 +56,7 @@ class Tree:
                 # XOR over spread marks is an order-independent hash of the set: two containers hold
                 # the same leaves exactly if these numbers are equal, without building sets for
                 # every container.
-                total ^= _spread(mark)
+                total ^= _random_bits(mark)
         return total
 
     def origin(self, call: Call) -> frozenset[int] | None:
@@ -122,15 +122,19 @@ def link_across(
     """
     links = [
         Link(a, b, _CONFIDENCE - 0.1)
-        for a, b in _across(reference_leaves, reference_tree, candidate_leaves, candidate_tree)
+        for a, b in _pairs_in_gaps(
+            reference_leaves, reference_tree, candidate_leaves, candidate_tree
+        )
     ]
     return links + [
         Link(a, b, _CONFIDENCE - 0.1)
-        for b, a in _across(candidate_leaves, candidate_tree, reference_leaves, reference_tree)
+        for b, a in _pairs_in_gaps(
+            candidate_leaves, candidate_tree, reference_leaves, reference_tree
+        )
     ]
 
 
-def _across(
+def _pairs_in_gaps(
     leaves: Sequence[Call], own_tree: Tree, others: Sequence[Call], other_tree: Tree
 ) -> Iterator[tuple[Call, Call]]:
     # Leaves between the same two linked neighbours compete for one place; only a single candidate
@@ -140,11 +144,11 @@ def _across(
     for call in other_tree.containers:
         inside = other_tree.leaves[id(call)]
         where = {other_gaps.get(id(leaf), -1) for leaf in inside}
-        if len(where) == 1 and -1 not in where and (kind := _part(call)):
+        if len(where) == 1 and -1 not in where and (kind := _kind(call)):
             options[where.pop(), kind].append(call)
     alone: dict[tuple[int, str], list[Call]] = defaultdict(list)
     for leaf in leaves:
-        if id(leaf) in own_gaps and (kind := _part(leaf)):
+        if id(leaf) in own_gaps and (kind := _kind(leaf)):
             alone[own_gaps[id(leaf)], kind].append(leaf)
     for place, lone in alone.items():
         fitting = [call for call in options.get(place, ()) if call.features == lone[0].features]
@@ -190,7 +194,7 @@ def _uncalled(calls: Sequence[Call], around: Mapping[str, int]) -> dict[object, 
     return groups
 
 
-def _part(call: Call) -> str:
+def _kind(call: Call) -> str:
     # An attention may be a leaf in one model and a container in the other; both must get the same
     # name.
     kind = kind_of(call.class_name)
@@ -244,7 +248,7 @@ def _score(reference_tree: Tree, reference: Call, candidate_tree: Tree, candidat
     return 4 + 2 * same + (reference.class_name == candidate.class_name)
 
 
-def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
+def _enclosing_calls(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
     """The container calls during which a leaf was called."""
     for site in (*enclosing(leaf.site), *ROOTS):
         calls = by_site.get(site, ())
@@ -252,14 +256,14 @@ def _around(leaf: Call, by_site: Mapping[str, list[Call]]) -> Iterator[Call]:
             if len(calls) == 1:
                 yield calls[0]
             else:  # the first to end after the leaf began
-                index = bisect.bisect_left(calls, leaf.order, key=_ended)
+                index = bisect.bisect_left(calls, leaf.order, key=_end_of)
                 yield calls[index if index < len(calls) else 0]
 
 
-def _ended(call: Call) -> int:
+def _end_of(call: Call) -> int:
     return call.ended
 
 
-def _spread(mark: int) -> int:
+def _random_bits(mark: int) -> int:
     """A number with random-looking bits, so that the XOR over a set identifies the set."""
     return int.from_bytes(hashlib.blake2b(mark.to_bytes(8, "little"), digest_size=16).digest())

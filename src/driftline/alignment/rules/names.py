@@ -190,13 +190,13 @@ def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) 
     return BadInput(
         f"the two runs share no tensor: {len(reference)} names against {len(candidate)}, "
         "0 in common",
-        hint=_why(reference, candidate)
+        hint=_hint_of_keys(reference, candidate)
         if reference_sites & candidate_sites
         else _prefix_hint(reference_sites, candidate_sites),
     )
 
 
-def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
+def _hint_of_keys(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
     """The hint if the sites agree: the part of the key that always differs."""
     # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
@@ -204,8 +204,8 @@ def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
         candidate_values = {getattr(record.key, part) for record in candidate}
         if not reference_values & candidate_values:
             return (
-                f"the sites agree, but the reference has {part} {_some(reference_values)} "
-                f"and the candidate {part} {_some(candidate_values)}"
+                f"the sites agree, but the reference has {part} {_first_values(reference_values)} "
+                f"and the candidate {part} {_first_values(candidate_values)}"
             )
     return "the sites agree, but no port, slot, step and visit together do"
 
@@ -239,7 +239,7 @@ def _map_for(side: str, prefix: str) -> str:
     return f"*={prefix}*" if side == "candidate" else f"{prefix}*=*"
 
 
-def _some(values: set[object]) -> str:
+def _first_values(values: set[object]) -> str:
     shown = sorted(str(value) for value in values)
     return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
 

@@ -76,7 +76,7 @@ class _Step:
         self._inside: dict[str, list[Call]] = {}
         self._around: dict[str, str] = {}
         for call in self._reads:
-            holder = self._around.setdefault(call[0], _holder(call[0], sites))
+            holder = self._around.setdefault(call[0], _container_of(call[0], sites))
             self._inside.setdefault(holder, []).append(call)
         self._readers: dict[str, set[str]] = {}
         self._makers: dict[str, set[str]] = {}
@@ -115,65 +115,65 @@ class _Step:
         before: dict[Call, set[Call]] = {call: set() for call in calls}
         makers: dict[str, list[Call]] = {}
         for call in calls:
-            for text in self._all_given(call):
+            for text in self._all_outputs(call):
                 makers.setdefault(text, []).append(call)
         for call in calls:
-            for text in sorted(self._needs(call)):
+            for text in sorted(self._outer_inputs(call)):
                 for maker in makers.get(text, ()):
                     if maker != call:
                         _add(before, maker, call)
         unread = [call for call in calls if self._is_unread(call)]
         for call in calls:
-            if self._is_fed_by_nobody(call):
+            if self._has_no_maker(call):
                 for other in unread:
                     if other != call:
                         _add(before, other, call)
         return _topological(calls, before)
 
-    def _all_given(self, call: Call) -> set[str]:
+    def _all_outputs(self, call: Call) -> set[str]:
         """Outputs of a call and of all calls inside it."""
         if call not in self._given:
-            inner = (self._all_given(inner_call) for inner_call in self._of(call))
+            inner = (self._all_outputs(inner_call) for inner_call in self._inner_calls(call))
             self._given[call] = self._gives[call].union(*inner)
         return self._given[call]
 
-    def _needs(self, call: Call) -> set[str]:
+    def _outer_inputs(self, call: Call) -> set[str]:
         """Inputs of a call and of all calls inside it, without those that are made inside it."""
         if call not in self._needed:
-            inner = self._of(call)
-            made_inside = set[str]().union(*(self._all_given(inner_call) for inner_call in inner))
-            needed = set[str]().union(*(self._needs(inner_call) for inner_call in inner))
+            inner = self._inner_calls(call)
+            made_inside = set[str]().union(*(self._all_outputs(inner_call) for inner_call in inner))
+            needed = set[str]().union(*(self._outer_inputs(inner_call) for inner_call in inner))
             self._needed[call] = self._reads[call] | (needed - made_inside)
         return self._needed[call]
 
-    def _of(self, call: Call) -> list[Call]:
+    def _inner_calls(self, call: Call) -> list[Call]:
         return self._inside.get(call[0], [])
 
     def _is_unread(self, call: Call) -> bool:
         """Whether no call outside reads a call's outputs, and no container returns them."""
         gives = self._gives[call]
-        above = set(self._above(call[0]))
+        above = set(self._enclosing(call[0]))
         return bool(gives) and all(
             all(_is_inside(reader, call[0]) for reader in self._readers.get(text, ()))
             and not above & self._makers[text]
             for text in gives
         )
 
-    def _is_fed_by_nobody(self, call: Call) -> bool:
+    def _has_no_maker(self, call: Call) -> bool:
         """Whether no input of a call is an output of another call, or an input of a container."""
-        above = set(self._above(call[0]))
+        above = set(self._enclosing(call[0]))
         return not any(
             any(not _is_inside(maker, call[0]) for maker in self._makers.get(text, ()))
             or above & self._readers.get(text, set())
-            for text in self._needs(call)
+            for text in self._outer_inputs(call)
         )
 
-    def _above(self, site: str) -> Iterator[str]:
+    def _enclosing(self, site: str) -> Iterator[str]:
         while site := self._around[site]:
             yield site
 
 
-def _holder(site: str, sites: set[str]) -> str:
+def _container_of(site: str, sites: set[str]) -> str:
     """The nearest enclosing container that was called; empty for the outermost module."""
     if site == _ROOT:
         return ""

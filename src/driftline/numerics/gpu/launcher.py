@@ -51,8 +51,8 @@ def _missing() -> str:
         import triton
     except Exception as error:  # a broken installation must not end the program
         return f"Triton cannot be imported: {error}"
-    found = tuple(int(part) for part in triton.__version__.split(".")[:2] if part.isdigit())
-    if found < LEAST_TRITON:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2] if part.isdigit())
+    if version < LEAST_TRITON:
         least = ".".join(map(str, LEAST_TRITON))
         return f"Triton {triton.__version__} is too old, {least} is needed"
     return ""

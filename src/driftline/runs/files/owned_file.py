@@ -137,13 +137,13 @@ class OwnedFile:
             FileTaken: The file is no longer ours; nothing was written.
             OSError: The disk refuses the write.
         """
-        count = self._through(lambda file: self._write(file, data, offset))
+        count = self._run_on_descriptor(lambda file: self._write(file, data, offset))
         if not _leads_to(self._file, self._identity):
-            self._look_for(data, offset, count)
+            self._check_written(data, offset, count)
         self.end = max(self.end, offset + count)
         return count
 
-    def _look_for(self, data: Data, offset: int, count: int) -> None:
+    def _check_written(self, data: Data, offset: int, count: int) -> None:
         """Check that written bytes are in our file; another thread took the descriptor meanwhile.
 
         Raises:
@@ -152,9 +152,9 @@ class OwnedFile:
         written = bytes(memoryview(data).cast("B")[:count])
         if self._access & os.O_APPEND:  # others append too: search everything after our end
             length = max(0, os.stat(self.path).st_size - self.end)  # noqa: PTH116
-            if written in self._through(lambda file: os.pread(file, length, self.end)):
+            if written in self._run_on_descriptor(lambda file: os.pread(file, length, self.end)):
                 return
-        elif self._through(lambda file: os.pread(file, count, offset)) == written:
+        elif self._run_on_descriptor(lambda file: os.pread(file, count, offset)) == written:
             return
         raise FileTaken(
             f"the program put a file of its own over a descriptor of Driftline while "
@@ -168,7 +168,7 @@ class OwnedFile:
             FileTaken: The file is no longer ours.
             OSError: The system refuses.
         """
-        self._through(lambda file: os.ftruncate(file, length))
+        self._run_on_descriptor(lambda file: os.ftruncate(file, length))
         self.end = length
 
     def reserve(self, length: int) -> None:
@@ -178,7 +178,7 @@ class OwnedFile:
             OSError: There is no space, or the file system cannot reserve any.
         """
         if hasattr(os, "posix_fallocate"):
-            self._through(lambda file: os.posix_fallocate(file, 0, length))
+            self._run_on_descriptor(lambda file: os.posix_fallocate(file, 0, length))
 
     def close(self) -> None:
         """Close the descriptor if it is still ours. May be called twice."""
@@ -197,7 +197,7 @@ class OwnedFile:
             return os.write(file, data)
         return os.pwrite(file, data, offset)
 
-    def _through(self, action: Callable[[int], Result]) -> Result:
+    def _run_on_descriptor(self, action: Callable[[int], Result]) -> Result:
         """Run an action on the descriptor, which is opened again each time it was taken away.
 
         Raises:
@@ -216,14 +216,14 @@ class OwnedFile:
                     raise
                 if error.errno == errno.EINVAL and _leads_to(file, self._identity):
                     raise
-        raise FileTaken(self._sentence("cannot be opened again"))
+        raise FileTaken(self._reason("cannot be opened again"))
 
     def _checked(self) -> int:
         """The descriptor, after a check that it still leads to our file."""
         if self._pid != os.getpid():
-            raise FileTaken(self._sentence("belongs to the process that this one is a copy of"))
+            raise FileTaken(self._reason("belongs to the process that this one is a copy of"))
         if self._file < 0:
-            raise FileTaken(self._sentence("is closed"))
+            raise FileTaken(self._reason("is closed"))
         if _leads_to(self._file, self._identity):
             return self._file
         return self._reopened()
@@ -234,13 +234,13 @@ class OwnedFile:
             # A pipe that now has this path must not make the program wait.
             file, status = self._opened(self._access | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
-            raise FileTaken(self._sentence("is no longer there")) from None
+            raise FileTaken(self._reason("is no longer there")) from None
         if _identity(status) != self._identity:
             _close_if_ours(file, _identity(status))
-            raise FileTaken(self._sentence("is another file now"))
+            raise FileTaken(self._reason("is another file now"))
         if status.st_size < self.end:
             _close_if_ours(file, self._identity)
-            raise FileTaken(self._sentence("is shorter than what was written to it"))
+            raise FileTaken(self._reason("is shorter than what was written to it"))
         self._file = file
         self._take_lock()
         return file
@@ -256,12 +256,12 @@ class OwnedFile:
             low = os.open(self.path, flags, 0o666)
             flags &= ~os.O_EXCL  # the file exists now, and we made it
             status = os.stat(self.path)  # noqa: PTH116
-            high = _lifted(low, _identity(status))
+            high = _move_to_high_number(low, _identity(status))
             if high >= 0:
                 return high, status
-        raise FileTaken(self._sentence("cannot be opened again"))
+        raise FileTaken(self._reason("cannot be opened again"))
 
-    def _sentence(self, what: str) -> str:
+    def _reason(self, what: str) -> str:
         name = os.path.basename(self.path)  # noqa: PTH119
         return f"the program closed a descriptor of Driftline, and {name} {what}"
 
@@ -287,7 +287,7 @@ class UnnamedFile:
 
         with tempfile.TemporaryFile(prefix=prefix, buffering=0) as file:
             self._identity = _identity(os.fstat(file.fileno()))
-            self._file = _lifted(os.dup(file.fileno()), self._identity)
+            self._file = _move_to_high_number(os.dup(file.fileno()), self._identity)
         self.end = 0
 
     def append(self, data: Data) -> int:
@@ -380,7 +380,7 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def _lifted(low: int, identity: Identity) -> int:
+def _move_to_high_number(low: int, identity: Identity) -> int:
     """Move a descriptor to a high number, and close the low one; returns -1 if it was replaced.
 
     Another thread of the program may at any moment close the low number and open its own file under

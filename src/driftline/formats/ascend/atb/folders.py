@@ -35,9 +35,9 @@ _DEVICE_PID = re.compile(r"(-?\d{1,4})_(\d{1,12})")
 _OLD_PID = re.compile(r"(?:thread_)?(\d{1,12})")
 _EXECUTION = re.compile(r"(?:\d{1,12}_)?(\d{1,9})")
 _OPERATION = re.compile(r"\d{1,9}_.+")
-_LOOKS = 4000
+_MOST_ENTRIES = 4000
 """Number of entries that are checked before a folder counts as one without tensors."""
-_TRIED = 20
+_MOST_EXECUTIONS = 20
 """Number of executions of a process that are checked for a tensor."""
 _DEEPEST = 40
 
@@ -181,7 +181,7 @@ def _holds_tensors(tensors: Path) -> bool:
 
 
 def _any_tensors(executions: Iterator[Execution]) -> bool:
-    return any(_has_tensors(execution.folder) for execution in islice(executions, _TRIED))
+    return any(_has_tensors(execution.folder) for execution in islice(executions, _MOST_EXECUTIONS))
 
 
 def _processes(tensors: Path) -> list[tuple[int, str, Path]]:
@@ -219,7 +219,7 @@ def _is_operation(folder: Path) -> bool:
 def _has_tensors(folder: Path) -> bool:
     """Whether a folder below contains a tensor file or a list of tensors."""
     # The number of entries is limited, so that a home folder is not searched completely.
-    left = _LOOKS
+    left = _MOST_ENTRIES
     waiting = [folder]
     while waiting and left > 0:
         try:
@@ -389,14 +389,14 @@ class Walk:
         for name in only:
             inner = inner.child(name)
             folder = folder / name
-        self._enter(str(folder), inner, None, 0)
+        self._walk(str(folder), inner, None, 0)
         return top
 
     def below(self, path: str) -> str:
         """A path for messages: relative to the dump."""
         return shown(path[len(self._root) + 1 :] if path.startswith(self._root + "/") else path)
 
-    def _enter(
+    def _walk(
         self, folder: str, operation: OperationFolder, moment: Moment | None, depth: int
     ) -> None:
         # Deeper nesting than in any model means damage or an attack; it is reported as a loss.
@@ -413,19 +413,19 @@ class Walk:
                     elif match := FILE_NAME.fullmatch(name):
                         operation.files.append(self._tensor(match, entry, moment))
                     else:
-                        self._other(operation, entry)
+                        self._add_entry(operation, entry)
         except OSError as trouble:
             self.losses.append((self.below(folder), f"cannot be listed: {reason_of(trouble)}"))
         for name, path in inside:
             # `before/before` would be an operation of that name; only the first level is a moment.
             if name in _MOMENTS and moment is None:
-                self._enter(path, operation, "before" if name == "before" else "after", depth + 1)
+                self._walk(path, operation, "before" if name == "before" else "after", depth + 1)
             elif match := FILE_NAME.fullmatch(name):
-                operation.files.append(_unread(match, moment, self.below(path), "is a folder"))
+                operation.files.append(_unreadable(match, moment, self.below(path), "is a folder"))
             else:
-                self._enter(path, operation.child(name), None, depth + 1)
+                self._walk(path, operation.child(name), None, depth + 1)
 
-    def _other(self, operation: OperationFolder, entry: os.DirEntry[str]) -> None:
+    def _add_entry(self, operation: OperationFolder, entry: os.DirEntry[str]) -> None:
         name = entry.name
         if entry.is_symlink():
             self.losses.append((self.below(entry.path), "is a link; not followed"))
@@ -447,7 +447,7 @@ class Walk:
             real = os.path.realpath(path)
             # A link out of the dump could show any file of this machine as a tensor.
             if not real.startswith(self._root + "/"):
-                return _unread(match, moment, source, "is a link that leads out of the dump")
+                return _unreadable(match, moment, source, "is a link that leads out of the dump")
             path = real
         try:
             file = open_file(path)
@@ -456,9 +456,9 @@ class Walk:
             finally:
                 os.close(file)
         except Refused as why:
-            return _unread(match, moment, source, str(why))
+            return _unreadable(match, moment, source, str(why))
         except OSError as trouble:
-            return _unread(match, moment, source, f"cannot be read: {reason_of(trouble)}")
+            return _unreadable(match, moment, source, f"cannot be read: {reason_of(trouble)}")
         return _named(match, moment, source)._replace(path=path, header=header)
 
 
@@ -470,5 +470,5 @@ def _named(match: re.Match[str], moment: Moment | None, source: str) -> TensorFi
     return TensorFile(port, str(int(number)), parameter or "", moment or usual, source)
 
 
-def _unread(match: re.Match[str], moment: Moment | None, source: str, why: str) -> TensorFile:
+def _unreadable(match: re.Match[str], moment: Moment | None, source: str, why: str) -> TensorFile:
     return _named(match, moment, source)._replace(trouble=f"the file {why}")

@@ -7,7 +7,7 @@
 """Triton kernels for a pair of device tensors: partial figures, and the kernel that joins them."""
 
 # Triton compiles kernels from their source text, in which types have another meaning:
-# # `from __future__ import annotations` would turn the arguments' types into text.
+# `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
@@ -22,22 +22,22 @@ from driftline.numerics.gpu.kernels.summary import (
 @triton.jit
 def elements(address, KIND: tl.constexpr):
     if KIND == "bf16":
-        at = address.to(tl.pointer_type(tl.bfloat16))
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
     elif KIND == "f16":
-        at = address.to(tl.pointer_type(tl.float16))
+        pointer = address.to(tl.pointer_type(tl.float16))
     else:
-        at = address.to(tl.pointer_type(tl.float32))
-    return at
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return pointer
 
 
 @triton.jit
 def pairs_of(address, KIND: tl.constexpr):
     """Pointers to pairs of elements."""
     if KIND == "f32":
-        at = address.to(tl.pointer_type(tl.uint64))
+        pointer = address.to(tl.pointer_type(tl.uint64))
     else:
-        at = address.to(tl.pointer_type(tl.uint32))
-    return at
+        pointer = address.to(tl.pointer_type(tl.uint32))
+    return pointer
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def ordinal(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def known_ordinal(x, KIND: tl.constexpr):
+def exact_ordinal(x, KIND: tl.constexpr):
     """As `ordinal`, for a number that is already in the format."""
     bits = x.to(tl.int32, bitcast=True)
     if KIND == "bf16":
@@ -89,21 +89,21 @@ def sorted_bits(x):
 
 
 @triton.jit
-def apart_bits(r, c, KIND: tl.constexpr):
+def ulp_of_bits(r, c, KIND: tl.constexpr):
     """ULP distance of two float32, or 65536 times that of two bfloat16; not negative."""
-    ours_sorted = sorted_bits(r)
-    theirs_sorted = sorted_bits(c)
-    most = tl.maximum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
-    apart = most - tl.minimum(ours_sorted, theirs_sorted).to(tl.uint32, bitcast=True)
+    r_sorted = sorted_bits(r)
+    c_sorted = sorted_bits(c)
+    greater = tl.maximum(r_sorted, c_sorted).to(tl.uint32, bitcast=True)
+    distance = greater - tl.minimum(r_sorted, c_sorted).to(tl.uint32, bitcast=True)
     if KIND == "f32":  # off by one if only one of them is below zero
-        apart -= ((ours_sorted ^ theirs_sorted).to(tl.uint32, bitcast=True)) >> 31
-    return apart
+        distance -= ((r_sorted ^ c_sorted).to(tl.uint32, bitcast=True)) >> 31
+    return distance
 
 
 @triton.jit
-def apart_numbers(r, c, KIND: tl.constexpr):
+def ulp_of_numbers(r, c, KIND: tl.constexpr):
     """ULP distance of two float32 in the candidate's format."""
-    return tl.abs(ordinal(r, KIND) - known_ordinal(c, KIND))
+    return tl.abs(ordinal(r, KIND) - exact_ordinal(c, KIND))
 
 
 @triton.jit
@@ -117,18 +117,18 @@ def sortable_pair(word):
 
 
 @triton.jit
-def apart_pair(ours, theirs):
+def ulp_of_pairs(r_word, c_word):
     """ULP distances of the halves of two words, in their 16-bit format."""
-    a, b = sortable_pair(ours), sortable_pair(theirs)
+    a, b = sortable_pair(r_word), sortable_pair(c_word)
     # Subtracting the smaller from the greater borrows nothing from the other half. Both zeros are
     # one number, so floats of unlike signs are one less apart than their patterns.
-    return largest_pair(a, b) - smallest_pair(a, b) - (((ours ^ theirs) >> 15) & 0x00010001)
+    return largest_pair(a, b) - smallest_pair(a, b) - (((r_word ^ c_word) >> 15) & 0x00010001)
 
 
 @triton.jit
-def one_over(x, TOGETHER: tl.constexpr):
+def reciprocal(x, COMPILED: tl.constexpr):
     """Approximately `1 / x`, without the precision of a division; if x is too small, infinite."""
-    if TOGETHER:
+    if COMPILED:
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
         )
@@ -163,15 +163,17 @@ def joined(
 
 
 @triton.jit
-def ahead(ours, theirs, at, U: tl.constexpr, there):
+def load_words(r_words, c_words, begin, U: tl.constexpr, exists):
     """Load pairs of elements of both sides, from element `at` on; zeros if `there` is false."""
-    place = at // 2 + U * 256
-    mask = tl.arange(0, 256) < tl.where(there, 256, 0)
-    return tl.load(ours + place, mask=mask, other=0), tl.load(theirs + place, mask=mask, other=0)
+    place = begin // 2 + U * 256
+    mask = tl.arange(0, 256) < tl.where(exists, 256, 0)
+    return tl.load(r_words + place, mask=mask, other=0), tl.load(
+        c_words + place, mask=mask, other=0
+    )
 
 
 @triton.jit
-def left_pair(
+def store_row(
     rows_at, row,
     n, x_1, e_1, xx, xe, ee, ae_1, rel_1, out_1, dif_1, rn, cn, rx, cy, rxx, cyy, r_nan, c_nan,
     r_pos, c_pos, r_neg, c_neg, lone, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
@@ -197,10 +199,10 @@ def left_pair(
     tl.store(out + 14, cy + cn * shift_64)
     tl.store(out + 15, rxx + 2.0 * shift_64 * rx + rn * shift_64 * shift_64)
     tl.store(out + 16, cyy + 2.0 * shift_64 * cy + cn * shift_64 * shift_64)
-    r_some = tl.maximum(rn, 1.0)
-    c_some = tl.maximum(cn, 1.0)
-    tl.store(out + 17, tl.maximum(rxx - rx * (rx / r_some), 0.0))
-    tl.store(out + 18, tl.maximum(cyy - cy * (cy / c_some), 0.0))
+    r_divisor = tl.maximum(rn, 1.0)
+    c_divisor = tl.maximum(cn, 1.0)
+    tl.store(out + 17, tl.maximum(rxx - rx * (rx / r_divisor), 0.0))
+    tl.store(out + 18, tl.maximum(cyy - cy * (cy / c_divisor), 0.0))
     tl.store(out + 19, r_nan)
     tl.store(out + 20, c_nan)
     tl.store(out + 21, r_pos)
@@ -215,8 +217,8 @@ def left_pair(
     tl.store(out + 30, c_top)
     tl.store(out + 31, r_low)
     tl.store(out + 32, c_low)
-    tl.store(out + 33, rx / r_some + shift_64)
-    tl.store(out + 34, cy / c_some + shift_64)
+    tl.store(out + 33, rx / r_divisor + shift_64)
+    tl.store(out + 34, cy / c_divisor + shift_64)
 
 
 # The kernel that computes all figures in one pass over a pair of device tensors.
@@ -241,9 +243,9 @@ def pair_rows(
     LEVEL: tl.constexpr,
 ):
     """Partial figures of a pair. Each program stores a row; `joined_pair` lists the fields."""
-    TOGETHER: tl.constexpr = LEVEL > 0
-    ours = elements(reference, R)
-    theirs = elements(candidate, C)
+    COMPILED: tl.constexpr = LEVEL > 0
+    r_elements = elements(reference, R)
+    c_elements = elements(candidate, C)
     rtol = rtol_bits.to(tl.float64, bitcast=True)
     atol = atol_bits.to(tl.float64, bitcast=True)
     rtol_32 = rtol.to(tl.float32)
@@ -252,11 +254,11 @@ def pair_rows(
     TILE: tl.constexpr = 2048
     begin = pid * each * 65536
     end = tl.minimum(begin + each * 65536, count)
-    whole = begin + (end - begin) // TILE * TILE
-    our_words = pairs_of(reference, R) + tl.arange(0, 256)
-    their_words = pairs_of(candidate, C) + tl.arange(0, 256)
+    tiles_end = begin + (end - begin) // TILE * TILE
+    r_words = pairs_of(reference, R) + tl.arange(0, 256)
+    c_words = pairs_of(candidate, C) + tl.arange(0, 256)
 
-    first = tl.load(ours + begin).to(tl.float32)
+    first = tl.load(r_elements + begin).to(tl.float32)
     shift = tl.where(tl.abs(first) < 1e15, first, 0.0)
     s_x = tl.zeros([256], tl.float64)
     s_e = tl.zeros([256], tl.float64)
@@ -295,18 +297,18 @@ def pair_rows(
         c_min = tl.full([256], float("inf"), tl.float32)
 
     # The words of the next tile are loaded while this tile is processed.
-    o_0, t_0 = ahead(our_words, their_words, begin, 0, whole > begin)
-    o_1, t_1 = ahead(our_words, their_words, begin, 1, whole > begin)
-    o_2, t_2 = ahead(our_words, their_words, begin, 2, whole > begin)
-    o_3, t_3 = ahead(our_words, their_words, begin, 3, whole > begin)
-    for at in range(begin, whole, TILE):
+    o_0, t_0 = load_words(r_words, c_words, begin, 0, tiles_end > begin)
+    o_1, t_1 = load_words(r_words, c_words, begin, 1, tiles_end > begin)
+    o_2, t_2 = load_words(r_words, c_words, begin, 2, tiles_end > begin)
+    o_3, t_3 = load_words(r_words, c_words, begin, 3, tiles_end > begin)
+    for at in range(begin, tiles_end, TILE):
         a_0, a_1, a_2, a_3 = o_0, o_1, o_2, o_3
         b_0, b_1, b_2, b_3 = t_0, t_1, t_2, t_3
-        after = tl.minimum(at + TILE, whole - TILE)
-        o_0, t_0 = ahead(our_words, their_words, after, 0, True)
-        o_1, t_1 = ahead(our_words, their_words, after, 1, True)
-        o_2, t_2 = ahead(our_words, their_words, after, 2, True)
-        o_3, t_3 = ahead(our_words, their_words, after, 3, True)
+        after = tl.minimum(at + TILE, tiles_end - TILE)
+        o_0, t_0 = load_words(r_words, c_words, after, 0, True)
+        o_1, t_1 = load_words(r_words, c_words, after, 1, True)
+        o_2, t_2 = load_words(r_words, c_words, after, 2, True)
+        o_3, t_3 = load_words(r_words, c_words, after, 3, True)
         f_x = tl.zeros([256], tl.float32)
         f_e = tl.zeros([256], tl.float32)
         f_xx = tl.zeros([256], tl.float32)
@@ -316,24 +318,24 @@ def pair_rows(
         f_rel = tl.zeros([256], tl.float32)
         for u in tl.static_range(4):
             if u == 0:
-                our_word, their_word = a_0, b_0
+                r_word, c_word = a_0, b_0
             elif u == 1:
-                our_word, their_word = a_1, b_1
+                r_word, c_word = a_1, b_1
             elif u == 2:
-                our_word, their_word = a_2, b_2
+                r_word, c_word = a_2, b_2
             else:
-                our_word, their_word = a_3, b_3
+                r_word, c_word = a_3, b_3
             if R_PACKED:
-                r_min = least_pair(r_min, our_word, R)
-                r_max = greatest_pair(r_max, our_word, R)
+                r_min = least_pair(r_min, r_word, R)
+                r_max = greatest_pair(r_max, r_word, R)
             if C_PACKED:
-                c_min = least_pair(c_min, their_word, C)
-                c_max = greatest_pair(c_max, their_word, C)
+                c_min = least_pair(c_min, c_word, C)
+                c_max = greatest_pair(c_max, c_word, C)
             if PAIRS:
-                m_ulp = largest_pair(m_ulp, apart_pair(our_word, their_word))
+                m_ulp = largest_pair(m_ulp, ulp_of_pairs(r_word, c_word))
             for half in tl.static_range(2):
-                r = half_of(our_word, half, R)
-                c = half_of(their_word, half, C)
+                r = half_of(r_word, half, R)
+                c = half_of(c_word, half, C)
                 e = c - r
                 x = r - shift
                 ae = tl.abs(e)
@@ -341,11 +343,11 @@ def pair_rows(
                 # NaN makes the tile bad, and it is read again; so any non-zero difference counts
                 # here.
                 differs = ae != 0.0
-                rel = tl.where(differs, ae * one_over(ar, TOGETHER), 0.0)
+                rel = tl.where(differs, ae * reciprocal(ar, COMPILED), 0.0)
                 if BITS and not PAIRS:
-                    m_ulp = tl.maximum(m_ulp, apart_bits(r, c, C))
+                    m_ulp = tl.maximum(m_ulp, ulp_of_bits(r, c, C))
                 elif not BITS:
-                    m_ulp = tl.maximum(m_ulp, apart_numbers(r, c, C))
+                    m_ulp = tl.maximum(m_ulp, ulp_of_numbers(r, c, C))
                 f_x += x
                 f_e += e
                 f_xx += x * x
@@ -391,10 +393,10 @@ def pair_rows(
     fine = fine & (size < 1e15) & ((m_ae == 0.0) | (m_ae > least_size))
     fine = fine & ((size == 0.0) | (size > least_size))
     fine = fine & (r_min > R_LOWEST) & (c_min > C_LOWEST)
-    bad = (tl.max((~fine).to(tl.int32), 0) > 0) & (whole > begin)
-    start = tl.where(bad, begin, whole)
-    n = tl.where(bad, 0, whole - begin).to(tl.float64)
-    if TOGETHER:
+    bad = (tl.max((~fine).to(tl.int32), 0) > 0) & (tiles_end > begin)
+    start = tl.where(bad, begin, tiles_end)
+    n = tl.where(bad, 0, tiles_end - begin).to(tl.float64)
+    if COMPILED:
         s0, s1, s2, s3, s4, s5, s6, s7, s8, m0, m1, m2, m3, l0, l1 = tl.reduce(
             (
                 s_x, s_e, s_xx, s_xe, s_ee, s_ae, s_rel, outside, different,
@@ -441,7 +443,7 @@ def pair_rows(
     c_pos = zero
     r_neg = zero
     c_neg = zero
-    lone = zero
+    one_n = zero
     if start < end:
         v_n = tl.zeros([256], tl.float64)
         v_rn = tl.zeros([256], tl.float64)
@@ -455,7 +457,7 @@ def pair_rows(
         v_rel_1 = tl.zeros([256], tl.float64)
         v_out_1 = tl.zeros([256], tl.float64)
         v_dif_1 = tl.zeros([256], tl.float64)
-        v_lone = tl.zeros([256], tl.float64)
+        v_one_finite = tl.zeros([256], tl.float64)
         v_rx = tl.zeros([256], tl.float64)
         v_rxx = tl.zeros([256], tl.float64)
         v_cy = tl.zeros([256], tl.float64)
@@ -475,18 +477,18 @@ def pair_rows(
         v_c_low = tl.full([256], float("inf"), tl.float64)
         for at in range(start, end, 256):
             flat = at + tl.arange(0, 256)
-            there = flat < end
-            r_raw = tl.load(ours + flat, mask=there, other=0.0)
-            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+            inside = flat < end
+            r_raw = tl.load(r_elements + flat, mask=inside, other=0.0)
+            c_raw = tl.load(c_elements + flat, mask=inside, other=0.0)
             r = r_raw.to(tl.float64)
             c = c_raw.to(tl.float64)
             r = tl.where(r == R_LOWEST, float("-inf"), r)
             c = tl.where(c == C_LOWEST, float("-inf"), c)
-            rf = there & (r - r == 0.0)
-            cf = there & (c - c == 0.0)
+            rf = inside & (r - r == 0.0)
+            cf = inside & (c - c == 0.0)
             both = rf & cf
-            differs = there & (r != c) & ~((r != r) & (c != c))
-            one = differs & ~both
+            differs = inside & (r != c) & ~((r != r) & (c != c))
+            one_finite = differs & ~both
             r_0 = tl.where(rf, r - shift_64, 0.0)
             c_0 = tl.where(cf, c - shift_64, 0.0)
             e = tl.where(both, c - r, 0.0)
@@ -494,7 +496,7 @@ def pair_rows(
             ae = tl.abs(e)
             ar = tl.where(both, tl.abs(r), 1.0)
             rel = tl.where(ae == 0.0, 0.0, ae / ar)
-            apart = tl.abs(ordinal(r_raw.to(tl.float32), C) - ordinal(c_raw.to(tl.float32), C))
+            ulp = tl.abs(ordinal(r_raw.to(tl.float32), C) - ordinal(c_raw.to(tl.float32), C))
             v_n += both.to(tl.int32).to(tl.float64)
             v_rn += rf.to(tl.int32).to(tl.float64)
             v_cn += cf.to(tl.int32).to(tl.float64)
@@ -505,13 +507,13 @@ def pair_rows(
             v_ee += e * e
             v_ae_1 += ae
             v_rel_1 += rel
-            beyond = (both & ~(ae <= atol + rtol * ar)) | one
+            beyond = (both & ~(ae <= atol + rtol * ar)) | one_finite
             v_out_1 += beyond.to(tl.int32).to(tl.float64)
             v_dif_1 += differs.to(tl.int32).to(tl.float64)
-            v_lone += one.to(tl.int32).to(tl.float64)
+            v_one_finite += one_finite.to(tl.int32).to(tl.float64)
             v_ae_m = tl.maximum(v_ae_m, (ae))
             v_rel_m = tl.maximum(v_rel_m, (rel))
-            v_ulp_m = tl.maximum(v_ulp_m, (tl.where(both, apart, 0)).to(tl.float64))
+            v_ulp_m = tl.maximum(v_ulp_m, (tl.where(both, ulp, 0)).to(tl.float64))
             v_r_top = tl.maximum(v_r_top, (tl.where(rf, r, float("-inf"))))
             v_c_top = tl.maximum(v_c_top, (tl.where(cf, c, float("-inf"))))
             v_r_low = tl.minimum(v_r_low, tl.where(rf, r, float("inf")))
@@ -520,12 +522,12 @@ def pair_rows(
             v_rxx += r_0 * r_0
             v_cy += c_0
             v_cyy += c_0 * c_0
-            v_r_nan += (there & (r != r)).to(tl.int32).to(tl.float64)
-            v_c_nan += (there & (c != c)).to(tl.int32).to(tl.float64)
-            v_r_pos += (there & (r == float("inf"))).to(tl.int32).to(tl.float64)
-            v_c_pos += (there & (c == float("inf"))).to(tl.int32).to(tl.float64)
-            v_r_neg += (there & (r == float("-inf"))).to(tl.int32).to(tl.float64)
-            v_c_neg += (there & (c == float("-inf"))).to(tl.int32).to(tl.float64)
+            v_r_nan += (inside & (r != r)).to(tl.int32).to(tl.float64)
+            v_c_nan += (inside & (c != c)).to(tl.int32).to(tl.float64)
+            v_r_pos += (inside & (r == float("inf"))).to(tl.int32).to(tl.float64)
+            v_c_pos += (inside & (c == float("inf"))).to(tl.int32).to(tl.float64)
+            v_r_neg += (inside & (r == float("-inf"))).to(tl.int32).to(tl.float64)
+            v_c_neg += (inside & (c == float("-inf"))).to(tl.int32).to(tl.float64)
         n += tl.sum(v_n, 0)
         rn += tl.sum(v_rn, 0)
         cn += tl.sum(v_cn, 0)
@@ -538,7 +540,7 @@ def pair_rows(
         rel_1 += tl.sum(v_rel_1, 0)
         out_1 += tl.sum(v_out_1, 0)
         dif_1 += tl.sum(v_dif_1, 0)
-        lone += tl.sum(v_lone, 0)
+        one_n += tl.sum(v_one_finite, 0)
         rx += tl.sum(v_rx, 0)
         rxx += tl.sum(v_rxx, 0)
         cy += tl.sum(v_cy, 0)
@@ -558,12 +560,14 @@ def pair_rows(
         c_low = tl.minimum(c_low, tl.min(v_c_low, 0))
 
     if pid == 0:  # positions for the second kernel: `count` until it finds one
-        spots = rows_at.to(tl.pointer_type(tl.int64)) + 35
-        tl.store(spots + tl.arange(0, 8), tl.zeros([8], tl.int64) + count, mask=tl.arange(0, 8) < 5)
-    left_pair(
+        positions = rows_at.to(tl.pointer_type(tl.int64)) + 35
+        tl.store(
+            positions + tl.arange(0, 8), tl.zeros([8], tl.int64) + count, mask=tl.arange(0, 8) < 5
+        )
+    store_row(
         rows_at, pid + 1,
         n, x_1, e_1, xx, xe, ee, ae_1, rel_1, out_1, dif_1, rn, cn, rx, cy, rxx, cyy, r_nan, c_nan,
-        r_pos, c_pos, r_neg, c_neg, lone, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
+        r_pos, c_pos, r_neg, c_neg, one_n, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
     )  # fmt: skip
 
 
@@ -604,12 +608,12 @@ def joined_pair(
         tops = tl.full([64, 64], float("-inf"), tl.float64)
         lows = tl.full([64, 64], float("inf"), tl.float64)
         for at in range(0, many, 64):
-            there = at + line < many
+            inside = at + line < many
             places = rows + (at + line) * 40 + field
-            found = tl.load(places, mask=there & (field < 33), other=0.0)
-            sums += tl.where(field < 26, found, 0.0)
-            tops = tl.maximum(tops, tl.where(there & (field < 31), found, float("-inf")))
-            lows = tl.minimum(lows, tl.where(there & (field > 30), found, float("inf")))
+            figures = tl.load(places, mask=inside & (field < 33), other=0.0)
+            sums += tl.where(field < 26, figures, 0.0)
+            tops = tl.maximum(tops, tl.where(inside & (field < 31), figures, float("-inf")))
+            lows = tl.minimum(lows, tl.where(inside & (field > 30), figures, float("inf")))
         total = tl.sum(sums, 0)
         number = tl.arange(0, 64)
         # The spread around the common mean: the parts' own spreads, plus that of their means.
@@ -617,65 +621,69 @@ def joined_pair(
         c_n = tl.sum(tl.where(number == 12, total, 0.0), 0)
         r_mean = tl.sum(tl.where(number == 13, total, 0.0), 0) / tl.maximum(r_n, 1.0)
         c_mean = tl.sum(tl.where(number == 14, total, 0.0), 0) / tl.maximum(c_n, 1.0)
-        r_apart = tl.zeros([256], tl.float64)
-        c_apart = tl.zeros([256], tl.float64)
+        r_spread = tl.zeros([256], tl.float64)
+        c_spread = tl.zeros([256], tl.float64)
         for at in range(0, many, 256):
-            there = at + lane < many
-            mine = rows + (at + lane) * 40
-            some = tl.load(mine + 11, mask=there, other=0.0)
-            off = tl.load(mine + 33, mask=there, other=0.0) - r_mean
-            r_apart += tl.where(some > 0.0, some * off * off, 0.0)
-            some = tl.load(mine + 12, mask=there, other=0.0)
-            off = tl.load(mine + 34, mask=there, other=0.0) - c_mean
-            c_apart += tl.where(some > 0.0, some * off * off, 0.0)
-        total += tl.where(number == 17, tl.sum(r_apart, 0), 0.0)
-        total += tl.where(number == 18, tl.sum(c_apart, 0), 0.0)
-        found = tl.where(
+            inside = at + lane < many
+            row = rows + (at + lane) * 40
+            n = tl.load(row + 11, mask=inside, other=0.0)
+            mean_error = tl.load(row + 33, mask=inside, other=0.0) - r_mean
+            r_spread += tl.where(n > 0.0, n * mean_error * mean_error, 0.0)
+            n = tl.load(row + 12, mask=inside, other=0.0)
+            mean_error = tl.load(row + 34, mask=inside, other=0.0) - c_mean
+            c_spread += tl.where(n > 0.0, n * mean_error * mean_error, 0.0)
+        total += tl.where(number == 17, tl.sum(r_spread, 0), 0.0)
+        total += tl.where(number == 18, tl.sum(c_spread, 0), 0.0)
+        figures = tl.where(
             number < 26, total, tl.where(number < 31, tl.max(tops, 0), tl.min(lows, 0))
         )
-        tl.store(out + number, found, mask=number < 33)
+        tl.store(out + number, figures, mask=number < 33)
     else:
-        ours = elements(reference, R)
-        theirs = elements(candidate, C)
-        best = tl.zeros([256], tl.float64)
+        r_elements = elements(reference, R)
+        c_elements = elements(candidate, C)
+        greatest = tl.zeros([256], tl.float64)
         for at in range(0, many, 256):
-            there = at + lane < many
-            best = tl.maximum(best, tl.load(rows + (at + lane) * 40 + 26, mask=there, other=0.0))
-        most = tl.max(best, 0)
-        never = many * 1
-        part = tl.zeros([256], tl.int64) + never
+            inside = at + lane < many
+            greatest = tl.maximum(
+                greatest, tl.load(rows + (at + lane) * 40 + 26, mask=inside, other=0.0)
+            )
+        max_error = tl.max(greatest, 0)
+        no_row = many * 1
+        part = tl.zeros([256], tl.int64) + no_row
         for at in range(0, many, 256):
-            there = at + lane < many
-            mine = rows + (at + lane) * 40
+            inside = at + lane < many
+            row = rows + (at + lane) * 40
             if what == 1:
-                hit = tl.load(mine + 26, mask=there, other=-1.0) == tl.where(most > 0.0, most, -2.0)
+                hit = tl.load(row + 26, mask=inside, other=-1.0) == tl.where(
+                    max_error > 0.0, max_error, -2.0
+                )
             elif what == 2:
-                hit = tl.load(mine + 10, mask=there, other=0.0) > 0.0
+                hit = tl.load(row + 10, mask=inside, other=0.0) > 0.0
             elif what == 3:
-                hit = tl.load(mine + 25, mask=there, other=0.0) > 0.0
+                hit = tl.load(row + 25, mask=inside, other=0.0) > 0.0
             elif what == 4:
-                bad = tl.load(mine + 19, mask=there, other=0.0)
-                bad += tl.load(mine + 21, mask=there, other=0.0)
-                bad += tl.load(mine + 23, mask=there, other=0.0)
+                bad = tl.load(row + 19, mask=inside, other=0.0)
+                bad += tl.load(row + 21, mask=inside, other=0.0)
+                bad += tl.load(row + 23, mask=inside, other=0.0)
                 hit = bad > 0.0
             else:
-                bad = tl.load(mine + 20, mask=there, other=0.0)
-                bad += tl.load(mine + 22, mask=there, other=0.0)
-                bad += tl.load(mine + 24, mask=there, other=0.0)
+                bad = tl.load(row + 20, mask=inside, other=0.0)
+                bad += tl.load(row + 22, mask=inside, other=0.0)
+                bad += tl.load(row + 24, mask=inside, other=0.0)
                 hit = bad > 0.0
-            part = tl.minimum(part, tl.where(there & hit, at + lane, never))
+            part = tl.minimum(part, tl.where(inside & hit, at + lane, no_row))
         chosen = tl.min(part, 0)
         length = each * 65536
         piece = (length + shares - 1) // shares
         begin = chosen * length + share * piece
         end = tl.minimum(tl.minimum(begin + piece, (chosen + 1) * length), count)
         end = tl.where(chosen < many, end, begin)
-        spot = tl.zeros([2048], tl.int64) + count
+        position = tl.zeros([2048], tl.int64) + count
         for at in range(begin, end, 2048):
             flat = at + tl.arange(0, 2048)
-            there = flat < end
-            r_raw = tl.load(ours + flat, mask=there, other=0.0)
-            c_raw = tl.load(theirs + flat, mask=there, other=0.0)
+            inside = flat < end
+            r_raw = tl.load(r_elements + flat, mask=inside, other=0.0)
+            c_raw = tl.load(c_elements + flat, mask=inside, other=0.0)
             r = r_raw.to(tl.float64)
             c = c_raw.to(tl.float64)
             r = tl.where(r == R_LOWEST, float("-inf"), r)
@@ -685,8 +693,10 @@ def joined_pair(
             differs = (r != c) & ~((r != r) & (c != c))
             if what == 1:
                 # Equal to the maximum as it was computed: exactly, or in float32.
-                exact = tl.abs(c - r) == most
-                fast = tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == most
+                exact = tl.abs(c - r) == max_error
+                fast = (
+                    tl.abs(c_raw.to(tl.float32) - r_raw.to(tl.float32)).to(tl.float64) == max_error
+                )
                 hit = rf & cf & (exact | fast)
             elif what == 2:
                 hit = differs
@@ -696,7 +706,7 @@ def joined_pair(
                 hit = ~rf
             else:
                 hit = ~cf
-            spot = tl.minimum(spot, tl.where(there & hit, flat, count))
-        place = tl.min(spot, 0)
+            position = tl.minimum(position, tl.where(inside & hit, flat, count))
+        place = tl.min(position, 0)
         if place < count:
             tl.atomic_min(rows_at.to(tl.pointer_type(tl.int64)) + 34 + what, place)

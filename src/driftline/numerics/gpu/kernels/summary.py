@@ -11,7 +11,7 @@ signs and the XOR of every group of 64 elements.
 """
 
 # Triton compiles kernels from their source text, in which types have another meaning:
-# # `from __future__ import annotations` would turn the arguments' types into text.
+# `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
@@ -70,14 +70,14 @@ def signed(x, signs, place):
 def least_pair(low, word, KIND: tl.constexpr):
     """The smaller of two packed pairs, half by half; NaN is ignored."""
     if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
         )
     else:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "min.f16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
         )
-    return found
+    return result
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def largest_pair(most, word):
 @triton.jit
 def greatest_pair(high, word, KIND: tl.constexpr):
     if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
         )
     else:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "max.f16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
         )
-    return found
+    return result
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def key(U: tl.constexpr):
 
 
 @triton.jit
-def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9):
+def combine_figures(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9):
     """Combine the figures of two threads: sums, and the two extremes."""
     return (
         a0 + b0,
@@ -149,7 +149,7 @@ def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7
 
 
 @triton.jit
-def known_apart(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
+def classify(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
     """For one element: whether it is finite, NaN, plus infinity, or minus infinity."""
     nan = fine & (x != x)
     above = fine & (x == float("inf"))
@@ -162,7 +162,7 @@ def known_apart(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def together(
+def reduce_figures(
     sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high,
     FLAT: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +177,9 @@ def together(
     low, high = tl.reshape(low, [FLAT]), tl.reshape(high, [FLAT])
     if LEVEL > 0:
         total, squares, seen_, zeros_, nans_, infinite_, a, b, least, most = tl.reduce(
-            (sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high), 0, added
+            (sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high),
+            0,
+            combine_figures,
         )
     else:
         total, squares = tl.sum(sum_1, 0), tl.sum(sum_2, 0)
@@ -189,7 +191,7 @@ def together(
 
 
 @triton.jit
-def left_row(
+def store_row(
     rows_at, row, count, shift, total, squares, zeros, nans, infinite, digest_a, digest_b, low, high
 ):  # fmt: skip
     """Store the figures of a program in a row of the arena, without the sketch."""
@@ -307,18 +309,18 @@ def summary_rows(
     chunks = (count + CHUNK - 1) // CHUNK
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
-    whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
+    full_end = tl.maximum(tl.minimum(end, count // CHUNK), begin)
     if count % (64 * TILE) == 0:  # whole tiles only: the last chunk is read by the fast loop too
-        whole = end
+        full_end = end
 
     lane = (tl.arange(0, 8)[:, None] ^ nothing).to(tl.int32)
     column = tl.arange(0, 64)[None, :]
     sign_word = column >> 5
     place = column & 31
     # Each thread has its own base pointers, so that the added offsets are the same for all.
-    my_flips = flips + (lane + column * 0)
-    my_signs = sign_words + (lane * 2 + sign_word)
-    my_data = data + (lane * 64 + column * 0)
+    thread_flips = flips + (lane + column * 0)
+    thread_signs = sign_words + (lane * 2 + sign_word)
+    thread_data = data + (lane * 64 + column * 0)
 
     shift = 0.0
     if SHIFTED:
@@ -344,19 +346,19 @@ def summary_rows(
     digest_b = tl.zeros([8, 64], tl.uint64)
     thread = (tl.arange(0, 8)[:, None] * 64 + column).to(tl.int64)
 
-    for chunk in range(begin, whole):
+    for chunk in range(begin, full_end):
         a = tl.zeros([8, 64], tl.uint64)
         b = tl.zeros([8, 64], tl.uint64)
         present = tl.minimum((count - chunk * CHUNK) // (64 * TILE), TILES)
         for tile in range(present.to(tl.int32)):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
-            ahead = chunk * 512 + tile * TILE
+            first_group = chunk * 512 + tile * TILE
             for u in tl.static_range(STEPS):
-                flip = tl.load(my_flips + ahead + u * 8).to(tl.int32)
-                signs = tl.load(my_signs + ahead * 2 + u * 16)
+                flip = tl.load(thread_flips + first_group + u * 8).to(tl.int32)
+                signs = tl.load(thread_signs + first_group * 2 + u * 16)
                 flip = ((flip & 31) << 1) | (flip >> 12)
-                word = tl.load(my_data + ahead * 64 + u * 512 + (column ^ flip))
+                word = tl.load(thread_data + first_group * 64 + u * 512 + (column ^ flip))
                 x = _decoded(word, KIND)
                 low = tl.minimum(low, x)
                 high = tl.maximum(high, x)
@@ -368,19 +370,19 @@ def summary_rows(
                 sum_2 += x * x
                 a += word.to(tl.uint64) * key(u)
                 b += word.to(tl.uint64) * key(u + 4)
-        spot = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        digest_a += mixed(a ^ spot)
-        digest_b += mixed(b + spot)
+        seed = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        digest_a += mixed(a ^ seed)
+        digest_b += mixed(b + seed)
 
-    finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
+    finite = tl.minimum(full_end * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
         # A non-finite value makes the sum non-finite; a sentinel is the least value.
-        odd_one = sum_1 - sum_1 != 0.0
+        suspect = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
-            odd_one = odd_one | (low <= LOWEST)
-        bad = tl.max(tl.reshape(odd_one.to(tl.int32), [512]), 0) > 0
-    start = whole
+            suspect = suspect | (low <= LOWEST)
+        bad = tl.max(tl.reshape(suspect.to(tl.int32), [512]), 0) > 0
+    start = full_end
     if bad:
         start = begin
         finite = finite * 0
@@ -400,22 +402,22 @@ def summary_rows(
     for chunk in range(start, end):
         a = tl.zeros([8, 64], tl.uint64)
         b = tl.zeros([8, 64], tl.uint64)
-        left = count - chunk * CHUNK
-        present = tl.minimum((left + 64 * TILE - 1) // (64 * TILE), TILES)
+        remaining = count - chunk * CHUNK
+        present = tl.minimum((remaining + 64 * TILE - 1) // (64 * TILE), TILES)
         for tile in range(present.to(tl.int32)):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
             for u in tl.static_range(STEPS):
                 group = chunk * 512 + (tile * TILE + u * 8) + lane
-                there = group * 64 < count
-                flip = tl.load(flips + group, mask=there, other=0).to(tl.int32)
-                signs = tl.load(sign_words + group * 2 + sign_word, mask=there, other=0)
-                at = group * 64 + (column ^ (((flip & 31) << 1) | (flip >> 12)))
-                fine = at < count
-                word = tl.load(data + at, mask=fine, other=0)
+                inside = group * 64 < count
+                flip = tl.load(flips + group, mask=inside, other=0).to(tl.int32)
+                signs = tl.load(sign_words + group * 2 + sign_word, mask=inside, other=0)
+                index = group * 64 + (column ^ (((flip & 31) << 1) | (flip >> 12)))
+                fine = index < count
+                word = tl.load(data + index, mask=fine, other=0)
                 x = _decoded(word, KIND)
                 zeros += (fine & (x == 0.0)).to(tl.int32)
-                fine, nan, up, down = known_apart(x, fine, LOWEST, FLOAT)
+                fine, nan, up, down = classify(x, fine, LOWEST, FLOAT)
                 nans += nan.to(tl.int32)
                 above += up.to(tl.int32)
                 below += down.to(tl.int32)
@@ -429,15 +431,15 @@ def summary_rows(
                 sum_2 += z * z
                 a += word.to(tl.uint64) * key(u)
                 b += word.to(tl.uint64) * key(u + 4)
-        spot = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        digest_a += mixed(a ^ spot)
-        digest_b += mixed(b + spot)
+        seed = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        digest_a += mixed(a ^ seed)
+        digest_b += mixed(b + seed)
 
     infinities = above + (below.to(tl.int64) << 32)
-    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = together(
+    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = reduce_figures(
         sum_1, sum_2, seen, zeros, nans, infinities, digest_a, digest_b, low, high, 512, LEVEL
     )
-    left_row(
+    store_row(
         rows_at, row + pid, finite + seen_, shift, total, squares, zeros_, nans_, infinite, da, db,
         least, most,
     )  # fmt: skip
@@ -455,10 +457,10 @@ def summary_rows(
 @triton.jit(do_not_specialize=["slot"])
 def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl.int64):
     """Join the rows of each tensor into slot `slot + program` of the results."""
-    mine = slot + tl.program_id(0).to(tl.int64)
-    meta = meta_at.to(tl.pointer_type(tl.int64)) + mine * 2
+    result_slot = slot + tl.program_id(0).to(tl.int64)
+    meta = meta_at.to(tl.pointer_type(tl.int64)) + result_slot * 2
     first = tl.load(meta)
-    many = tl.load(meta + 1)
+    row_count = tl.load(meta + 1)
     rows = rows_at.to(tl.pointer_type(tl.float64)) + first * 80
     bits = rows_at.to(tl.pointer_type(tl.uint64)) + first * 80
     lane = tl.arange(0, 64)
@@ -475,42 +477,42 @@ def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl
     digest_a = tl.zeros([64], tl.uint64)
     digest_b = tl.zeros([64], tl.uint64)
     sketch = tl.zeros([64, 64], tl.float64)
-    for at in range(0, many, 64):
-        there = at + lane < many
+    for at in range(0, row_count, 64):
+        inside = at + lane < row_count
         place = (at + lane) * 80
-        n = tl.load(rows + place, mask=there, other=0.0)
+        n = tl.load(rows + place, mask=inside, other=0.0)
         finite += n
-        weighted += n * tl.load(rows + place + 1, mask=there, other=0.0)
-        spread += tl.load(rows + place + 2, mask=there, other=0.0)
-        low = tl.minimum(low, tl.load(rows + place + 3, mask=there, other=float("inf")))
-        high = tl.maximum(high, tl.load(rows + place + 4, mask=there, other=float("-inf")))
-        zeros += tl.load(rows + place + 5, mask=there, other=0.0)
-        nans += tl.load(rows + place + 6, mask=there, other=0.0)
-        above += tl.load(rows + place + 7, mask=there, other=0.0)
-        below += tl.load(rows + place + 8, mask=there, other=0.0)
-        digest_a += tl.load(bits + place + 9, mask=there, other=0)
-        digest_b += tl.load(bits + place + 10, mask=there, other=0)
-        sketch += tl.load(rows + place[:, None] + 16 + bucket, mask=there[:, None], other=0.0)
+        weighted += n * tl.load(rows + place + 1, mask=inside, other=0.0)
+        spread += tl.load(rows + place + 2, mask=inside, other=0.0)
+        low = tl.minimum(low, tl.load(rows + place + 3, mask=inside, other=float("inf")))
+        high = tl.maximum(high, tl.load(rows + place + 4, mask=inside, other=float("-inf")))
+        zeros += tl.load(rows + place + 5, mask=inside, other=0.0)
+        nans += tl.load(rows + place + 6, mask=inside, other=0.0)
+        above += tl.load(rows + place + 7, mask=inside, other=0.0)
+        below += tl.load(rows + place + 8, mask=inside, other=0.0)
+        digest_a += tl.load(bits + place + 9, mask=inside, other=0)
+        digest_b += tl.load(bits + place + 10, mask=inside, other=0)
+        sketch += tl.load(rows + place[:, None] + 16 + bucket, mask=inside[:, None], other=0.0)
     count = tl.sum(finite, 0)
     mean = tl.sum(weighted, 0) / tl.maximum(count, 1.0)
-    apart = tl.zeros([64], tl.float64)
-    for at in range(0, many, 64):
-        there = at + lane < many
+    mean_spread = tl.zeros([64], tl.float64)
+    for at in range(0, row_count, 64):
+        inside = at + lane < row_count
         place = (at + lane) * 80
-        n = tl.load(rows + place, mask=there, other=0.0)
-        off = tl.load(rows + place + 1, mask=there, other=0.0) - mean
-        apart += tl.where(n > 0.0, n * off * off, 0.0)
-    out = out_at.to(tl.pointer_type(tl.float64)) + mine * 80
+        n = tl.load(rows + place, mask=inside, other=0.0)
+        mean_error = tl.load(rows + place + 1, mask=inside, other=0.0) - mean
+        mean_spread += tl.where(n > 0.0, n * mean_error * mean_error, 0.0)
+    out = out_at.to(tl.pointer_type(tl.float64)) + result_slot * 80
     tl.store(out + 0, count)
     tl.store(out + 1, mean)
-    tl.store(out + 2, tl.sum(spread, 0) + tl.sum(apart, 0))
+    tl.store(out + 2, tl.sum(spread, 0) + tl.sum(mean_spread, 0))
     tl.store(out + 3, tl.min(low, 0))
     tl.store(out + 4, tl.max(high, 0))
     tl.store(out + 5, tl.sum(zeros, 0))
     tl.store(out + 6, tl.sum(nans, 0))
     tl.store(out + 7, tl.sum(above, 0))
     tl.store(out + 8, tl.sum(below, 0))
-    words = out_at.to(tl.pointer_type(tl.uint64)) + mine * 80
+    words = out_at.to(tl.pointer_type(tl.uint64)) + result_slot * 80
     tl.store(words + 9, tl.sum(digest_a, 0))
     tl.store(words + 10, tl.sum(digest_b, 0))
     tl.store(out + 16 + tl.arange(0, 64), tl.sum(sketch, 0))
