@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from driftline.alignment.plan import NOT_PLANNED, LeftOut, Pair, Plan, Rule
+from driftline.alignment.plan import NOT_PLANNED, LeftOut, Pair, Plan, Rule, execution
 from driftline.alignment.recipe import Recipe, check_recipe, recipe_from_json
 from driftline.errors import BadFile, BadInput, DriftlineError, did_you_mean
 from driftline.runs.records import Record, TensorKey
@@ -179,7 +179,7 @@ class _Reader:
             for record in records:
                 reasons.setdefault((side, record.key), NOT_PLANNED)
         notes = tuple(map(str, cast("Sequence[Any]", document.get("notes", ()))))
-        pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
+        pairs.sort(key=lambda pair: execution(pair.reference))
         left_out = tuple(self._left_out(document.get("left_out", [])))
         selected = (f"the plan {self.path}",)
         return Plan(

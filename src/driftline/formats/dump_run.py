@@ -27,8 +27,6 @@ from driftline.runs.sinks import JSON
 if TYPE_CHECKING:
     import numpy as np
 
-    from driftline.numerics.fields import Summary
-
 
 class Member(NamedTuple):
     """One tensor of a foreign file, not read yet.

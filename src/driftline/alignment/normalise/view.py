@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair, Plan, execution
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.errors import BadInput
 from driftline.runs.records import Record, TensorKey
@@ -181,7 +181,7 @@ def resolve_views(plan: Plan, reference: Run, candidate: Run) -> Plan:
             for record in _parts(origin):
                 reasons.setdefault((side, record.key), reason)
                 unpaired.append(record)
-        unpaired.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
+        unpaired.sort(key=execution)
     stored_keys = {"reference": _keys(reference_origins), "candidate": _keys(candidate_origins)}
     lines = {
         (side, key): line

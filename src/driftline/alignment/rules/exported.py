@@ -27,7 +27,9 @@ from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
     MADE,
     SIGNATURE,
+    CallKey,
     Draft,
+    call_key,
     digests_of_pairs,
     is_square,
     pair_by_bytes,
@@ -225,8 +227,6 @@ def _matched(
 SAME_BYTES, IN_ORDER = 0.9, 0.7
 """Confidence of tensors with the same bytes, and of layers that are paired in order."""
 
-_Call = tuple[int, int, int, str, int]
-"""Rank, process, step, site and visit."""
 _Bytes = tuple[int, int, int, str, tuple[int, ...]]
 """Rank, process, step, digest and shape."""
 
@@ -293,11 +293,6 @@ def pair_unnamed(
         return [], {}, []
     _same_bytes(draft, exported_first=graph_first)
     return draft.new_pairs, _reasons(draft, reference, candidate), linked.fusions
-
-
-def _call(record: Record) -> _Call:
-    key = record.key
-    return (key.rank, key.process, key.step, key.site, key.visit)
 
 
 def without_uncertain_pairs(
@@ -397,14 +392,14 @@ def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
     reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
     for record in plain.values():
         if record.key.port == "input":
-            rank, process, step, site, _ = _call(record)
+            rank, process, step, site, _ = call_key(record)
             reads[rank, process, step, site, record.key.slot].append(record)
     for record in list(fused.values()):
         # A fused node may read what several of its members read, so partners are used up one by
         # one.
         if record.key.port != "input":
             continue
-        rank, process, step, site, _ = _call(record)
+        rank, process, step, site, _ = call_key(record)
         for other in graph.replaced_by(site):
             readers = reads.get((rank, process, step, other, record.key.slot))
             if readers:
@@ -416,9 +411,9 @@ def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
 def _repeated_modules(draft: Draft, *, exported_first: bool) -> None:
     """Pair repeated calls: torch's older exporter names the second call of `relu` `relu_1`."""
     graph, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
-    by_call: dict[_Call, list[Record]] = defaultdict(list)
+    by_call: dict[CallKey, list[Record]] = defaultdict(list)
     for record in model.values():
-        by_call[_call(record)].append(record)
+        by_call[call_key(record)].append(record)
     # Older exporters number repeated calls of one module instead of naming the call.
     for record in list(graph.values()):
         for site, number in without_number(record.key.site):
@@ -458,16 +453,16 @@ def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
     known maker is never paired with an input of another maker. A tensor that is stored without its
     negative values may have been made by a rectifier as well.
     """
-    partner: dict[_Call, _Call] = {}
+    partner: dict[CallKey, CallKey] = {}
     twins = digests_of_pairs(draft)
     for pair in draft.pairs:
-        partner.setdefault(_call(pair.reference), _call(pair.candidate))
+        partner.setdefault(call_key(pair.reference), call_key(pair.candidate))
     for call in _calls(draft.missing.values(), draft.extra.values()):
         # A module whose output is not computed in the graph still has inputs to compare.
         partner.setdefault(call, call)
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _inputs_by_call(draft.missing.values()),
+        _inputs_by_call(draft.extra.values()),
     )
     # A value that is already in a pair may not be paired again by its signature.
     made = {
@@ -489,15 +484,15 @@ def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
                 draft.pair(record, alike[0], SIGNATURE)
 
 
-def _calls(reference: Iterable[Record], candidate: Iterable[Record]) -> set[_Call]:
-    return {_call(record) for record in reference} & {_call(record) for record in candidate}
+def _calls(reference: Iterable[Record], candidate: Iterable[Record]) -> set[CallKey]:
+    return {call_key(record) for record in reference} & {call_key(record) for record in candidate}
 
 
-def _by_call(records: Iterable[Record]) -> dict[_Call, list[Record]]:
-    inputs: dict[_Call, list[Record]] = defaultdict(list)
+def _inputs_by_call(records: Iterable[Record]) -> dict[CallKey, list[Record]]:
+    inputs: dict[CallKey, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input" and record.key.phase == "forward":
-            inputs[_call(record)].append(record)
+            inputs[call_key(record)].append(record)
     return inputs
 
 

@@ -223,7 +223,8 @@ MADE, SIGNATURE = 0.95, 0.9
 Twins = dict[tuple[int, str], set[str]]
 """Step and digest of a reference's tensor → digests of the candidate's tensors paired with it."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_Call = tuple[int, int, int, str, int]
+CallKey = tuple[int, int, int, str, int]
+"""Rank, process, step, site and visit."""
 
 
 class Draft:
@@ -261,12 +262,12 @@ def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first:
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
     # A tuple position means the same on both sides only if the module returns one tensor.
     output_counts = Counter(
-        _call(record) for record in (*models, *alone) if _is_output(record, graph)
+        call_key(record) for record in (*models, *alone) if _is_output(record, graph)
     )
     loose = {
         id(pair)
         for pair, model in zip(plan.pairs, models, strict=True)
-        if _is_output(model, graph) and output_counts[_call(model)] > 1
+        if _is_output(model, graph) and output_counts[call_key(model)] > 1
     }
     gone = [pair for pair in plan.pairs if id(pair) in loose]
     return plan._replace(
@@ -305,8 +306,8 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
     """
     twins = digests_of_pairs(draft)
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _outputs_by_call(draft.missing.values()),
+        _outputs_by_call(draft.extra.values()),
     )
     made = set[str]().union(*twins.values())
     for call, own in reference_calls.items():
@@ -330,8 +331,8 @@ def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
     ONNX has a transposition before and after each layer; exporters remove those between two layers.
     """
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _outputs_by_call(draft.missing.values()),
+        _outputs_by_call(draft.extra.values()),
     )
     models, graphs = (
         (candidate_calls, reference_calls) if exported_first else (reference_calls, candidate_calls)
@@ -370,16 +371,17 @@ def _is_output(record: Record, graph: ExportedGraph) -> bool:
     return inner and key.port == "output" and key.phase == "forward"
 
 
-def _by_call(records: Iterable[Record]) -> Mapping[_Call, list[Record]]:
-    outputs: dict[_Call, list[Record]] = defaultdict(list)
+def _outputs_by_call(records: Iterable[Record]) -> Mapping[CallKey, list[Record]]:
+    outputs: dict[CallKey, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
         if key.port == "output" and "/" not in key.site and key.phase == "forward":
-            outputs[_call(record)].append(record)
+            outputs[call_key(record)].append(record)
     return outputs
 
 
-def _call(record: Record) -> _Call:
+def call_key(record: Record) -> CallKey:
+    """Key of the call to which a record belongs."""
     key = record.key
     return (key.rank, key.process, key.step, key.site, key.visit)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.plan import Pair, Plan, Rule, execution
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.records import Record, TensorKey
 
@@ -102,8 +102,8 @@ WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer
 
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
     """Pair all tensors of two runs that have equal keys or aliases; there may be none."""
-    reference_records = sorted(reference, key=_execution)
-    candidate_records = sorted(candidate, key=_execution)
+    reference_records = sorted(reference, key=execution)
+    candidate_records = sorted(candidate, key=execution)
     by_key: dict[TensorKey, Record] = {}
     repeated: list[Record] = []  # our own runs have unique keys; dumps of other tools may not
     for record in candidate_records:
@@ -120,9 +120,9 @@ def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Pl
     if alone and by_key:
         by_alias, alone = _by_alias(alone, by_key)
         if by_alias:
-            pairs = sorted([*pairs, *by_alias], key=lambda pair: _execution(pair.reference))
+            pairs = sorted([*pairs, *by_alias], key=lambda pair: execution(pair.reference))
     # Execution order everywhere, because plans are printed and compared in it.
-    extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
+    extra = tuple(sorted([*by_key.values(), *repeated], key=execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
 
@@ -154,10 +154,6 @@ def select(
         for record in records
         if record.key.site in wanted_sites and (not ports or record.key.port in ports)
     ]
-
-
-def _execution(record: Record) -> tuple[int, int, int]:
-    return (record.key.rank, record.key.process, record.order)
 
 
 def _by_alias(

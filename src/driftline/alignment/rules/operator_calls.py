@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners, with_lines
-from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, Pair, Plan
+from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, Pair, Plan, execution
 from driftline.alignment.rules.module_borders import pair_modules, reshaped
 from driftline.alignment.rules.names import pair_by_name, refuse_unrelated
 from driftline.alignment.sites.compiled_graphs import (
@@ -214,7 +214,7 @@ def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Pla
         total.reasons.update(result.reasons)
         total.inside.update(result.inside)
         total.notes.extend(result.notes)
-    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: _execution(pair.reference))
+    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: execution(pair.reference))
     paired = {id(record) for pair in total.pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
     extra = tuple(record for record in plan.extra if id(record) not in paired)
@@ -484,10 +484,6 @@ def _owners(
     if len(reference) == len(candidate) == 1:
         return [(reference[0], candidate[0])]
     return [(owner, owner) for owner in reference if owner in candidate]
-
-
-def _execution(record: Record) -> tuple[int, int, int]:
-    return (record.key.rank, record.key.process, record.order)
 
 
 def by_compiled_graphs(plan: Plan, context: Context) -> Plan:

@@ -288,7 +288,7 @@ def _solve(
 def _leaf_sequences(
     reference: list[Call], candidate: list[Call], paired: set[int]
 ) -> tuple[list[Call], list[Call]]:
-    """The leaves of both sides in comparable order, with families fused alike."""
+    """The leaves of both sides in comparable order, with families fused in the same way."""
     sides = [[call for call in side if call.leaf] for side in (reference, candidate)]
     # If calls were recorded, sites that only hold parameters are not part of the sequence.
     if all(any(call.called for call in side) for side in sides):

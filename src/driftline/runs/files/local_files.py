@@ -14,7 +14,7 @@ import stat
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
@@ -23,9 +23,6 @@ from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
-
-if TYPE_CHECKING:
-    from driftline.runs.run import ReadAhead
 
 
 def reason_of(error: BaseException) -> str:
