@@ -1,5 +1,5 @@
 """Alignment: two runs become a plan that says which tensors are compared with each other.
 
-A plan also says by which rule a pair was made, with what confidence, which transformations are
-applied first, and why a tensor has no partner. Nothing here measures or judges a difference.
+A plan also gives the rule and the confidence of each pair, the transformations that are applied
+first, and the reason why a tensor has no partner. Nothing here measures or judges a difference.
 """

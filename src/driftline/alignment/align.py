@@ -1,8 +1,8 @@
-"""Entry point of alignment: two runs and the user's options become one plan.
+"""Entry point of alignment: two runs and the user's options become a plan.
 
 Rules are tried strongest first, and each rule sees only the tensors that stronger rules left
-unpaired. A rule is imported when it is needed, so runs whose names agree do not pay for the others.
-Rules do not know each other. Tensor values are read only to break a tie, and to see which operator
+unpaired. A rule is imported when it is needed, so that runs with equal names load no others. Rules
+do not know each other. Tensor values are read only to break a tie, and to find out which operator
 feeds which.
 """
 
@@ -29,25 +29,26 @@ from driftline.runs.run import Run
 from driftline.runs.scope import scope_of
 
 LONG = 1 << 15
-"""With so many tensors on each side, a plan that does not hold its pairs in memory is tried."""
+"""If both sides have this many tensors, a plan is tried that does not hold its pairs in memory."""
 UNMASKED = "none"
-"""Value of `--mask` that turns masks off: padding counts, even if a mask was captured."""
+"""Value of `--mask` that turns masks off: padding is compared, even if a mask was captured."""
 
 
 class AlignOptions(NamedTuple):
     """The user's options for pairing two runs.
 
     Attributes:
-        sites: Globs; only sites that match one of them. All, when none is given.
-        ports: Only these ports. All, when none is given.
-        maps: `REFERENCE=CANDIDATE`, globs whose stars stand for the same text on both sides.
-        mapping_file: A file (or the folder of an `op_mapping_file.json`) that says the same.
-        plan_file: A saved, perhaps edited, plan; it wins over every rule.
+        sites: Globs of sites to compare; empty for all.
+        ports: Ports to compare; empty for all.
+        maps: `REFERENCE=CANDIDATE`: globs in which a star stands for the same text on both sides.
+        mapping_file: A file of such maps, or the folder of an `op_mapping_file.json`.
+        plan_file: A saved plan, which may be edited; it replaces all rules.
         structural: Whether tensors without a partner by name may be paired by class, shape and
             dataflow.
         placements: `SITE=shard(1)`: how tensors are distributed over ranks.
-        masks: Files of the positions that count (shape [batch, tokens]), or `captured`.
-        step_map: `REFERENCE=CANDIDATE` step numbers, such as `0=1`, several with commas.
+        masks: Files that say which positions count (shape [batch, tokens]), or `captured`.
+        step_map: `REFERENCE=CANDIDATE` step numbers, such as `0=1`; several are separated by
+            commas.
     """
 
     sites: tuple[str, ...] = ()
@@ -65,10 +66,10 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
     """Plan which tensors of two runs are compared with each other.
 
     Raises:
-        DriftlineError: A run without tensors, a glob that matches nothing, a map or plan that
-            cannot be read, or two runs that have nothing in common.
+        DriftlineError: A run has no tensors, a glob matches nothing, a map or plan cannot be read,
+            or the runs have nothing in common.
     """
-    # Refused before anything else: every later message would speak of names that are not there.
+    # Checked first, because every later message would mention names that do not exist.
     for run in (reference, candidate):
         if not len(run):
             ending = scope_of(run).ending
@@ -76,7 +77,7 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
                 f"run '{run.name}' holds no tensor" + (f": its program {ending}" if ending else ""),
                 hint="let it come to its end, then compare" if ending else "was anything captured?",
             )
-    # The user may have edited a saved plan, so no rule may add to it or take from it.
+    # The user may have edited a saved plan, so no rule may change it.
     if options.plan_file is not None:
         from driftline.alignment.plan_file import saved_plan
 
@@ -87,8 +88,7 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
             plan = masked(plan, reference, candidate, options.masks)
         return plan
-    # Asked before all rules: where names settle everything, the records of long runs are never
-    # held.
+    # Tried before all rules: if names pair everything, the records of long runs need not be kept.
     if (plan := _streamed(reference, candidate, options)) is not None:
         return plan
     if _has_graphs(reference, candidate):
@@ -96,11 +96,11 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
         if by_graph is not None:
             return by_graph
     if options.sites or options.ports:
-        select(reference.records, options.sites, options.ports)  # says what matches nothing
+        select(reference.records, options.sites, options.ports)  # raises if nothing matches
     seen = before_matching(reference, candidate, options)
     plan = after_matching(_match(seen.reference, seen.candidate, options), seen, options)
     if options.sites or options.ports:
-        # Last, because a site's partner may be called anything.
+        # Last, because a site's partner may have any name.
         from driftline.alignment.rules.compiler_dumps import narrowed
 
         plan = narrowed(plan, options.sites, options.ports)
@@ -108,8 +108,8 @@ def align_runs(reference: Run, candidate: Run, options: AlignOptions = AlignOpti
 
 
 def _streamed(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
-    """Plan of two long runs that need no rule but names; None for all others."""
-    # Sites and ports only narrow a finished plan. Every other option asks for a rule that the
+    """The plan of two long runs that need no rule but names; None for all others."""
+    # Sites and ports only narrow a finished plan. Every other option needs a rule that the
     # streaming plan does not have.
     plain = options._replace(sites=(), ports=(), structural=True) == AlignOptions()
     if not plain or min(len(reference), len(candidate)) < LONG:
@@ -127,15 +127,15 @@ def _has_graphs(reference: Run, candidate: Run) -> bool:
     if all("graphs" in run.manifest for run in (reference, candidate)):
         return True
     if set(reference.sites()) == set(candidate.sites()):
-        return False  # names say it all, and the trees stay unread
+        return False  # names are enough, and the trees stay unread
     return keeps_graphs(reference) and keeps_graphs(candidate)
 
 
 def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | None:
-    """Plan of two dumps of compiled graphs, whose node names are better evidence than any rule."""
+    """The plan of two dumps of compiled graphs; their node names are better evidence than rules."""
     from driftline.alignment.rules.compiler_dumps import align_graphs, narrowed
 
-    # The graphs know their ranks and steps; only what the user says about them is done first.
+    # Graphs know their ranks and steps; only the user's own declarations are applied first.
     declared = bool(options.placements or options.step_map or options.masks)
     seen = (
         before_matching(reference, candidate, options) if declared else Views(reference, candidate)
@@ -148,7 +148,7 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
     graph_plan = align_graphs(seen.reference, seen.candidate, plan.missing, plan.extra)
     if graph_plan is None:
         return None
-    # A plan lists its pairs as the reference executed them, whichever rule made them.
+    # A plan lists its pairs in the reference's execution order, whichever rule made them.
     pairs = sorted([*plan.pairs, *graph_plan.pairs], key=lambda pair: execution(pair.reference))
     plan = graph_plan._replace(pairs=tuple(pairs))
     if declared:
@@ -157,13 +157,13 @@ def _by_graph(reference: Run, candidate: Run, options: AlignOptions) -> Plan | N
 
 
 class Context:
-    """The two runs and the options, as matching rules ask for them.
+    """The two runs and the options, as matching rules use them.
 
     Attributes:
-        structural: Structure may pair: it follows the order of execution, which some dumps lack.
+        structural: Whether structure may pair; it needs an execution order, which some dumps lack.
         notes: Sentences about the runs that are added to the plan.
-        operators_named: The names of operators have told which modules they belong to; structure
-            could only guess at what has none.
+        operators_named: Whether the names of operators have shown their modules. Structure could
+            then only guess at the other operators.
     """
 
     def __init__(self, reference: Run, candidate: Run, options: AlignOptions) -> None:
@@ -176,7 +176,7 @@ class Context:
 
     @cached_property
     def names_count(self) -> bool:
-        """Whether equal names are evidence; asked late, because it may read the dataflow."""
+        """Whether equal names are evidence; computed late, because it may read the dataflow."""
         return not (self.structural and _only_numbered(self.reference, self.candidate, self.notes))
 
 
@@ -184,11 +184,11 @@ class MatchingRule(NamedTuple):
     """One rule of the matching.
 
     Attributes:
-        name: For readers of this list.
-        applies: Whether the rule is asked, given the plan so far.
-        place: Where the function is that gives the plan with more pairs, or None if it has nothing
-            to say: `file:function`, in `rules`.
-        final: If the rule proposes a plan, no weaker rule is asked.
+        name: Name, for readers of this list.
+        applies: Whether the rule is tried, given the plan so far.
+        place: `file:function`, in `rules`: the function that returns the plan with more pairs, or
+            None if it finds none.
+        final: Whether no weaker rule is tried if this rule proposes a plan.
     """
 
     name: str
@@ -197,12 +197,12 @@ class MatchingRule(NamedTuple):
     final: bool = False
 
     def proposed(self, plan: Plan, context: Context) -> Plan | None:
-        """What the rule makes of the plan so far; imports it."""
+        """Import the rule, and apply it to the plan so far."""
         return Address(f"driftline.alignment.rules.{self.place}").load()(plan, context)
 
 
 def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
-    """Apply the rules, strongest first; each sees what the ones before left unpaired."""
+    """Apply the rules, strongest first; each sees what the earlier ones left unpaired."""
     context = Context(reference, candidate, options)
     plan = Plan((), tuple(reference.records), tuple(candidate.records))
     for rule in RULES:
@@ -220,7 +220,7 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
 
 
 def _differ_in_width(pair: Pair) -> bool:
-    """Whether two inputs of one name have another number of features."""
+    """Whether two inputs of the same name have different numbers of features."""
     widths = pair.reference.shape[-1:], pair.candidate.shape[-1:]
     return pair.reference.key.port == "input" and widths[0] != widths[1]
 
@@ -261,21 +261,21 @@ def _projections_apply(plan: Plan, context: Context) -> bool:
 
 
 def _both_have_more(plan: Plan) -> bool:
-    """Whether both sides still have unpaired tensors: else no rule has anything to pair."""
+    """Whether both sides have unpaired tensors; otherwise no rule can pair anything."""
     return bool(plan.missing and plan.extra)
 
 
 def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
-    """Whether names only number the layers, and the two programs have built different ones.
+    """Whether names only number the layers, and the two programs have built different layers.
 
-    Equal names are then accidental: the second `linear` of one is the third of the other.
+    Equal names are then accidental: the second `linear` of one program is the third of the other.
     """
     if reference.facts.numbered_names and candidate.facts.numbered_names:
         return set(reference.sites()) != set(candidate.sites())
     if not all(run.records[0].key.site[:1].isdigit() for run in (reference, candidate)):
         return False
-    # ATB counts operators (`1_Decoder_layer.2_LinearOperation`): one more operator changes every
-    # later name, unless one side only captured a part of what the other has.
+    # ATB counts operators (`1_Decoder_layer.2_LinearOperation`), so an additional operator changes
+    # every later name, unless one side only captured a part of what the other has.
     reference_sites, candidate_sites = set(reference.sites()), set(candidate.sites())
     every = reference_sites | candidate_sites
     # Nine tenths, because a dump of counted operators may have a few sites with plain names.
@@ -297,11 +297,11 @@ def _only_numbered(reference: Run, candidate: Run, notes: list[str]) -> bool:
 
 
 def _inputs_differ(reference: Run, candidate: Run) -> bool:
-    """Whether layers of the same name take another number of inputs: then numbers mean nothing."""
+    """Whether layers of the same name differ in number of inputs, so that names mean nothing."""
     inputs = [Counter[str](), Counter[str]()]
     holders: set[str] = set()
     for run, counts in zip((reference, candidate), inputs, strict=True):
-        # The first step of the first process is enough: every step runs the same operators.
+        # The first step of the first process is enough, because every step runs the same operators.
         first = run.records[0].key
         for record in run.records:
             key = record.key
@@ -322,8 +322,8 @@ RULES: tuple[MatchingRule, ...] = (
     ),
     MatchingRule("name", _names_apply, "names:by_name"),
     MatchingRule("operators of modules", _order_applies, "module_operators:by_operators"),
-    # An exported graph is asked after either kind of name: it needs some named pairs to start
-    # from, and its own node names are stronger than normalised ones.
+    # An exported graph is tried after either kind of name: it needs some named pairs to start from,
+    # and its own node names are stronger than normalised ones.
     MatchingRule("exported names", _more_names_apply, "exported:by_export", final=True),
     MatchingRule("normalised name", _more_names_apply, "names:by_plain_name"),
     MatchingRule("exported names", _more_names_apply, "exported:by_export", final=True),

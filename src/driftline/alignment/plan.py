@@ -1,7 +1,7 @@
 """The plan: which tensors of two runs are compared, by which rule and with what confidence.
 
-A plan is frozen data that can be printed, saved and edited before any tensor is read. It does not
-know how it was made or how it is carried out.
+A plan is immutable data that can be printed, saved and edited before any tensor is read. It does
+not know how it was made or how it is executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from driftline.alignment.recipe import Recipe
 from driftline.runs.records import Record, TensorKey
 
 Rule = Literal["map", "plan", "name", "alias", "normalised", "graph", "structure", "moment"]
-"""The rule that paired two tensors; after the user's own, the strongest come first."""
+"""The rule that paired two tensors; after the user's own rules, the strongest come first."""
 
 _BY: dict[Rule, str] = {
     "plan": "by the plan",
@@ -26,7 +26,7 @@ _BY: dict[Rule, str] = {
     "structure": "by structure",
     "moment": "of inputs taken at another moment",
 }
-# Shared empty defaults: a NamedTuple evaluates a default once, and nobody writes into these.
+# Shared empty defaults: a NamedTuple evaluates a default once, and nothing is written to these.
 _NO_REASONS: Mapping[tuple[str, TensorKey], str] = {}
 _NONE_INSIDE: Mapping[tuple[str, TensorKey], TensorKey] = {}
 
@@ -36,19 +36,19 @@ NOT_PLANNED = "the plan has no pair for it"
 NO_NODE = "no node of the compiled graphs stems from it"
 NO_TENSOR = "the other run has no tensor for this node"
 LONE_NODE = "a node; "
-"""Begins the reason of a graph's node that is in no module, where the other run has no nodes."""
+"""Start of the reason of a graph node outside of modules, if the other run has no nodes."""
 SAME_VALUE = f"{LONE_NODE}the same value is compared at "
-"""Begins the reason of a node whose very bytes are compared under the name of a module."""
+"""Start of the reason of a node whose bytes are compared under the name of a module."""
 NOT_KEPT = "what an operator takes; a run of graphs keeps what nodes give"
 
 
 class LeftOut(NamedTuple):
-    """Rows or tokens of one side that compared tensors have and the other side's have not.
+    """Rows or tokens of one side's compared tensors that the other side does not have.
 
     Attributes:
         side: reference or candidate.
-        words: Which ones, in which steps.
-        elements: How many elements of compared tensors they are.
+        words: Which rows or tokens, in which steps.
+        elements: Number of elements of compared tensors in them.
     """
 
     side: str
@@ -64,15 +64,16 @@ class Pair(NamedTuple):
         candidate: The record in the candidate.
         by: The rule that made the pair. `alias` means that one side numbers a slot and the other
             names it.
-        confidence: 1 for declared pairs and equal names; less for a conclusion.
-        reference_recipe: Steps that are applied to the reference first; None for none.
+        confidence: 1 for declared pairs and equal names; less for conclusions.
+        reference_recipe: Steps that are applied to the reference first; None if there are none.
         candidate_recipe: The same for the candidate.
         trouble: Why the two belong together but cannot be compared; empty if they can, as far as
             the plan knows.
         line: The program's line that computes them, if a compiled graph names it.
-        fused: Other operations of the fused kernel that computes it, in words; empty for none.
+        fused: Other operations of the fused kernel that computes it, in words; empty if there are
+            none.
         culprit: The first node of a compiled graph before it whose output is wrong for its own
-            inputs; in words, with its line.
+            inputs: in words, with its line.
     """
 
     reference: Record
@@ -88,7 +89,7 @@ class Pair(NamedTuple):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Every stored tensor that the pair uses, the sources of its recipes included."""
+        """Every stored tensor that the pair uses, including the sources of its recipes."""
         sources = [
             recipe.records
             for recipe in (self.reference_recipe, self.candidate_recipe)
@@ -113,19 +114,20 @@ class Plan(NamedTuple):
     """The pairs of two runs, and the tensors without a partner.
 
     Attributes:
-        pairs: What will be compared, in the reference's execution order. A tuple, or for long
-            runs a sequence that makes its pairs when they are asked for.
+        pairs: The pairs to compare, in the reference's execution order: a tuple, or for long runs a
+            sequence that makes its pairs on demand.
         missing: Tensors that only the reference has, in its order.
         extra: Tensors that only the candidate has, in its order.
-        notes: Conclusions about the whole runs: which step is which, which ranks were gathered,
-            what a mask leaves out. One sentence each.
-        reasons: Why a tensor has no partner, by its side (`reference` or `candidate`) and key,
-            where more is known than that it has none.
+        notes: Conclusions about the whole runs, one sentence each: which steps match, which ranks
+            were gathered, what a mask leaves out.
+        reasons: Why a tensor has no partner, by its side (`reference` or `candidate`) and key, if a
+            reason is known.
         lone_lines: The program's line of a tensor without a partner, by the same keys.
         inside: A tensor without a partner because the other side computes it inside a fused node →
             the tensor of the other side that was computed from it and is compared.
         left_out: Rows and tokens of compared tensors that have no partner.
-        selected: What only some of both runs was compared by, in words: sites, ports, ranks.
+        selected: The selection, if only a part of both runs was compared, in words: sites, ports,
+            ranks.
     """
 
     pairs: Sequence[Pair]
@@ -140,15 +142,14 @@ class Plan(NamedTuple):
 
     @property
     def ways(self) -> Counter[Rule]:
-        """How many pairs each rule has made."""
+        """Number of pairs that each rule has made."""
         # Streaming plans count their rules without making a million pairs.
         counted: Counter[Rule] | None = getattr(self.pairs, "ways", None)
         return Counter(pair.by for pair in self.pairs) if counted is None else counted
 
     def with_pairs(self, pairs: Sequence[Pair]) -> Plan:
         """A plan with more pairs, and the tensors that are then still unpaired."""
-        # By identity, not by key: the sources of a recipe are used up with the pair that
-        # they make.
+        # By identity, not by key: the sources of a recipe are used up by the pair that they make.
         used = {id(record) for pair in pairs for record in pair.records}
         all_pairs = sorted([*self.pairs, *pairs], key=lambda pair: execution(pair.reference))
         return self._replace(
@@ -169,7 +170,7 @@ class Plan(NamedTuple):
         )
 
     def lines(self) -> Iterator[str]:
-        """The plan as `--dry-run` prints it."""
+        """The lines that `--dry-run` prints."""
         yield str(self)
         for note in self.notes:
             yield f"  note     {note}"
@@ -190,8 +191,7 @@ class Plan(NamedTuple):
                 if reference.kept == candidate.kept
                 else f"{reference.kept} | {candidate.kept}"
             )
-            # By name is the rule of nearly all pairs; only another one is worth the
-            # space.
+            # Nearly all pairs are made by name; only another rule is worth the space.
             how = "" if pair.by == "name" else f"  by {pair.by}, {pair.confidence:.2f}"
             yield f"  pair     {pair}  {dtypes} {shapes} {kept}{how}"
             if pair.reference_recipe is not None:
@@ -214,7 +214,7 @@ class Plan(NamedTuple):
             )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """HTML for a notebook."""
         from driftline.reporting.notebook import plan_html
 
         return plan_html(self)
@@ -226,7 +226,7 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         ways = self.ways
         shown = [f"{ways[rule]} {_BY[rule]}" for rule in _BY if ways[rule]]
-        # Rules are counted only where another one than the name made pairs.
+        # Rules are counted only if a rule other than the name made pairs.
         how = f" ({', '.join(shown)})" if set(ways) - {"name"} else ""
         alone = (("reference", self.missing), ("candidate", self.extra))
         count = sum((s, r.key) in self.inside for s, rs in alone for r in rs) if self.inside else 0
@@ -238,7 +238,7 @@ class Plan(NamedTuple):
 
 
 def execution(record: Record) -> tuple[int, int, int]:
-    """Sort key of a record: rank after rank, in the order of execution."""
+    """Sort key of a record: by rank, then in execution order."""
     return (record.key.rank, record.key.process, record.order)
 
 

@@ -1,8 +1,8 @@
 """The plan file: a plan as TOML that a person can read and edit, one table per pair.
 
-Writing is done here, because the standard library only reads TOML. Reading is strict: a tensor that
-no run has, or a field that does not exist, is refused with its line. `saved_plan` also adds what is
-not saved: program lines and fusions, which are looked up in the runs.
+Writing is implemented here, because the standard library can only read TOML. Reading is strict: a
+tensor that no run has, or a field that does not exist, is refused with its line. `saved_plan` also
+adds what is not saved: program lines and fusions, which are looked up in the runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from driftline.alignment.plan import NOT_PLANNED, LeftOut, Pair, Plan, Rule
+from driftline.alignment.plan import NOT_PLANNED, LeftOut, Pair, Plan, Rule, execution
 from driftline.alignment.recipe import Recipe, check_recipe, recipe_from_json
 from driftline.errors import BadFile, BadInput, DriftlineError, did_you_mean
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 VERSION = 1
-# A gibibyte is some millions of pairs; a larger file is not a plan, and would fill the memory.
+# A gibibyte holds some millions of pairs; a larger file is not a plan, and would fill the memory.
 _LARGEST = 1 << 30
 _HOW = "`driftline compare REF CAND --dry-run --save-plan FILE` writes one"
 _TABLES = {
@@ -38,10 +38,10 @@ def write_plan(plan: Plan, path: Path, reference: str = "", candidate: str = "")
     """Write a plan for people to edit.
 
     Args:
-        plan: What to write.
-        path: The file; what is there is replaced.
-        reference: The reference's name, for the reader.
-        candidate: The candidate's.
+        plan: The plan to write.
+        path: Path of the file; an existing file is replaced.
+        reference: Name of the reference, for the reader.
+        candidate: Name of the candidate.
 
     Raises:
         BadInput: The file cannot be written.
@@ -103,28 +103,27 @@ def _value(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """A TOML basic string; everything that is not plain is escaped.
+    """A TOML basic string; all other than plain characters are escaped.
 
     >>> _text('a"b')
     '"a\\\\"b"'
     """
-    # Quotes and backslashes first, because the escapes that follow hold backslashes themselves.
+    # Quotes and backslashes first, because the later escapes contain backslashes themselves.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _code, escaped) + '"'
 
 
 def _code(match: re.Match[str]) -> str:
     code = ord(match.group())
-    # TOML cannot hold half of a surrogate pair, which names of files may have: it is shown as
-    # U+FFFD.
+    # TOML cannot hold half of a surrogate pair, which file names may contain; it becomes U+FFFD.
     return "\\ufffd" if code >= 0xD800 else f"\\u{code:04x}"
 
 
 def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
-    """A saved plan for two runs.
+    """Read a saved plan for two runs.
 
     Raises:
-        BadFile: It cannot be read, or something in it means nothing; says the line.
+        BadFile: The file cannot be read, or something in it is invalid; the message names the line.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -141,7 +140,7 @@ def read_plan(path: Path, reference: Run, candidate: Run) -> Plan:
 
 
 class _Reader:
-    """Turns the tables of one plan file into a plan; every error names its line."""
+    """Converts the tables of one plan file to a plan; every error names its line."""
 
     def __init__(self, path: Path, text: str, reference: Run, candidate: Run) -> None:
         self.path = path
@@ -170,7 +169,7 @@ class _Reader:
             for index, fields in enumerate(tables[table]):
                 record = self._record(table, index, fields, side)
                 reasons[side, record.key] = str(fields.get("reason", "")) or NOT_PLANNED
-        # Everything that no pair uses is listed as alone, whatever the file says about it.
+        # Every tensor that no pair uses is listed as unpaired, whatever the file says about it.
         used = {id(record) for pair in pairs for record in pair.records}
         alone = [
             tuple(record for record in side.values() if id(record) not in used)
@@ -180,7 +179,7 @@ class _Reader:
             for record in records:
                 reasons.setdefault((side, record.key), NOT_PLANNED)
         notes = tuple(map(str, cast("Sequence[Any]", document.get("notes", ()))))
-        pairs.sort(key=lambda p: (p.reference.key.rank, p.reference.key.process, p.reference.order))
+        pairs.sort(key=lambda pair: execution(pair.reference))
         left_out = tuple(self._left_out(document.get("left_out", [])))
         selected = (f"the plan {self.path}",)
         return Plan(
@@ -217,7 +216,7 @@ class _Reader:
         by, confidence = fields.get("by", "plan"), fields.get("confidence", 1.0)
         if by not in get_args(Rule):
             raise self._bad(f"'{by}' is no rule", "pair", index, "by", get_args(Rule))
-        # A bool is an int in Python, but `true` is no confidence.
+        # A bool is an int in Python, but `true` is not a confidence.
         number = isinstance(confidence, (int, float)) and not isinstance(confidence, bool)
         if not number or not 0 <= cast(float, confidence) <= 1:
             sentence = f"confidence is a number from 0 to 1, not {confidence!r}"
@@ -270,8 +269,7 @@ class _Reader:
         field: str,
         candidates: Sequence[str] | Any = (),
     ) -> BadFile:
-        # For an unknown tensor the hint compares keys, for an unknown field the names of
-        # fields.
+        # For an unknown tensor the hint compares keys, for an unknown field the names of fields.
         words = sentence.rpartition(" ")[2] if isinstance(candidates, Mapping) else field
         hint = did_you_mean(words, cast("Sequence[str]", candidates)) if candidates else ""
         return BadFile(
@@ -282,34 +280,33 @@ class _Reader:
         """Line number of a field of the nth table; the table's own line if the field is missing."""
         head = re.compile(rf"\s*\[\[\s*{re.escape(table)}\s*\]\]")
         line_of = re.compile(rf'\s*"?{re.escape(field)}"?\s*=')
-        # tomllib does not tell lines, so the text is searched for the nth table of this
-        # name. Fields of no table are looked for from the first line on.
+        # tomllib gives no line numbers, so the text is searched for the nth table of this name.
+        # Fields outside of tables are searched from the first line.
         start = 0 if table else 1
         for number, line in enumerate(self.text.splitlines(), start=1):
             if not start and head.match(line):
                 start, index = (number, index) if index == 0 else (0, index - 1)
             elif start and line_of.match(line):
                 return number
-            # The next table begins: the field is missing, and the line of its own table
-            # is told.
+            # The next table begins, so the field is missing: return the line of its table.
             elif start and table and line.lstrip().startswith("["):
                 break
         return start or 1
 
 
 def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) -> Plan:
-    """Read a plan and add the program lines and fusions that the runs know.
+    """Read a plan and add the program lines and fusions that the runs contain.
 
     Args:
-        path: The file.
+        path: Path of the file.
         reference: The reference run.
         candidate: The candidate run.
-        compiled: Whether one of them lists graphs of a compiler.
+        compiled: Whether one of the runs lists graphs of a compiler.
 
     Raises:
-        BadFile: It cannot be read, or something in it means nothing.
+        BadFile: The file cannot be read, or something in it is invalid.
     """
-    # Lines of the program and fusions are not saved: they are looked up in the runs again.
+    # Lines of the program and fusions are not saved; they are looked up in the runs again.
     plan = read_plan(path, reference, candidate)
     if compiled:
         from driftline.alignment.annotate.compiled_graphs import with_lines
@@ -323,6 +320,6 @@ def saved_plan(path: Path, reference: Run, candidate: Run, *, compiled: bool) ->
         from driftline.alignment.annotate.fusions import with_fusions
 
         plan = with_fusions(plan, *graphs)
-        # The notes were saved with the plan, and are concluded once more.
+        # The notes were saved with the plan, and were concluded once more.
         plan = plan._replace(notes=tuple(dict.fromkeys(plan.notes)))
     return plan

@@ -1,8 +1,8 @@
-"""Recipes: what is done to stored tensors before they can be compared.
+"""Recipes: transformations of stored tensors before they can be compared.
 
 A recipe is data (sources and steps), so that a plan can be printed, saved, edited, and checked by
-shapes alone before it runs. What a step means is in `recipe_steps`; `comparison.measure.recipes`
-carries recipes out on the tensors of a run; the rules decide which recipe a pair needs.
+shapes alone before it runs. `recipe_steps` defines the steps; `comparison.measure.recipes` applies
+recipes to the tensors of a run; the rules decide which recipe a pair needs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Recipe(NamedTuple):
     """How one side of a pair is computed from stored tensors.
 
     Attributes:
-        sources: Records of that side's run, the pair's own record first; or inner recipes (q, k
-            and v, each gathered from its ranks).
-        steps: Applied in this order; a step that joins sources comes first.
+        sources: Records of that side's run, the pair's own record first; or inner recipes (such as
+            q, k and v, each gathered from its ranks).
+        steps: Steps, in the order of application; a step that joins sources comes first.
         shape: Shape of the result.
     """
 
@@ -33,12 +33,12 @@ class Recipe(NamedTuple):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Every stored tensor it is made of, in order, those of inner recipes included."""
+        """Every stored tensor of the recipe, in order, including those of inner recipes."""
         return tuple(_records(self.sources))
 
     @property
     def keeps_order(self) -> bool:
-        """Whether only the shape changes, so that the elements stay in the order of one source."""
+        """Whether only the shape changes, so that the elements stay in one source's order."""
         return len(self.sources) == 1 and all(step.kind == "reshape" for step in self.steps)
 
     def then(self, *steps: Step, shape: tuple[int, ...]) -> Recipe:
@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
         return f"{steps} of {_counted(self.sources)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The recipe for a saved plan; a source is its key, or a recipe of its own."""
+        """The recipe for a saved plan; a source is its key, or an inner recipe."""
         return {
             "sources": [
                 source.as_json() if isinstance(source, Recipe) else str(source.key)
@@ -85,14 +85,14 @@ def recipe_from_json(value: Any, find: Callable[[str], Record], *, depth: int = 
     """The inverse of `Recipe.as_json`.
 
     Args:
-        value: What a plan file holds.
-        find: The record of a key as text; raises BadInput where there is none.
-        depth: How deep inside other recipes this one is.
+        value: Content of a plan file.
+        find: Returns the record of a key given as text; raises BadInput if there is none.
+        depth: Nesting depth inside other recipes.
 
     Raises:
-        BadInput: It is no recipe.
+        BadInput: The value is not a recipe.
     """
-    # Recipes nest to three levels in practice; the limit keeps a hostile file off the stack.
+    # Recipes nest to three levels in practice; the limit protects the stack from a hostile file.
     if not isinstance(value, Mapping) or depth > 8:
         raise BadInput("a recipe has sources, steps and a shape")
     fields = cast("Mapping[str, Any]", value)
@@ -103,7 +103,7 @@ def recipe_from_json(value: Any, find: Callable[[str], Record], *, depth: int = 
         find(source) if isinstance(source, str) else recipe_from_json(source, find, depth=depth + 1)
         for source in cast("list[Any]", sources)
     ]
-    # Sizes are checked here, because later code multiplies and allocates by them.
+    # Sizes are checked here, because later code multiplies them and allocates memory.
     if not isinstance(shape, list) or not all(
         isinstance(size, int) and size >= 0 for size in cast("list[Any]", shape)
     ):
@@ -128,8 +128,8 @@ def _counted(sources: Sequence[Source]) -> str:
     if any(isinstance(source, Recipe) for source in sources):
         return "(" + "), (".join(map(_source_text, sources)) + ")"
     records = cast("Sequence[Record]", sources)
-    # Only rank and call differ: one tensor in many parts, whose number says more than its
-    # names.
+    # If only rank and call differ, it is one tensor in many parts; their number says more than
+    # their names.
     places = {record.key._replace(rank=0, process=0, visit=0) for record in records}
     if len(places) == 1:
         ranks, calls = ({r.key[field] for r in records} for field in (_RANK, _VISIT))

@@ -1,12 +1,12 @@
-"""The steps of recipes: one table with how each is written, read, checked and carried out.
+"""The steps of recipes: a table of how each step is written, read, checked and executed.
 
-A step changes a tensor, or joins several into one. `STEPS` holds for every kind the text in plans,
-the shape that results (so that a plan is checked before it runs), and the work itself. A new kind
-is one row there with its functions. Which recipe a pair needs, the rules decide.
+A step changes a tensor, or joins several into one. For every kind, `STEPS` holds the text in plans,
+the resulting shape (so that a plan is checked before it runs), and the computation. A new kind is
+one row there, with its functions. The rules decide which recipe a pair needs.
 
-Elements travel as the raw words they are stored in (bfloat16 and the 8-bit floats have no numpy
-type, and need none to be moved); only sums and dequantised values are computed, in float64 block by
-block, and come out as float32. Steps that only move elements give views.
+Elements are moved as the raw words in which they are stored (bfloat16 and the 8-bit floats have no
+numpy type, and do not need one for that). Only sums and dequantised values are computed, in float64
+block by block, and returned as float32. Steps that only move elements return views.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Shape = tuple[int, ...]
 F64 = npt.NDArray[np.float64]
 Storage = npt.NDArray[Any]
 Part = tuple[Storage, DType]
-"""A tensor on the way: words in the tensor's shape (4-bit codes one to a byte), and their type."""
+"""A tensor in progress: words in the tensor's shape (one 4-bit code per byte), and their type."""
 
 _ROWS = 1 << 20
-"""Elements that are decoded to float64 at a time."""
+"""Number of elements that are decoded to float64 at a time."""
 _MOST_POSITIONS = 1 << 22
-"""Most selected positions that are read from a plan file, which may be somebody else's."""
+"""Largest number of selected positions that are read from a plan file, which may be foreign."""
 _WORDS = r"\s*([a-z]+)\s*(?:\(([^()]*)\))?\s*"
 
 
@@ -40,16 +40,16 @@ class Step(NamedTuple):
     """One step of a recipe; the kind decides which fields are used.
 
     Attributes:
-        kind: What is done, a name of `STEPS`.
-        axis: Along which axis (concat, split, trim, select); for dequantise the axis whose
-            elements have a scale each, where the scales are a plain list.
+        kind: Kind of the step: a name of `STEPS`.
+        axis: The axis (concat, split, trim, select). For dequantise, the axis whose elements have
+            one scale each, if the scales are a plain list.
         start: First element of a split or trim.
         stop: Last element plus one.
-        numbers: Axes of a transpose, shape of a reshape, positions of a select, places of codes in
-            a word, lowest first, for unpack.
-        factor: Of dequantise: what every scale is multiplied by; the scale itself without a source.
-            Of times: what every element is multiplied by.
-        zero: Of dequantise: what is subtracted from every value.
+        numbers: Axes of a transpose, shape of a reshape, positions of a select, or for unpack the
+            places of codes in a word, lowest first.
+        factor: For dequantise, the factor of every scale, or the scale itself if there is no
+            source. For times, the factor of every element.
+        zero: For dequantise, the number that is subtracted from every value.
     """
 
     kind: str
@@ -61,9 +61,9 @@ class Step(NamedTuple):
     zero: float = 0.0
 
     def __str__(self) -> str:
-        """Text for people: a long list of positions is given by its length."""
+        """Text for people; a long list of positions is given by its length."""
         if self.kind == "select":
-            # Bounded, because a plan of somebody else may hold millions of positions.
+            # Limited, because a foreign plan may hold millions of positions.
             shown = ",".join(_ranges(self.numbers[:_MOST_POSITIONS]))
             shown = shown if len(shown) <= 24 else f"{len(self.numbers)} positions"
             return f"select(axis {self.axis}, {shown})"
@@ -76,7 +76,7 @@ class Step(NamedTuple):
         'select(axis 1, 0:3,6)'
         """
         syntax = STEPS[self.kind].syntax
-        # A reshape to a number has an empty list between its parentheses.
+        # A reshape to a scalar has an empty list between its parentheses.
         return self.kind if syntax is _NOTHING else f"{self.kind}({syntax.write(self)})"
 
 
@@ -89,8 +89,8 @@ class Syntax:
     """How the fields of a step are written between its parentheses.
 
     Attributes:
-        write: The text.
-        read: The step of a kind from the text; a ValueError if it cannot be read.
+        write: Returns the text.
+        read: Parses the text of a kind; raises ValueError if it cannot be read.
     """
 
     write: Callable[[Step], str]
@@ -103,11 +103,11 @@ class StepRule:
 
     Attributes:
         syntax: How it is written in plans.
-        shape: The resulting shape; a BadInput if the step does not fit the shapes it is given.
-        apply: The work, on parts that `shape` has accepted.
-        joins: Takes several tensors, so it can only be the first step of a recipe.
-        keeps_rows: Whether some rows of the result come from the same rows of every source, so
-            that large tensors can be made some rows at a time.
+        shape: Returns the resulting shape; raises BadInput if the step does not fit the shapes.
+        apply: The computation, on parts that `shape` has accepted.
+        joins: Whether it takes several tensors, so that it can only be the first step of a recipe.
+        keeps_rows: Whether some rows of the result come from the same rows of every source, so that
+            large tensors can be computed some rows at a time.
     """
 
     syntax: Syntax
@@ -125,10 +125,10 @@ def fold(
     sources: Sequence[_Item],
     do: Callable[[Step, Sequence[_Item]], _Item],
 ) -> _Item:
-    """What the steps of a recipe make of its sources, be they shapes or tensors.
+    """Apply the steps of a recipe to its sources, which may be shapes or tensors.
 
     Raises:
-        BadInput: Several sources are not joined by the first step, or a later step joins.
+        BadInput: The first step does not join several sources, or a later step joins.
     """
     items = list(sources)
     for index, step in enumerate(steps):
@@ -148,18 +148,18 @@ def fold(
 
 
 def shape_after(step: Step, shapes: Sequence[Shape]) -> Shape:
-    """The shape that a step gives; a BadInput if the step does not fit."""
+    """The shape that a step returns; BadInput if the step does not fit."""
     return STEPS[step.kind].shape(step, shapes)
 
 
 def apply_step(step: Step, parts: Sequence[Part]) -> Part:
-    """The tensor that a step gives; a view wherever numpy has one.
+    """The tensor that a step returns; a view if numpy can make one.
 
     Raises:
         BadInput: The step does not fit the tensors.
     """
     rule = STEPS[step.kind]
-    # Plans may be edited by hand: each step is checked against what it really gets.
+    # Plans may be edited by hand, so each step is checked against its actual inputs.
     rule.shape(step, [words.shape for words, _ in parts])
     return rule.apply(step, parts)
 
@@ -171,7 +171,7 @@ def step_from_text(text: str) -> Step:
     Step(kind='split', axis=0, start=4, stop=8, numbers=(), factor=None, zero=0.0)
 
     Raises:
-        BadInput: It is no step.
+        BadInput: The text is not a step.
     """
     words = re.fullmatch(_WORDS, text)
     kind = words.group(1) if words else ""
@@ -206,7 +206,7 @@ def _read_positions(kind: str, inside: str) -> Step:
 
 
 def _read_factor(kind: str, inside: str) -> Step:
-    # A factor has no word before it; one is added to read it like the others.
+    # A factor has no word before it; one is added, so that it is read like the others.
     return Step(kind, factor=_number_after("by", f"by {inside}"))
 
 
@@ -223,16 +223,16 @@ def _write_scale(step: Step) -> str:
 
 
 def _axis(inside: str) -> tuple[int, str]:
-    """The axis in front, 0 where there is none, and the text behind it."""
+    """The axis at the start (0 if there is none), and the text after it."""
     first, _, rest = inside.partition(",")
     return int(first.strip().removeprefix("axis")) if first.strip() else 0, rest
 
 
 def _number_after(word: str, text: str) -> float | None:
-    """The number after a word; None where the word is not there.
+    """The number after a word; None if the word does not occur.
 
     Raises:
-        ValueError: It is none that can be computed with.
+        ValueError: It is not a number that can be used in computations.
     """
     clauses = [part.split() for part in text.split(",") if part.split()[:1] == [word]]
     if not clauses:
@@ -249,7 +249,7 @@ def _positions(text: str) -> list[int]:
     for word in text.split(","):
         begin, colon, end = word.partition(":")
         last = int(end) if colon else int(begin) + 1
-        # Checked before the range is made: `0:1000000000` is a short text.
+        # Checked before the range is made, because `0:1000000000` is a short text.
         if last - int(begin) + len(numbers) > _MOST_POSITIONS:
             raise ValueError(word)
         numbers.extend(range(int(begin), last))
@@ -259,7 +259,7 @@ def _positions(text: str) -> list[int]:
 def _ranges(numbers: Sequence[int]) -> Iterator[str]:
     begin = 0
     while begin < len(numbers):
-        # Runs of neighbours are written as one range, which keeps plans of masks readable.
+        # Consecutive numbers are written as one range, which keeps plans of masks readable.
         end = begin + 1
         while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
             end += 1
@@ -279,7 +279,7 @@ _FACTOR = Syntax(lambda step: repr(step.factor), _read_factor)
 _SCALE = Syntax(_write_scale, _read_scale)
 
 
-# --- the shapes that they give
+# --- the shapes of their results
 
 
 def _joined_shape(step: Step, shapes: Sequence[Shape]) -> Shape:
@@ -334,7 +334,7 @@ def _unpacked_shape(step: Step, shape: Shape) -> Shape | None:
 def _of_one(
     shape_of: Callable[[Step, Shape], Shape | None], *, along_axis: bool = False
 ) -> ShapeRule:
-    """The rule of a step that changes one tensor: refuses a step that does not fit its shape."""
+    """The rule of a step that changes one tensor; it refuses a step that does not fit the shape."""
 
     def rule(step: Step, shapes: Sequence[Shape]) -> Shape:
         (shape,) = shapes
@@ -366,7 +366,7 @@ def dims(shape: Shape) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-# --- the work
+# --- the computations
 
 
 def _concatenated(step: Step, parts: Sequence[Part]) -> Part:
@@ -378,7 +378,7 @@ def _concatenated(step: Step, parts: Sequence[Part]) -> Part:
 
 
 def _moved(move: Callable[[Storage, Step], Storage]) -> Work:
-    """The work of a step that only moves the elements of one tensor."""
+    """The computation of a step that only moves the elements of one tensor."""
     return lambda step, parts: (move(parts[0][0], step), parts[0][1])
 
 
@@ -391,15 +391,15 @@ def _selected(words: Storage, step: Step) -> Storage:
 
 
 def _sum(parts: Sequence[Part], factor: float | None = None) -> Part:
-    """Added up in float64 (integers: in int64) and multiplied, rounded once at the end."""
+    """Sum in float64 (for integers: in int64), multiplied, and rounded once at the end."""
     common = _common([dtype for _, dtype in parts])
-    # A mean of integers is no integer.
+    # The mean of integers is not an integer.
     if factor not in (None, 1.0) and common.kind in ("int", "uint"):
         common = DTYPES["float64"]
     shape = parts[0][0].shape
     flats = [(np.ascontiguousarray(words).reshape(-1), dtype) for words, dtype in parts]
     total = np.empty(math.prod(shape), common.storage)
-    # Block by block: float64 copies of all parts at once could be larger than memory.
+    # Block by block, because float64 copies of all parts at once could exceed the memory.
     for offset in range(0, total.size, _ROWS):
         block = slice(offset, offset + _ROWS)
         if common.kind in ("int", "uint"):
@@ -411,7 +411,7 @@ def _sum(parts: Sequence[Part], factor: float | None = None) -> Part:
 
 
 def _dequantised(step: Step, parts: Sequence[Part]) -> Part:
-    """`(values - zero point) * scale`, rounded once: what a float32 product gives, too."""
+    """`(values - zero point) * scale`, rounded once, as a float32 product is."""
     words, dtype = parts[0]
     shape = words.shape
     others = [_spread(_decoded(part, kind), shape, step.axis) for part, kind in parts[1:]]
@@ -426,7 +426,7 @@ def _dequantised(step: Step, parts: Sequence[Part]) -> Part:
             numbers = numbers - others[1].rows(block)
         if step.zero:
             numbers = numbers - step.zero
-        # A scale may be infinite in a damaged dump; the row then says so, not numpy.
+        # A scale may be infinite in a damaged dump; the row then shows it, without a numpy warning.
         with np.errstate(over="ignore", invalid="ignore"):
             if others:
                 numbers = numbers * others[0].rows(block)
@@ -435,14 +435,14 @@ def _dequantised(step: Step, parts: Sequence[Part]) -> Part:
 
 
 def _rectified(step: Step, parts: Sequence[Part]) -> Part:
-    """Zero in place of what is below zero."""
+    """Replace negative values by zero."""
     del step
     values, dtype = _sum(parts)
     return np.maximum(values, 0, out=values), dtype
 
 
 def _low_floats(step: Step, parts: Sequence[Part]) -> Part:
-    """The float32 in the low half of 64-bit words, as the operators of ATB take scales."""
+    """The float32 in the low half of 64-bit words: ATB's operators take scales in that form."""
     del step
     ((words, dtype),) = parts
     if dtype.name not in ("int64", "uint64"):
@@ -467,13 +467,13 @@ def _unpacked(step: Step, parts: Sequence[Part]) -> Part:
 
 
 class _Spread(NamedTuple):
-    """Scales laid over a tensor without being written out: each axis repeated so many times."""
+    """Scales broadcast over a tensor, not expanded: the number of repeats for each axis."""
 
     values: F64
     repeats: tuple[int, ...]
 
     def rows(self, block: slice | tuple[()]) -> F64:
-        """What is over these rows of the tensor."""
+        """The scales for these rows of the tensor."""
         values = self.values
         if isinstance(block, slice) and values.shape[0] > 1:
             step = self.repeats[0]
@@ -488,10 +488,10 @@ class _Spread(NamedTuple):
 
 
 def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
-    """One scale for all, one per element of `axis`, or one per group along every axis."""
+    """One scale for all, one for each element of `axis`, or one for each group along every axis."""
     if scale.size == 1:
         return _Spread(scale.reshape((1,) * len(shape)), (1,) * len(shape))
-    # A column or row of scales means the same as a flat list of them.
+    # A column or row of scales has the same meaning as a flat list.
     if scale.ndim != len(shape) and max(scale.shape) == scale.size:
         scale = scale.reshape(-1)
     if scale.ndim == 1 and 0 <= axis < len(shape):
@@ -506,7 +506,7 @@ def _spread(scale: F64, shape: tuple[int, ...], axis: int) -> _Spread:
 
 
 def _common(dtypes: Sequence[DType]) -> DType:
-    """What holds sums of and mixtures of these: their own type where it is wide, else float32."""
+    """The type for sums and mixtures of these types: their own if it is wide, otherwise float32."""
     kinds = {dtype.kind for dtype in dtypes}
     if "complex" in kinds or "bits" in kinds:
         raise BadInput(f"{' and '.join(dtype.name for dtype in dtypes)} cannot be computed with")
@@ -521,13 +521,13 @@ def _as(words: Storage, dtype: DType, common: DType) -> Storage:
     if common.kind == "int":
         return (_signed(words) if dtype.name == "int4" else words).astype(np.int64)
     numbers = _decoded(words, dtype)
-    if dtype.lowest and dtype.bits >= 16:  # it means minus infinity in a mask, and must go on to
+    if dtype.lowest and dtype.bits >= 16:  # it means minus infinity in masks: keep that
         numbers = np.where(numbers == dtype.lowest, common.lowest, numbers)
     return numbers.astype(common.storage)
 
 
 def _decoded(words: Storage, dtype: DType) -> F64:
-    """Words as numbers, in their shape; a 4-bit code is one byte here, not half of one."""
+    """Words as numbers, in their shape; a 4-bit code takes one byte here, not half of one."""
     if dtype.kind in ("complex", "bits"):
         raise BadInput(f"{dtype.name} cannot be computed with")
     if dtype.bits == 4:
@@ -557,7 +557,7 @@ _RANGE_RULE = StepRule(
 )
 
 STEPS: dict[str, StepRule] = {
-    # Sources joined along an axis: q, k and v against a fused qkv; shards of a tensor.
+    # Sources joined along an axis: q, k and v against a fused qkv, or shards of a tensor.
     "concat": StepRule(_AXIS, _joined_shape, _concatenated, joins=True, keeps_rows=_always),
     # Elements `start` to `stop` along an axis: one part of a fused tensor.
     "split": _RANGE_RULE,
@@ -571,7 +571,7 @@ STEPS: dict[str, StepRule] = {
     "reshape": StepRule(
         _NUMBERS, _of_one(_reshaped_shape), _moved(lambda words, step: words.reshape(step.numbers))
     ),
-    # Like split, of what is surplus: pads, rows the other side's batch has not.
+    # Like split, for surplus elements: padding, or rows that the other side's batch does not have.
     "trim": _RANGE_RULE,
     # Positions `numbers` along an axis: rows, or interleaved parts of a fused tensor.
     "select": StepRule(
@@ -580,11 +580,11 @@ STEPS: dict[str, StepRule] = {
         _moved(_selected),
         keeps_rows=_within_rows,
     ),
-    # Sources added up: partial results of ranks.
+    # The sum of the sources: partial results of ranks.
     "sum": StepRule(
         _NOTHING, _summed_shape, lambda step, parts: _sum(parts), joins=True, keeps_rows=_always
     ),
-    # The same, divided by their number: gradients of ranks that each had other data.
+    # The sum divided by the number of sources: gradients of ranks that each had different data.
     "mean": StepRule(
         _NOTHING,
         _summed_shape,
@@ -596,13 +596,13 @@ STEPS: dict[str, StepRule] = {
     "times": StepRule(
         _FACTOR, _ANY, lambda step, parts: _sum(parts, step.factor), keeps_rows=_always
     ),
-    # What is below zero becomes zero: what integers without a sign keep of a value.
+    # Negative values become zero, as unsigned integers store them.
     "rectify": StepRule(_NOTHING, _ANY, _rectified, keeps_rows=_always),
     # (values - zero point) * scale; sources are values[, scale[, zero point]].
     "dequantise": StepRule(_SCALE, _dequantised_shape, _dequantised, joins=True),
     # Words of 32 bits become several codes along an axis, whose places are `numbers`.
     "unpack": StepRule(_POSITIONS, _of_one(_unpacked_shape, along_axis=True), _unpacked),
-    # Words of 64 bits whose low half is a float32: that number (ATB's deq_scale).
+    # Words of 64 bits become the float32 in their low half (ATB's deq_scale).
     "lowfloat": StepRule(_NOTHING, _ANY, _low_floats),
 }
 """Every kind of step, by its name in plans."""

@@ -1,8 +1,8 @@
-"""Select ranks of a plan that gathers a distributed run: each part is compared with its own place.
+"""Select ranks of a plan that gathers a distributed run, and compare each part with its own slice.
 
 A shard is compared with its slice of the other run's tensor, a replica with all of it. A tensor
-that only all ranks make together (a sum of terms, rows in another order) is left out and counted in
-a note.
+that only all ranks together can make (a sum of terms, rows in another order) is left out and
+counted in a note.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def have_the_same_ranks(reference: Run, candidate: Run) -> bool:
 
 
 def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int]) -> Plan:
-    """The plan narrowed to what these ranks of the run with more ranks hold.
+    """The plan narrowed to the parts of these ranks of the run with more ranks.
 
     Raises:
         BadInput: The run lacks one of these ranks, or nothing that they hold has a partner.
@@ -36,13 +36,13 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     # The run with more ranks is the distributed one; its parts are compared one by one.
     in_reference = len(_ranks(reference)) > len(_ranks(candidate))
     distributed = reference if in_reference else candidate
-    narrowed(distributed, ranks=ranks)  # says which ranks there are not
+    narrowed(distributed, ranks=ranks)  # raises if a rank does not exist
     pairs: list[Pair] = []
     left_out = 0
     for pair in plan.pairs:
         rank_pairs = list(_of_ranks(pair, ranks, in_reference=in_reference))
         pairs += rank_pairs
-        # A pair of which these ranks hold a part, but not one that stands for itself.
+        # These ranks hold a part of the pair that cannot be compared alone.
         left_out += not rank_pairs and _has(pair, ranks, in_reference=in_reference)
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
     if not pairs:
@@ -54,7 +54,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
     if left_out:
         note += f"; left out: {left_out} that only all ranks together make "
         note += "(sums, rows in another order)"
-    # Lone tensors of the other run belong to all ranks: they are no finding about these.
+    # Unpaired tensors of the other run belong to all ranks, so they are no finding about these.
     unpaired = plan.missing if in_reference else plan.extra
     kept = tuple(record for record in unpaired if record.key.rank in ranks)
     return plan._replace(
@@ -69,7 +69,7 @@ def of_ranks(plan: Plan, reference: Run, candidate: Run, ranks: Collection[int])
 def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iterator[Pair]:
     side, other = ("reference", "candidate") if in_reference else ("candidate", "reference")
     source = _source(pair, in_reference=in_reference)
-    # All parts are of the wanted ranks: the pair stays as it is.
+    # If all parts belong to the selected ranks, the pair stays unchanged.
     if all(record.key.rank in ranks for record in _records(source)):
         yield pair
         return
@@ -77,13 +77,14 @@ def _of_ranks(pair: Pair, ranks: Collection[int], *, in_reference: bool) -> Iter
     for record, cuts in parts if parts is not None else ():
         if record.key.rank not in ranks:
             continue
-        # The first step joins the parts; what follows is done to each part alone.
+        # The first step joins the parts; the later steps are applied to each part alone.
         steps = source.steps[1:] if isinstance(source, Recipe) else ()
         recipe = start(record).then(*steps, shape=record.shape) if steps else None
-        part_record = record._replace(placement="")  # its placement is settled by the cut
+        part_record = record._replace(placement="")  # the cut replaces its placement
         part_pair = pair._replace(**{side: part_record, f"{side}_recipe": recipe})
         shape = source.shape
-        # The other side is cut from the outermost join inwards, as the parts are in it.
+        # The other side is cut from the outermost join inwards, in the order in which parts are
+        # nested.
         for cut in cuts:
             shape = (*shape[: cut.axis], cut.stop - cut.start, *shape[cut.axis + 1 :])
             part_pair = with_steps(part_pair, other, cut, shape=shape)
@@ -96,7 +97,7 @@ def _parts(source: Source) -> list[tuple[Record, Cuts]] | None:
         return [(source, ())]
     if not source.steps or source.steps[0].kind != "concat":
         return None
-    # Rows in another order, or a reshape, mix the parts: none has a place of its own then.
+    # Rows in another order, or a reshape, mix the parts, so that none has its own place.
     if any(step.kind not in _ALONE for step in source.steps[1:]):
         return None
     axis, offset = source.steps[0].axis, 0

@@ -1,8 +1,8 @@
-"""Streaming plan of long runs with equal names: both indexes are walked side by side.
+"""Streaming plan of long runs with equal names: both indexes are read in parallel.
 
 A million tensors are paired without holding them in memory: the plan keeps the line numbers of the
-two indexes and makes pairs on demand. It is used only where every other rule would leave the pairs
-by name as they are; `streamed_plan` gives up at the first tensor that another rule might change.
+two indexes and makes pairs on demand. It is used only if every other rule would leave the pairs by
+name unchanged; `streamed_plan` gives up at the first tensor that another rule might change.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from driftline.runs.files.local_files import Listed
 
 _MOST_UNPAIRED = 20_000
-"""Most tensors that may wait for their partner or stay unpaired before the rules must decide."""
+"""Largest number of tensors without a partner so far, before the rules must decide."""
 _FEW = 4_096
-"""Pairs of a selection that are few enough to be held in memory."""
+"""Largest number of pairs of a selection that are held in memory."""
 _PASSING = frozenset({"dropout", "identity"})
 
 _Key: TypeAlias = tuple[str, str, str, int, int, str, str]
@@ -48,15 +48,15 @@ _Places: TypeAlias = "tuple[array[int], array[int]]"
 
 
 class _NeedsRules(Exception):
-    """Raised where another rule might change the pairs by name."""
+    """Another rule might change the pairs by name."""
 
 
 class _ProcessPair(NamedTuple):
     """The lines that one process has listed on both sides.
 
     Attributes:
-        reference: The reference's lines.
-        candidate: The candidate's.
+        reference: Lines of the reference.
+        candidate: Lines of the candidate.
         places: Line numbers of the pairs on the two sides; None if line n is paired with line n.
     """
 
@@ -70,7 +70,7 @@ class _ProcessPair(NamedTuple):
 
 
 class StreamedPairs(Sequence[Pair]):
-    """Pairs by name of two runs, made when they are asked for."""
+    """Pairs by name of two runs, made on demand."""
 
     def __init__(self, processes: Sequence[_ProcessPair]) -> None:
         self._processes = processes
@@ -79,7 +79,7 @@ class StreamedPairs(Sequence[Pair]):
 
     @property
     def ways(self) -> Counter[Rule]:
-        """How many pairs each rule has made."""
+        """Number of pairs that each rule has made."""
         return Counter({"name": len(self)})
 
     def __len__(self) -> int:
@@ -132,8 +132,7 @@ class StreamedPairs(Sequence[Pair]):
         """The pairs from `start` to `stop`."""
         parts: list[_ProcessPair] = []
         for part, end in zip(self._processes, self._ends, strict=True):
-            # The stretch is given in pairs of the plan; here it becomes one of this
-            # part.
+            # Convert the range from pairs of the plan to pairs of this part.
             first = max(start - end + part.pairs, 0)
             last = min(stop - end, 0) + part.pairs
             if first < last:
@@ -156,7 +155,7 @@ class StreamedPairs(Sequence[Pair]):
         """The pairs of some sites and ports."""
         parts: list[_ProcessPair] = []
         for part in self._processes:
-            # Unsigned 64-bit numbers: eight bytes a pair instead of a Python object.
+            # Unsigned 64-bit numbers: eight bytes per pair instead of a Python object.
             kept = array("Q"), array("Q")
             places = part.places or (range(part.pairs), range(part.pairs))
             for reference_line, candidate_line in zip(*places, strict=True):
@@ -181,18 +180,18 @@ def selected(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
     reference_only = dict.fromkeys((record.key.site, record.key.port) for record in plan.missing)
     candidate_only = dict.fromkeys((record.key.site, record.key.port) for record in plan.extra)
     reference_names, candidate_names = (
-        # Only sites and ports matter for the selection, so one empty record stands for all
-        # of theirs.
+        # Only sites and ports matter for the selection, so one empty record represents all records
+        # of a site and port.
         [Record(TensorKey(site, cast("Any", port), ""), 0, "", ()) for site, port in names]
         for names in ({**paired, **reference_only}, candidate_only)
     )
-    select(reference_names, sites, ports)  # says what matches nothing
+    select(reference_names, sites, ports)  # raises if nothing matches
     chosen = select([*reference_names, *candidate_names], sites, ports, strict=False)
     wanted = {(record.key.site, record.key.port) for record in chosen}
     selection = pairs.only(wanted)
     return plan._replace(
-        # A few pairs are made at once: a tuple is quicker to walk than lines that are
-        # parsed again.
+        # A few pairs are made at once, because iterating over a tuple is faster than parsing lines
+        # again.
         pairs=tuple(selection) if len(selection) <= _FEW else selection,
         missing=tuple(r for r in plan.missing if (r.key.site, r.key.port) in wanted),
         extra=tuple(r for r in plan.extra if (r.key.site, r.key.port) in wanted),
@@ -200,7 +199,7 @@ def selected(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
 
 
 class _Walk:
-    """Walks both runs once and collects pairs, unpaired tensors and steps."""
+    """Reads both runs once and collects pairs, unpaired tensors and steps."""
 
     def __init__(self, ranks: int) -> None:
         self.several = ranks > 1
@@ -214,16 +213,16 @@ class _Walk:
         """Pair the lines of one process of both runs.
 
         Raises:
-            _NeedsRules: A line is one that another rule might pair differently.
+            _NeedsRules: Another rule might pair a line differently.
         """
-        # Hashes instead of keys: eight bytes a tensor, for the test on duplicates at the end.
+        # Hashes instead of keys: eight bytes per tensor, for the check for duplicates at the end.
         hashes = array("q"), array("q")
         waiting: _Waiting = ({}, {})
         places: _Places | None = None
         sides = (enumerate(reference.lines), enumerate(candidate.lines))
         for first, second in itertools.zip_longest(*sides):
-            # The usual case, both lists in step with nobody waiting, must stay cheap: it runs for
-            # every line.
+            # The usual case, equal lists without waiting lines, must stay cheap, because it runs
+            # for every line.
             if first is not None and second is not None and not waiting[0] and not waiting[1]:
                 key = _key(first[1])
                 if key == _key(second[1]):
@@ -234,8 +233,8 @@ class _Walk:
                         places[0].append(first[0])
                         places[1].append(second[0])
                     continue
-            # The lists part here for the first time. Until now line n belonged to line n, and from
-            # now on the places are kept.
+            # The lists differ here for the first time. So far line n was paired with line n; from
+            # now on the line numbers are stored.
             if places is None:
                 paired = range(len(hashes[0]))
                 places = array("Q", paired), array("Q", paired)
@@ -269,23 +268,23 @@ class _Walk:
     def _add_unpaired(
         self, side: int, listed: Listed, waiting: Collection[tuple[int, Line]]
     ) -> None:
-        """Lines whose partner never came."""
+        """Add lines whose partner never came."""
         unpaired = (self.missing, self.extra)[side]
         for _, line in waiting:
             self.steps[side].add(line.step)
             unpaired.append(record_of(line, listed.rank, listed.process))
-        # Unpaired tensors on both sides may belong together under other names: the rules decide.
+        # Unpaired tensors on both sides may correspond under other names, so the rules decide.
         if min(len(self.missing), len(self.extra)):
             raise _NeedsRules
         if len(self.missing) + len(self.extra) > _MOST_UNPAIRED:
             raise _NeedsRules
 
     def _pair(self, reference: Line, candidate: Line) -> None:
-        """Checks that no rule would change a pair of two lines of one name."""
+        """Check that no rule would change a pair of two lines of one name."""
         self.steps[0].add(reference.step)
         self.steps[1].add(reference.step)
-        # Each of these tests is the condition of one rule or normaliser. Shapes call for a
-        # reconciler, a late input for the rule of moments.
+        # Each of these checks is the condition of one rule or normaliser. Different shapes need a
+        # reconciler; a late input needs the rule of moments.
         if list(reference.shape) != list(candidate.shape) or (
             reference.port == "input" and _is_late(reference)
         ):
@@ -297,8 +296,7 @@ class _Walk:
             raise _NeedsRules
         if reference.class_ != candidate.class_:
             self.other_classes = True
-            # Weights of other classes may be stored transposed, even where they are
-            # square.
+            # Weights of other classes may be stored transposed, even if they are square.
             if reference.port in WEIGHTS and len(reference.shape) == 2:
                 raise _NeedsRules
         if reference.site.endswith("qweight") or reference.slot == "qweight":
@@ -311,7 +309,7 @@ class _Walk:
 
 
 def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
-    """The plan of two long runs by their names alone; None where the rules must decide."""
+    """The plan of two long runs by their names alone; None if the rules must decide."""
     reference_records, candidate_records = reference.records, candidate.records
     if not isinstance(reference_records, IndexRecords) or not isinstance(
         candidate_records, IndexRecords
@@ -319,22 +317,22 @@ def streamed_plan(reference: Run, candidate: Run) -> Plan | None:
         return None
     if not _is_usual(reference, candidate):
         return None
-    # Records are made and dropped while walking; they are kept only if the rules need them
-    # after all.
+    # Records are made and dropped while reading; they are kept only if the rules need them after
+    # all.
     reference_records.hold = candidate_records.hold = False
-    plan = _walked(reference, candidate, reference_records, candidate_records)
+    plan = _walk_both(reference, candidate, reference_records, candidate_records)
     reference_records.hold = candidate_records.hold = plan is None
     return plan
 
 
-def _walked(
+def _walk_both(
     reference: Run, candidate: Run, reference_records: IndexRecords, candidate_records: IndexRecords
 ) -> Plan | None:
     parts = [
         [part for part in run.parts if len(part.lines)]
         for run in (reference_records, candidate_records)
     ]
-    # Processes are walked in pairs, so both runs must have the same ones.
+    # Processes are read in pairs, so both runs must have the same ones.
     places = [[(part.rank, part.process) for part in side] for side in parts]
     if places[0] != places[1]:
         return None
@@ -342,7 +340,7 @@ def _walked(
     try:
         for reference_part, candidate_part in zip(*parts, strict=True):
             walk.part(reference_part, candidate_part)
-        notes = _about_lone(walk, reference, candidate)
+        notes = _notes_on_unpaired(walk, reference, candidate)
     except _NeedsRules:
         return None
     pairs = StreamedPairs(walk.processes)
@@ -361,7 +359,7 @@ def _walked(
 
 
 def _is_usual(reference: Run, candidate: Run) -> bool:
-    """Whether nothing about the two runs calls for another rule than names."""
+    """Whether nothing about the two runs needs another rule than names."""
     runs = (reference, candidate)
     if all("graphs" in run.manifest for run in runs) or all(
         run.facts.operator_sites for run in runs
@@ -376,11 +374,11 @@ def _is_usual(reference: Run, candidate: Run) -> bool:
     return not (is_compiled(reference) or is_compiled(candidate))
 
 
-def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
+def _notes_on_unpaired(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
     """Notes about tensors that only one side has.
 
     Raises:
-        _NeedsRules: A rule may find a partner for them, or other steps.
+        _NeedsRules: A rule may find a partner for them, or change the steps.
     """
     alone = [*walk.missing, *walk.extra]
     if not alone:
@@ -390,7 +388,7 @@ def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
         raise _NeedsRules
     if keeps_graphs(reference) and keeps_graphs(candidate):
         raise _NeedsRules
-    # Each of these lone tensors is one that a rule may find a partner for.
+    # For each of these unpaired tensors, a rule may find a partner.
     for record in alone:
         site, name = record.key.site, record.class_name
         if site.rpartition(".")[2].isdigit() or kind_of(name) in _PASSING or is_conversion(name):
@@ -399,7 +397,7 @@ def _about_lone(walk: _Walk, reference: Run, candidate: Run) -> Sequence[str]:
             raise _NeedsRules
         if record.key.moment == "after" and record.key.port == "input":
             raise _NeedsRules
-    # With several steps, a shifted count may be why tensors are alone.
+    # With several steps, a shifted count may be the reason why tensors are unpaired.
     if len(walk.steps[0] | walk.steps[1]) == 1:
         return ()
     from driftline.alignment.normalise.steps import align_steps
@@ -424,7 +422,7 @@ def _key(line: Line) -> _Key:
 
 
 def _in_order(places: _Places | None) -> _Places | None:
-    """Places sorted by the reference's lines: partners may have come late."""
+    """Places sorted by the reference's lines, because partners may have come late."""
     if places is None or all(a <= b for a, b in itertools.pairwise(places[0])):
         return places
     order = sorted(range(len(places[0])), key=places[0].__getitem__)
@@ -439,8 +437,9 @@ def _is_late(line: Line) -> bool:
 
 
 def _has_twice(hashes: array[int]) -> bool:
-    """Whether a hash occurs twice; keys that only share a hash are then left to the rules, too."""
-    # Below this a set is quicker than importing numpy; above, it takes many times the memory.
+    """Whether a hash occurs twice; different keys with one hash are then left to the rules, too."""
+    # Below this number, a set is faster than importing numpy; above, it takes many times the
+    # memory.
     if len(hashes) < 50_000:
         return len(set(hashes)) < len(hashes)
     import numpy as np

@@ -1,3 +1,1 @@
-"""Execution: who does a piece of work, threads, processes, shards or Ray. Does not know what the
-work is.
-"""
+"""Execution: how work runs in threads, processes, shards or Ray. Does not know what the work is."""

@@ -20,10 +20,10 @@ _ATOMS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: Any) -> Any:
-    """A value as plain values.
+    """Convert a value to plain values.
 
     Raises:
-        TypeError: It is of a type that is never sent to a worker.
+        TypeError: The value has a type that is never sent to a worker.
     """
     if type(value) in _ATOMS:
         return value
@@ -63,13 +63,13 @@ def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
     """The inverse of `encode`.
 
     Args:
-        shown: Plain values.
-        kinds: Named tuples and dataclasses that may be among them.
+        value: Plain values, as `encode` returns them.
+        kinds: Named tuples and dataclasses that may occur in the value.
 
     Raises:
-        ValueError: Another type occurs.
+        ValueError: A value of another type occurs.
     """
-    # Only these names can be made: nothing that arrives chooses a class.
+    # Only these types can be made: received bytes cannot choose any other class.
     kinds_by_name = {kind.__name__: kind for kind in kinds}
 
     def read(value: Any) -> Any:
@@ -106,23 +106,23 @@ def decode(value: Any, kinds: Sequence[type] = ()) -> Any:
 
 
 _LENGTH = struct.Struct("<Q")
-# A garbled length must not make us wait for bytes, or allocate them.
-_MOST = 1 << 40
+# A garbled length must make us neither wait for bytes nor allocate them.
+_LONGEST_FRAME = 1 << 40
 _MSGPACK, _JSON = b"m", b"j"
 
 
 def pack(value: Any) -> bytes:
-    """A plain value as bytes; floats arrive with all their bits."""
+    """Encode a plain value as bytes; floats keep all their bits."""
     import msgspec
 
     try:
         return _MSGPACK + msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:  # a file name that is no text: JSON can escape it
+    except UnicodeEncodeError:  # a file name that is not valid text: JSON can escape it
         return _JSON + json.dumps(value).encode()
 
 
 def unpack(content: bytes) -> Any:
-    """The value that `pack` was given."""
+    """Decode the bytes that `pack` returned."""
     import msgspec
 
     view = memoryview(content)
@@ -139,14 +139,14 @@ def send(stream: BinaryIO, value: Any) -> None:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next frame's value.
+    """Read one frame and return its value.
 
     Raises:
-        EOFError: The other side is gone; also in the middle of a frame.
+        EOFError: The other side closed the pipe, possibly in the middle of a frame.
     """
     head = _exactly(stream, _LENGTH.size)
     length = _LENGTH.unpack(head)[0]
-    if length > _MOST:
+    if length > _LONGEST_FRAME:
         raise EOFError(f"a frame of {length} bytes is no frame of a worker")
     return unpack(_exactly(stream, length))
 

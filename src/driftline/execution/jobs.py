@@ -21,7 +21,7 @@ WORKERS: dict[str, Address] = {
     "metrics": Address("driftline.decoding.pipeline:MetricsWorker"),
     "validate": Address("driftline.decoding.pipeline:ValidateWorker"),
 }
-"""Every kind of work; a worker process does nothing else, whatever it is sent."""
+"""Every kind of work. A worker process can do nothing else, whatever bytes it receives."""
 
 Say = Callable[[str], None]
 Finished = Callable[[int, Any], None]
@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
     Attributes:
         worker: A name of `WORKERS`.
-        about: What the worker is opened with.
+        about: Arguments that the worker is opened with, as a plain value.
         folder: Folder of relative paths; empty if there are none.
         kernel: Path of the C kernel that must be used, so that all digits agree; empty for any.
         gpus: Number of GPUs that each worker needs for itself, if the cluster counts them.
@@ -54,9 +54,9 @@ class Task(NamedTuple):
     Attributes:
         work: The work as plain values, or a function that returns it when the task is sent.
         weight: Size of the work in bytes; larger tasks are begun first.
-        near: Tasks of one place go to the same machine if possible.
+        near: Place of the task's data. Tasks of one place go to the same machine if possible.
         needs: Places whose data the machine must have, as `Worker.absent` names them.
-        called: Name in messages.
+        called: Name of the task in messages.
     """
 
     work: Any
@@ -66,7 +66,7 @@ class Task(NamedTuple):
     called: str = "a task"
 
     def content(self) -> Any:
-        """The work to send; made now, so that waiting tasks take no memory."""
+        """The work to send; made only now, so that waiting tasks take no memory."""
         return self.work() if callable(self.work) else self.work
 
 
@@ -76,14 +76,14 @@ class Worker(Protocol):
     def __init__(self, about: Any) -> None: ...
 
     def absent(self) -> list[tuple[str, str]]:
-        """Places whose data this machine lacks, each with a sentence."""
+        """Places whose data this machine lacks, each with a sentence that says so."""
         ...
 
     def do(self, work: Any, say: Say) -> Any:
         """The result of one task.
 
         Raises:
-            DriftlineError: It cannot be done; ends the whole job.
+            DriftlineError: The task cannot be done; this ends the whole job.
         """
         ...
 
@@ -93,7 +93,7 @@ class Executor(Protocol):
 
     @property
     def workers(self) -> int:
-        """Number of tasks that are done at a time."""
+        """Number of tasks that are done at the same time."""
         ...
 
     @property
@@ -107,33 +107,33 @@ class Executor(Protocol):
         """Do every task once.
 
         Raises:
-            DriftlineError: A task cannot be done. Tasks in progress are ended.
+            DriftlineError: A task cannot be done. Tasks in progress are stopped.
         """
         ...
 
 
 def folder_for(*paths: str) -> str:
-    """The folder in which a job with these paths must run; empty if all paths are absolute."""
+    """Folder in which a job with these paths must run; empty if all paths are absolute."""
     if all(Path(path).is_absolute() or "://" in path for path in paths):
         return ""
     return str(Path.cwd())
 
 
 class WorkerFailed(DriftlineError):
-    """Raised if a worker ends, or fails with an unexpected error."""
+    """A worker ended, or failed with an unexpected error."""
 
 
 def open_worker(name: str, about: Any) -> Worker:
     """Open the worker of a job.
 
     Raises:
-        DriftlineError: It cannot be opened on this machine.
+        DriftlineError: The worker cannot be opened on this machine.
     """
     return WORKERS[name].load()(about)
 
 
 def done(worker: Worker, work: Any, say: Say) -> list[Any]:
-    """The answer of a worker to one task: its result, or its failure."""
+    """Do one task, and return the worker's answer: the result, or the failure."""
     try:
         return ["done", worker.do(work, say)]
     except Exception as trouble:
@@ -141,7 +141,7 @@ def done(worker: Worker, work: Any, say: Say) -> list[Any]:
 
 
 def failed(trouble: BaseException) -> list[Any]:
-    """An exception as an answer."""
+    """Convert an exception to an answer."""
     if isinstance(trouble, DriftlineError):
         return ["failed", type(trouble).__name__, str(trouble), trouble.hint]
     if isinstance(trouble, MemoryError):
@@ -156,16 +156,16 @@ def failed(trouble: BaseException) -> list[Any]:
 
 
 def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
-    """The result in a worker's answer.
+    """Return the result in a worker's answer.
 
     Raises:
-        DriftlineError: The task failed; the worker's own error, if it was meant for users.
+        DriftlineError: The task failed. The worker's own error is raised if it was meant for users.
     """
     if answer[0] == "done":
         return answer[1]
     if answer[0] == "failed":
         _, name, message, hint = answer
-        # Only errors of Driftline have a name that both sides know.
+        # Only errors of Driftline have names that both sides know.
         kind = getattr(errors, name, WorkerFailed)
         is_own_error = isinstance(kind, type) and issubclass(kind, DriftlineError)
         message = f"node {where}: {message}" if where else message
@@ -174,7 +174,7 @@ def result_of(answer: Sequence[Any], called: str, where: str = "") -> Any:
 
     first = str(answer[1]).partition("\n")[0]
     hint = "without --jobs and --executor it happens here, where more can be seen of it"
-    # The traceback of the worker is for those who debug Driftline itself.
+    # The worker's traceback is shown only to people who debug Driftline itself.
     if settings.debug():
         hint = str(answer[2])
     on_node = f" on {where}" if where else ""
@@ -207,11 +207,11 @@ MOST_JOBS = 4096
 def chosen(
     jobs: int | None = None, executor: str | Executor | None = None, *, quiet: bool = False
 ) -> Executor | None:
-    """The executor for `--jobs` and `--executor`; None for this process itself.
+    """The executor for `--jobs` and `--executor`; None to work in this process.
 
     Args:
         jobs: Number of workers. None: one for each core of Ray, or this process.
-        executor: `local`, `ray` (the cluster this machine is in, or else one on this machine only),
+        executor: `local`, `ray` (the cluster of this machine, or else a new local one),
             `ray://HOST:PORT` (a cluster elsewhere), or an executor.
         quiet: Print nothing about machines that are left out or lost.
 

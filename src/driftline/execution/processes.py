@@ -1,9 +1,9 @@
 """Worker processes of this machine, and the executor that feeds them through pipes (`Processes`).
 
-A worker is started as `python -m driftline.execution.processes`. Frames of plain values come in on
-standard input and go out on the original standard output; prints of the work itself go to standard
-error. A worker ends when its input ends, even in the middle of a task, because nobody waits for the
-result.
+A worker is started as `python -m driftline.execution.processes`. It reads frames of plain values
+from standard input and writes frames to the original standard output; whatever the work prints goes
+to standard error. A worker ends when its input ends, even in the middle of a task, because then
+nobody waits for the result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from driftline.execution.jobs import (
 
 def main() -> int:
     """Serve one job."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    # Standard output carries the frames, so prints of the work are sent to standard error.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent, which ends us
+    # Standard output carries the frames, so what the work prints goes to standard error.
     incoming = os.fdopen(os.dup(0), "rb")
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -61,12 +61,12 @@ def main() -> int:
 
 
 def _listen(incoming: BinaryIO, tasks: queue.SimpleQueue[Any]) -> None:
-    """Read tasks as they come: with a full pipe, the parent could not read our answers."""
+    """Read tasks at once: if the pipe were full, the parent could not read our answers."""
     try:
         while True:
             tasks.put(codec.receive(incoming))
     except (EOFError, OSError, ValueError):
-        # Exits at once, even in the middle of a task: nobody waits for its result any more.
+        # Exit at once, even in the middle of a task: nobody waits for its result any more.
         os._exit(0)
 
 
@@ -82,11 +82,11 @@ if __name__ == "__main__":
 
 
 _ATTEMPTS = 2
-"""A task whose worker ends so many times is taken for the cause."""
+"""A task whose workers ended this many times is assumed to be the cause."""
 
 
 class Processes:
-    """Executor with worker processes of this machine, which live as long as one `run`."""
+    """Executor that runs worker processes on this machine; they live as long as one `run`."""
 
     elsewhere = False
 
@@ -108,25 +108,25 @@ class Processes:
 
 
 def open_executor(address: str, jobs: int | None, quiet: bool) -> Processes:
-    """The executor `local`; it has no address, and nothing to say about other machines."""
+    """Open the executor `local`. It has no address, and no messages about other machines."""
     del address, quiet
     return Processes(jobs or 1)
 
 
 class _Round:
-    """One job. Each worker process has a thread here that sends its tasks and reads its answers."""
+    """One job. For each worker process, a thread sends its tasks and reads its answers."""
 
     def __init__(self, job: Job, tasks: Sequence[Task], workers: int) -> None:
         self.job = job
         self.tasks = tasks
-        # Large tasks first; tasks of similar size stay in order, which is that of their files.
+        # Large tasks first. Tasks of similar size keep their order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: deque[int] = deque(order)
         self.attempts = [0] * len(tasks)
         self.lock = threading.Lock()
         self.ending = False
         self.alive: set[subprocess.Popen[bytes]] = set()
-        self.news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self.threads = [
             threading.Thread(target=self._serve, name=f"driftline-worker-{n}", daemon=True)
             for n in range(workers)
@@ -138,8 +138,8 @@ class _Round:
             thread.start()
         try:
             while left:
-                kind, index, content = self.news.get()
-                # Failures are raised here, in the thread of the caller.
+                kind, index, content = self.events.get()
+                # Failures are raised here, in the caller's thread.
                 if kind == "failure":
                     raise content
                 if kind == "said":
@@ -165,11 +165,11 @@ class _Round:
             while self._one_process():
                 pass
         except BaseException as trouble:
-            self.news.put(("failure", -1, trouble))
+            self.events.put(("failure", -1, trouble))
 
     def _one_process(self) -> bool:
-        """Feed one process until no task is left; True if it must be replaced by another one."""
-        # A task is taken first: without one no process is started.
+        """Feed one process until no task is left; returns True if it must be replaced."""
+        # Take a task first: without one, no process is started.
         index = self._next()
         if index is None:
             return False
@@ -177,23 +177,23 @@ class _Round:
         if process is None:
             return False
         assert process.stdin is not None and process.stdout is not None
-        to, back = cast("Any", process.stdin), cast("Any", process.stdout)
+        requests, answers = cast("Any", process.stdin), cast("Any", process.stdout)
         try:
-            with contextlib.suppress(BrokenPipeError):  # its answer or its exit code tells more
-                codec.send(to, [self.job.worker, self.job.about])
-            hello = codec.receive(back)
+            with contextlib.suppress(BrokenPipeError):  # the answer or exit code says more
+                codec.send(requests, [self.job.worker, self.job.about])
+            hello = codec.receive(answers)
             if hello[0] != "ready":
                 result_of(hello, "its start")
             while index is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    codec.send(to, self.tasks[index].content())
-                while (answer := codec.receive(back))[0] == "said":
-                    self.news.put(("said", index, answer[1]))
-                self.news.put(("done", index, result_of(answer, self.tasks[index].called)))
+                    codec.send(requests, self.tasks[index].content())
+                while (answer := codec.receive(answers))[0] == "said":
+                    self.events.put(("said", index, answer[1]))
+                self.events.put(("done", index, result_of(answer, self.tasks[index].called)))
                 index = self._next()
         except EOFError:
             if not self.ending:
-                self._ended(process, cast(int, index))
+                self._restart_task(process, cast(int, index))
                 return True
         finally:
             self._stop(process)
@@ -203,14 +203,14 @@ class _Round:
         with self.lock:
             return self.waiting.popleft() if self.waiting else None
 
-    def _ended(self, process: subprocess.Popen[bytes], index: int) -> None:
-        """Handle a worker that ended by itself: its task is begun again, once."""
-        # An end in the middle of a task is the worker's own: killed, or out of memory.
+    def _restart_task(self, process: subprocess.Popen[bytes], index: int) -> None:
+        """Handle a worker that ended by itself: its task is started again, once."""
+        # We did not end it, so it was killed or ran out of memory.
         code = process.wait()
         self.attempts[index] += 1
         if self.attempts[index] >= _ATTEMPTS:
             raise WorkerFailed(
-                f"a worker process ended {_how(code)} at {self.tasks[index].called}, "
+                f"a worker process ended {_exit_reason(code)} at {self.tasks[index].called}, "
                 f"{_ATTEMPTS} times",
                 hint="memory may be short: try fewer --jobs" if code == -9 else "",
             )
@@ -229,7 +229,7 @@ class _Round:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     cwd=self.job.folder or None,
-                    process_group=0,  # Ctrl-C on a terminal is for us alone; we end them
+                    process_group=0,  # Ctrl-C on a terminal reaches only us; we end the workers
                     env=settings.worker_environment(home, self.job.kernel),
                 )
             except OSError as trouble:
@@ -251,7 +251,7 @@ class _Round:
             self.alive.discard(process)
 
 
-def _how(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"with code {code}"
     import signal

@@ -1,8 +1,8 @@
 """Executor for a Ray cluster (package `ray[client]`).
 
-Every machine is asked first whether it has the same Driftline and sees the data. Workers are Ray
-actors. If a worker or its machine is lost, its tasks are done again elsewhere; every task counts
-once, when its answer arrives.
+Every machine is first asked whether it has the same Driftline and can read the data. Workers are
+Ray actors. If a worker or its machine is lost, its tasks are done again elsewhere. A task is
+finished when its answer arrives, so each one counts once.
 """
 
 # Ray's own annotations are partial.
@@ -25,18 +25,18 @@ from driftline.execution.jobs import Finished, Job, Printed, Task, WorkerFailed,
 from driftline.execution.ray_connection import one_line
 
 _RETRIES = 3
-"""Number of lost workers after which a task is taken for the cause."""
-_IN_A_ROW = 2
-"""A machine that loses so many workers in a row, without any answer, gets no more work."""
-_AHEAD = 2
-"""Tasks that a worker has at a time: one in progress, and the next one."""
-_SOON = 20.0
-"""Seconds after which silent machines are not waited for, if others can do all tasks."""
-_ANSWER = 60.0
-"""Seconds in which a machine must say whether it can help."""
-_BEAT = 2.0
-_LONG = 30.0
-"""Seconds without any answer after which a note says that cores may be busy."""
+"""If a task loses more workers than this, it is assumed to be the cause."""
+_LOSSES_IN_A_ROW = 2
+"""A machine that loses this many workers in a row, without any answer, gets no more work."""
+_TASKS_PER_WORKER = 2
+"""Number of tasks that a worker has at a time: one in progress, and the next one."""
+_GRACE_SECONDS = 20.0
+"""Seconds to wait for silent machines if the others can do all tasks."""
+_ANSWER_SECONDS = 60.0
+"""Seconds in which a machine must answer whether it can help."""
+_POLL_SECONDS = 2.0
+_NOTE_SECONDS = 30.0
+"""Seconds without any answer after which a message says that the cores may be busy."""
 
 
 def _print_note(line: str) -> None:
@@ -49,7 +49,7 @@ class RayCluster:
     Args:
         address: `ray://HOST:PORT`; empty for the cluster of this machine, or a local one.
         jobs: Number of workers; None for one on each core of the cluster.
-        tell: Called with sentences about machines that are left out or lost.
+        tell: Called with messages about machines that are left out or lost.
     """
 
     elsewhere = True
@@ -65,7 +65,7 @@ class RayCluster:
     @property
     def workers(self) -> int:
         session = self._connected()
-        # Asked anew each time, because machines join and leave a cluster.
+        # Asked each time, because machines join and leave a cluster.
         cores = sum(_cores(node) for node in session.nodes())
         return max(1, min(self.jobs or cores, max(cores, 1)))
 
@@ -73,7 +73,7 @@ class RayCluster:
         self, job: Job, tasks: Sequence[Task], finished: Finished, printed: Printed | None = None
     ) -> None:
         session = self._connected()
-        # A session serves one round: the next one connects again.
+        # A session serves one round; the next round connects again.
         self._session = None
         with session.in_use():
             if tasks:
@@ -94,13 +94,13 @@ def open_executor(address: str, jobs: int | None, quiet: bool) -> RayCluster:
 
 
 def _cores(node: dict[str, Any], gpus: int = 0) -> int:
-    """Number of workers that a node has cores (and GPUs) for."""
+    """Number of workers for which a node has cores (and GPUs)."""
     has = node["Resources"]
     return min(int(has.get("CPU", 0)), *([int(has.get("GPU", 0)) // gpus] if gpus else []), 1 << 20)
 
 
 class _Machine:
-    """A node of the cluster: its name, the data it lacks, and the places it has begun."""
+    """A node of the cluster: its name, the data it lacks, and the places it has begun to read."""
 
     def __init__(
         self, node: dict[str, Any], name: str, absent: Sequence[tuple[str, str]], cores: int
@@ -117,7 +117,7 @@ class _Machine:
 
 
 class _Worker:
-    """An actor and its tasks, the one in progress first."""
+    """An actor and its tasks; the task in progress comes first."""
 
     def __init__(self, actor: Any, machine: _Machine) -> None:
         self.actor = actor
@@ -140,7 +140,7 @@ class _Round:
         self.tasks = tasks
         self.jobs = jobs
         self.tell = tell
-        # Large tasks first; tasks of similar size stay in order, which is that of their files.
+        # Large tasks first. Tasks of similar size keep their order, which is that of their files.
         order = sorted(range(len(tasks)), key=lambda index: -tasks[index].weight.bit_length())
         self.waiting: dict[str, deque[int]] = {}
         for index in order:
@@ -149,7 +149,7 @@ class _Round:
         self.workers: list[_Worker] = []
         self.under_way: dict[Any, tuple[_Worker, int]] = {}
         job_values = {**job._asdict(), "version": __version__}
-        # Put into Ray's store once, instead of being sent with every task.
+        # Put into Ray's store once, so that it is not sent with every task.
         self.job = session.ray.put(codec.pack(job_values))
 
     def run(self, finished: Finished, printed: Printed | None) -> None:
@@ -158,17 +158,16 @@ class _Round:
             self.machines = self._usable_machines()
             self._require_data()
             self._start_workers()
-            late = time.monotonic() + _LONG
+            late = time.monotonic() + _NOTE_SECONDS
             while left:
-                self._hand_out()
-                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_BEAT)
+                self._send_tasks()
+                ready, _ = self.ray.wait(list(self.under_way), num_returns=1, timeout=_POLL_SECONDS)
                 # Printed once: a cluster may be busy with other users' work for hours.
                 if left == len(self.tasks) and not ready and time.monotonic() > late:
                     self.tell("waiting for a free core of the Ray cluster, or for its first answer")
                     late = math.inf
                 for ref in ready:
-                    # Answers of a lost worker's other tasks are no longer
-                    # expected.
+                    # Answers to a lost worker's other tasks are no longer expected.
                     if ref in self.under_way:
                         left -= self._take_answer(ref, finished, printed)
         except ConnectionError as trouble:
@@ -178,7 +177,7 @@ class _Round:
                 self._stop_worker(worker)
 
     def _usable_machines(self) -> list[_Machine]:
-        """Ask every machine whether it can help; the others are left out, with a note.
+        """Ask every machine whether it can help; machines that cannot are left out with a message.
 
         Raises:
             DriftlineError: No machine can help.
@@ -187,9 +186,9 @@ class _Round:
         asked: dict[Any, dict[str, Any]] = {}
         for node in self.session.nodes():
             if _cores(node, self.gpus):
-                # Without a core: busy machines must be able to answer.
+                # The question reserves no core, so that busy machines can answer it.
                 look = ray.remote(ray_worker.inspect_machine).options(
-                    **self._on(str(node["NodeID"]), cores=0)
+                    **self._options_for(str(node["NodeID"]), cores=0)
                 )
                 asked[look.remote(self.job)] = node
         if not asked:
@@ -202,11 +201,11 @@ class _Round:
         troubles: list[str] = []
         began = time.monotonic()
         silent = list(asked)
-        while silent and (waited := time.monotonic() - began) < _ANSWER:
+        while silent and (waited := time.monotonic() - began) < _ANSWER_SECONDS:
             enough = all(any(machine.can(task) for machine in machines) for task in self.tasks)
-            if enough and waited > _SOON:
-                break  # a silent machine may be dead without Ray having noticed yet
-            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_BEAT)
+            if enough and waited > _GRACE_SECONDS:
+                break  # a silent machine may be dead without Ray having noticed it yet
+            answered, silent = ray.wait(silent, num_returns=len(silent), timeout=_POLL_SECONDS)
             for ref in answered:
                 self._read_answer(ref, asked[ref], machines, troubles)
         for ref in silent:
@@ -230,7 +229,7 @@ class _Round:
             host, version, trouble, absent = codec.unpack(self.ray.get(ref))
         except self.ray.exceptions.RayError as bug:
             where = f"{node['NodeManagerAddress']} ({short})"
-            # A node may have died since it was asked: then its own error says nothing.
+            # The node may have died since it was asked; then its error says nothing.
             alive = any(living["NodeID"] == node["NodeID"] for living in self.session.nodes())
             why = f"cannot load Driftline: {one_line(bug)}" if alive else "is gone"
             troubles.append(f"node {where}: {why}")
@@ -246,7 +245,7 @@ class _Round:
             troubles.append(f"node {name}: {absent[0][1]}")
 
     def _require_data(self) -> None:
-        """Refuse work that no machine has the data for; note which machines lack data."""
+        """Refuse work if no machine has its data; print which machines lack data."""
         for task in self.tasks:
             if not any(machine.can(task) for machine in self.machines):
                 raise DriftlineError(
@@ -257,14 +256,14 @@ class _Round:
         for trouble in self.troubles:
             self.tell(f"{trouble}; it is given no such work")
 
-    def _on(self, node_id: str, cores: int) -> dict[str, Any]:
+    def _options_for(self, node_id: str, cores: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(node_id, soft=False)
         return {"num_cpus": cores, "scheduling_strategy": where}
 
     def _start_workers(self) -> None:
-        """Start workers on all machines in turn, as many as they have cores for."""
+        """Start workers on all machines in turn, up to the number of their cores."""
         useful = [
             machine for machine in self.machines if any(machine.can(task) for task in self.tasks)
         ]
@@ -277,19 +276,24 @@ class _Round:
                     self._start(machine)
 
     def _start(self, machine: _Machine) -> None:
-        # Ray would start a lost actor again on the same machine; we choose ourselves.
-        options = {**self._on(machine.id, cores=1), "max_restarts": 0, "max_task_retries": 0}
+        # Ray would restart a lost actor on the same machine; we choose the machine ourselves.
+        options = {
+            **self._options_for(machine.id, cores=1),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
         if self.gpus:
             options["num_gpus"] = self.gpus
         actor = self.ray.remote(ray_worker.RayWorker).options(**options).remote(self.job)
         self.workers.append(_Worker(actor, machine))
 
     def _stop_worker(self, worker: _Worker) -> None:
-        with contextlib.suppress(Exception):  # it may be gone, or Ray itself
+        with contextlib.suppress(Exception):  # the worker or Ray itself may be gone
             self.ray.kill(worker.actor)
 
-    def _hand_out(self) -> None:
-        for depth in range(1, _AHEAD + 1):  # every worker gets one task before any gets a second
+    def _send_tasks(self) -> None:
+        # Every worker gets one task before any gets a second.
+        for depth in range(1, _TASKS_PER_WORKER + 1):
             for worker in self.workers:
                 if worker.machine not in self.machines:
                     continue
@@ -302,8 +306,12 @@ class _Round:
                     self.under_way[ref] = (worker, index)
 
     def _choose(self, machine: _Machine) -> int | None:
-        """The next task for a machine: near data it has read, else near data no other has read."""
-        # Files that another machine has begun to read are in its cache, not in this one's.
+        """The next task for a machine.
+
+        Data that this machine has begun to read comes first, then data that no other machine has
+        begun to read.
+        """
+        # Files that another machine has begun to read are in that machine's cache.
         elsewhere = {
             place for other in self.machines if other is not machine for place in other.begun
         }
@@ -326,21 +334,21 @@ class _Round:
         return None
 
     def _take_answer(self, ref: Any, finished: Finished, printed: Printed | None) -> int:
-        """Take one answer; returns the number of tasks it finishes."""
+        """Process one answer; returns the number of tasks that it finishes."""
         worker, index = self.under_way[ref]
         exceptions = self.ray.exceptions
         try:
             lines, answer = codec.unpack(self.ray.get(ref))
-        except exceptions.RayTaskError as bug:  # not the task's own: `RayWorker.do` answers those
+        except exceptions.RayTaskError as bug:  # `RayWorker.do` returns the errors of tasks
             raise WorkerFailed(
                 f"a worker on {worker.machine.name} failed: {one_line(bug)}"
             ) from bug
         except exceptions.RayError as loss:
-            self._lost(worker, loss)
+            self._handle_loss(worker, loss)
             return 0
         del self.under_way[ref]
         worker.tasks.remove(index)
-        # An answer shows that the machine is well.
+        # An answer shows that the machine works.
         worker.machine.losses = 0
         if printed is not None:
             for line in lines:
@@ -348,15 +356,15 @@ class _Round:
         finished(index, result_of(answer, self.tasks[index].called, worker.machine.name))
         return 1
 
-    def _lost(self, worker: _Worker, loss: Exception) -> None:
-        """Handle a lost worker: its tasks wait again, and another worker is started."""
+    def _handle_loss(self, worker: _Worker, loss: Exception) -> None:
+        """Handle a lost worker: put its tasks back, and start another worker."""
         self._stop_worker(worker)
         self.workers.remove(worker)
         for ref in [ref for ref, (whose, _) in self.under_way.items() if whose is worker]:
             del self.under_way[ref]
         for index in reversed(worker.tasks):
             self.waiting.setdefault(self.tasks[index].near, deque()).appendleft(index)
-        # Only the task under way can have ended the worker; the others had not begun.
+        # Only the task in progress can have ended the worker; the others had not begun.
         first = worker.tasks[0]
         self.attempts[first] += 1
         if self.attempts[first] > _RETRIES:
@@ -369,10 +377,10 @@ class _Round:
         self._replace(worker.machine)
 
     def _replace(self, machine: _Machine) -> None:
-        """Start a worker in place of a lost one: on its machine, unless that seems dead, too."""
+        """Replace a lost worker: on its own machine, unless that machine seems dead too."""
         alive = {str(node["NodeID"]) for node in self.session.nodes()}
         others = [other for other in self.machines if other is not machine and other.id in alive]
-        if machine.id in alive and (machine.losses < _IN_A_ROW or not others):
+        if machine.id in alive and (machine.losses < _LOSSES_IN_A_ROW or not others):
             self.tell(f"a worker on {machine.name} is lost; its work is done again")
             self._start(machine)
             return

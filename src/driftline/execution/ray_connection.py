@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Connecting to a Ray cluster, or refusing in one sentence.
+"""Connect to a Ray cluster, or refuse in one sentence.
 
-Before Ray is used, the address is checked directly: does anybody listen, is it a Ray cluster, and
-does it require a token? Ray itself would wait for minutes and print many lines. Does not know which
-work is done.
+Before Ray is used, the address is checked directly: does a server listen there, is it a Ray
+cluster, and does it require a token? Ray itself would wait for minutes and print many lines. This
+file does not know which work is done.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from driftline.errors import BadInput, DriftlineError
 from driftline.registry import require
 
 _CONNECT_SECONDS = 5.0
-"""Seconds in which an address must accept a connection."""
+"""Seconds in which a server must accept a connection."""
 _ANSWER_SECONDS = 8.0
-"""Seconds in which the server must answer like Ray's servers."""
+"""Seconds in which a server must answer as Ray's servers do."""
 _PORT = "10001 is the usual port of Ray's client server; on a machine of the cluster itself, "
 HINT = _PORT + "say --executor ray"
 _QUESTIONS = ("/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo")
-"""Calls that a cluster and its client server answer, or refuse without a token."""
+"""Calls that a cluster and its client server answer, or refuse if there is no token."""
 
 _TOKEN_WANTED = "wants a token"
 _NO_GRPC = "http2 header with status"
-"""Text of gRPC's error for web servers and proxies that speak HTTP/2, but not gRPC."""
+"""Text of gRPC's error for web servers and proxies that use HTTP/2 but not gRPC."""
 _TOKEN = (
     "on its head `ray get-auth-token` prints it; put it into ~/.ray/auth_token here, and set "
     f"{settings.RAY_TOKENS}=token"
@@ -41,11 +41,11 @@ _TOKEN = (
 
 
 def check_reachable(place: str, address: str) -> None:
-    """Check that an address accepts connections: Ray itself would wait for minutes.
+    """Check that a server accepts connections; Ray itself would wait for minutes.
 
     Raises:
-        BadInput: It is no address.
-        DriftlineError: It does not.
+        BadInput: The text is not an address.
+        DriftlineError: No server answers at the address, or it is no Ray cluster.
     """
     host, colon, port = place.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -65,10 +65,10 @@ def check_reachable(place: str, address: str) -> None:
 
 
 def _check_http2(place: str, address: str) -> None:
-    """Check that a server speaks HTTP/2, as Ray does; with TLS only Ray can check that.
+    """Check that a server uses HTTP/2, as Ray does. With TLS, only Ray can check that.
 
     Raises:
-        DriftlineError: It does not.
+        DriftlineError: The server does not use HTTP/2.
     """
     try:
         import grpc
@@ -76,7 +76,7 @@ def _check_http2(place: str, address: str) -> None:
         return
     if settings.ray_uses_tls():
         return
-    # Only whether it speaks HTTP/2 is of interest, and no secret is sent.
+    # An insecure channel is enough: only HTTP/2 is checked, and no secret is sent.
     channel = grpc.insecure_channel(place)
     try:
         grpc.channel_ready_future(channel).result(timeout=_ANSWER_SECONDS)
@@ -96,7 +96,7 @@ def asks_for_token(place: str) -> bool:
 
 
 def _answers(place: str) -> str:
-    """A server's special answer to calls of Ray's protocol; empty for an ordinary answer."""
+    """`_TOKEN_WANTED` or `_NO_GRPC` if a server answers Ray's calls that way; otherwise empty."""
     try:
         import grpc
     except ImportError:
@@ -119,14 +119,14 @@ def _answers(place: str) -> str:
 
 
 def use_token(place: str, address: str) -> str:
-    """Let Ray use this machine's token if the cluster requires one and it is not forbidden here.
+    """Let Ray use this machine's token if the cluster requires one and the settings allow it.
 
     Returns:
-        A hint for the case that the cluster refuses nevertheless.
+        A hint to print if the cluster refuses nevertheless.
 
     Raises:
-        DriftlineError: It is no Ray cluster, or it requires a token that is missing or must not be
-            used.
+        DriftlineError: The server is not a Ray cluster, or it requires a token that is missing
+            here or must not be used.
     """
     answer = _answers(place)
     if answer == _NO_GRPC:
@@ -136,7 +136,7 @@ def use_token(place: str, address: str) -> str:
     if answer != _TOKEN_WANTED:
         return HINT
     chosen = settings.ray_token_mode()
-    # Ray settles at import whether it uses tokens, so nothing can be changed after that.
+    # Ray decides at import whether it uses tokens; after that nothing can be changed.
     if not chosen and "ray" not in sys.modules and settings.ray_has_token():
         settings.ray_uses_token()
     elif chosen != "token":
@@ -147,15 +147,19 @@ def use_token(place: str, address: str) -> str:
 _PATIENCE = 90.0
 """Seconds in which Ray must open a session: on a busy machine its client server took 30."""
 _TRIES = 3
-"""Number of attempts to open a session: the process that Ray's client server starts for it may die
-at its start (it forks while gRPC's threads run; seen on busy machines)."""
+"""Number of attempts to open a session.
+
+The process that Ray's client server starts for a session may die at its start, because it forks
+while gRPC's threads run; seen on busy machines.
+"""
 
 
 class _FilteredOutput:
     """Standard output without Ray's own messages about lost machines and workers.
 
-    Driftline prints these on standard error; results on standard output may be read by a program.
-    Not a subclass of Python's streams, because those close the stream behind them when they end.
+    Driftline prints such messages on standard error, because a program may read the results on
+    standard output. This is not a subclass of Python's streams: those close the underlying stream
+    when they are deleted.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -173,7 +177,7 @@ class _FilteredOutput:
 
 
 class Session:
-    """A connection to Ray; one that the program had opened itself stays open."""
+    """A connection to Ray. A connection that the program itself had opened stays open."""
 
     def __init__(self, ray: Any, owned: bool) -> None:
         self.ray = ray
@@ -185,13 +189,13 @@ class Session:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """A block in which work is done; at its end the connection is closed if it is ours."""
+        """Context in which work is done; at its end, a connection that we opened is closed."""
         filtered = _FilteredOutput(sys.stdout)
         sys.stdout = cast(TextIO, filtered)
         try:
             yield
         finally:
-            filtered.leaving = threading.current_thread()  # who prints what was held back
+            filtered.leaving = threading.current_thread()  # shutdown prints held-back messages here
             try:
                 if self._owned:
                     self.ray.shutdown()
@@ -209,9 +213,9 @@ def connect(address: str, jobs: int | None) -> Session:
         jobs: Number of cores of a local cluster.
 
     Raises:
-        DriftlineError: There is none, or it does not answer.
+        DriftlineError: There is no cluster, or it does not answer.
     """
-    # The program's own connection is used, and left open.
+    # A connection that the program opened is used, and left open.
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return Session(sys.modules["ray"], owned=False)
     settings.disable_ray_usage_reports()
@@ -220,7 +224,7 @@ def connect(address: str, jobs: int | None) -> Session:
     elsewhere = wanted if wanted not in ("auto", "local") else ""
     hint = HINT
     if elsewhere and importlib.util.find_spec("ray") is not None:
-        # Before Ray is imported: that is when it settles whether it uses tokens.
+        # Before Ray is imported, because it decides at import whether it uses tokens.
         if elsewhere.startswith("ray://"):
             require("grpc", install="ray[client]")
         check_reachable(elsewhere.removeprefix("ray://"), elsewhere)
@@ -234,17 +238,18 @@ def connect(address: str, jobs: int | None) -> Session:
 
 
 def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
-    """Join the cluster that this machine is in, if it is in one.
+    """Join the cluster that this machine belongs to; returns False if there is none.
 
     Raises:
-        DriftlineError: Ray joins it with a token, and it was started without: workers would die.
+        DriftlineError: Ray would use a token, but the cluster was started without one, so that
+            workers would die.
     """
     chosen = settings.ray_token_mode()
     try:
         ray.init("auto", **quiet)
     except ConnectionError:
         return False
-    if not chosen and settings.ray_token_mode() == "token":  # Ray has found a token, and takes it
+    if not chosen and settings.ray_token_mode() == "token":  # Ray found a token and uses it
         place = str(ray.get_runtime_context().gcs_address)
         if not asks_for_token(place):
             ray.shutdown()
@@ -256,7 +261,7 @@ def _joined(ray: Any, quiet: dict[str, Any]) -> bool:
 
 
 def _bounded(init: Any, address: str, hint: str = HINT) -> None:
-    """Connect with a time limit: another kind of server may never answer.
+    """Connect with a time limit, because another kind of server may never answer.
 
     Raises:
         DriftlineError: Ray refused, or did not answer in time.
@@ -264,7 +269,7 @@ def _bounded(init: Any, address: str, hint: str = HINT) -> None:
     trouble: BaseException | None = None
     for _ in range(_TRIES):
         trouble = _attempt(init, address)
-        # Any other refusal would be the same again.
+        # Any other refusal would only be repeated.
         if not isinstance(trouble, ConnectionAbortedError):
             break
     if trouble is not None:
@@ -288,7 +293,7 @@ def _attempt(init: Any, address: str) -> BaseException | None:
         except BaseException as trouble:
             outcome.append(trouble)
 
-    # Not waited for at the end: there is no way to have Ray give up.
+    # A daemon thread, because there is no way to make Ray give up.
     thread = threading.Thread(target=connect, name="driftline-ray", daemon=True)
     thread.start()
     thread.join(_PATIENCE)
@@ -301,7 +306,7 @@ def _attempt(init: Any, address: str) -> BaseException | None:
 
 
 def one_line(trouble: BaseException) -> str:
-    """An error of Ray in one line: the last line of a traceback is the exception itself."""
+    """An error of Ray in one line; the last line of a traceback is the exception itself."""
     lines = [line.strip() for line in str(trouble).splitlines() if line.strip()]
     for line in reversed(lines):
         if "Error:" in line and not line.startswith("ray::"):

@@ -1,4 +1,4 @@
-"""The part that runs on the machines of a Ray cluster: an actor that opens a worker for its tasks.
+"""The code that runs on the machines of a Ray cluster: an actor opens a worker for its tasks.
 
 Ray carries bytes, which hold plain values only (see `codec`).
 """
@@ -16,19 +16,19 @@ from driftline.execution.jobs import Worker, done, failed, open_worker
 
 
 def inspect_machine(content: bytes) -> bytes:
-    """Whether a machine can help with a job, asked before it gets any task.
+    """Say whether a machine can help with a job. It is asked before it gets any task.
 
     Returns:
-        Its name, its version of Driftline, the first reason why it cannot help at all (or none),
-        and what it does not have of the job's data.
+        The machine's name, its version of Driftline, the first reason why it cannot help at all
+        (empty if there is none), and which of the job's data it lacks.
     """
     job = codec.unpack(content)
     answer: list[Any] = [platform.node(), __version__, "", []]
-    # Another version may have another format of jobs, so nothing of this one is opened.
+    # Another version may use another format of jobs, so nothing else of the job is read.
     if __version__ != job["version"]:
-        return codec.pack(answer)  # the rest is for those who understand it
+        return codec.pack(answer)  # the other fields stay empty
     try:
-        answer[3] = _opened(job).absent()
+        answer[3] = _open_worker(job).absent()
     except DriftlineError as trouble:
         answer[2] = str(trouble)
     except Exception as trouble:
@@ -37,33 +37,32 @@ def inspect_machine(content: bytes) -> bytes:
 
 
 class RayWorker:
-    """Does the tasks of one job, one at a time, in a process of its own (a Ray actor)."""
+    """Does the tasks of one job, one at a time, in its own process (a Ray actor)."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
         self._worker: Worker | None = None
 
     def do(self, content: bytes) -> bytes:
-        """The lines that one task printed, and its answer."""
+        """Do one task; returns the lines that it printed, and its answer."""
         lines: list[str] = []
         try:
-            # Opened at the first task, in the worker's own process, and kept for all
-            # later ones.
+            # Opened at the first task, in the worker's own process, and kept for later tasks.
             if self._worker is None:
-                self._worker = _opened(codec.unpack(self._content))
+                self._worker = _open_worker(codec.unpack(self._content))
         except Exception as trouble:
             return codec.pack([lines, failed(trouble)])
         return codec.pack([lines, done(self._worker, codec.unpack(content), lines.append)])
 
     def pid(self) -> int:
-        """Number of its process, for tests that end it."""
+        """The worker's process ID, for tests that end it."""
         return os.getpid()
 
 
-def _opened(job: dict[str, Any]) -> Worker:
-    # The same kernel path on all machines: other instructions round other digits.
+def _open_worker(job: dict[str, Any]) -> Worker:
+    # All machines use the same kernel path, because other instructions round differently.
     if job["kernel"]:
-        _take(job["kernel"])
+        _use_kernel_path(job["kernel"])
     if folder := job["folder"]:
         try:
             os.chdir(folder)
@@ -73,7 +72,7 @@ def _opened(job: dict[str, Any]) -> Worker:
     return open_worker(job["worker"], job["about"])
 
 
-def _take(path: str) -> None:
+def _use_kernel_path(path: str) -> None:
     from driftline.numerics import kernel
 
     if path not in kernel.available():

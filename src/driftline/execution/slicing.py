@@ -1,7 +1,7 @@
-"""Slicing: work is divided into parts of about equal weight, for shards and for tasks of a job.
+"""Divide work into parts of about equal weight, for shards and for the tasks of a job.
 
-Deterministic: the same weights give the same parts on every machine. Does not know what the work
-is.
+The result is deterministic: the same weights give the same parts on every machine. This file does
+not know what the work is.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WHOLE = Shard(1, 1)
 
 
 def parse_shard(text: str) -> Shard:
-    """`3/8`.
+    """Parse a shard such as `3/8`.
 
     >>> parse_shard("3/8")
     Shard(number=3, of=8)
 
     Raises:
-        BadInput: It is no such thing.
+        BadInput: The text is not a shard.
     """
     number, slash, of = text.partition("/")
     if not slash or not _is_number(number) or not _is_number(of):
@@ -55,14 +55,15 @@ def parse_shard(text: str) -> Shard:
 
 
 def _is_number(word: str) -> bool:
-    # Text of a command line: a longer number would be slow to convert and cannot be meant.
+    # The text comes from a command line. A longer number would be slow to convert, and is a
+    # mistake.
     return word.isascii() and word.isdigit() and len(word) < 12
 
 
 def slice_of(weights: Sequence[int], shard: Shard) -> range:
-    """Positions of the items that belong to a shard: neighbours, of about equal weight in total.
+    """Positions of the items of a shard: consecutive items, with about equal weight per shard.
 
-    An item belongs to the shard in which the middle of its weight is.
+    An item belongs to the shard that contains the middle of its weight.
 
     >>> [slice_of([1, 1, 1, 3], Shard(n, 2)) for n in (1, 2)]
     [range(0, 3), range(3, 4)]
@@ -71,8 +72,8 @@ def slice_of(weights: Sequence[int], shard: Shard) -> range:
     first = last = 0
     before = 0
     for weight in weights:
-        middle = 2 * before + weight  # doubled, to stay an integer
-        # With a total of 0 everything belongs to the first shard.
+        middle = 2 * before + weight  # doubled, so that it stays an integer
+        # If the total is 0, everything belongs to the first shard.
         owner = min(middle * shard.of // (2 * total) if total else 0, shard.of - 1)
         first += owner < shard.number - 1
         last += owner < shard.number
@@ -83,16 +84,16 @@ def slice_of(weights: Sequence[int], shard: Shard) -> range:
 def groups(
     weights: Sequence[int], places: Sequence[str], *, least: int, most: int, count: int
 ) -> list[list[int]]:
-    """Groups of neighbouring items of one place.
+    """Groups of consecutive items that have the same place.
 
     Args:
         weights: Weight of each item.
-        places: Place of each item; all items of a group have the same.
+        places: Place of each item; all items of a group have the same one.
         least: Smallest useful weight of a group.
-        most: Largest weight of a group, unless it is a single item.
-        count: About how many groups there should be.
+        most: Largest weight of a group that has more than one item.
+        count: Approximate number of groups.
     """
-    # Neither so small that sending costs more than the work, nor so large that others wait.
+    # Groups are large enough to be worth sending, and small enough that no worker waits for long.
     goal = min(max(sum(weights) // max(count, 1), least), most)
     complete: list[list[int]] = []
     group: list[int] = []

@@ -1,4 +1,4 @@
-"""Formats: dumps of other tools become runs, and runs become files of other tools.
+"""Formats: read dumps of other tools as runs, and write runs as files of other tools.
 
-Every file is untrusted. Nothing here compares.
+No file is trusted. Nothing here compares.
 """

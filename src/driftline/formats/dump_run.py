@@ -1,8 +1,8 @@
 """Tensor files and dump folders of other programs as runs, whose values are read on demand.
 
-`Member` is one tensor of a file, `FileRun` a file as a run, `Leaf` one tensor of a dump and
-`TreeRun` a dump as a run. Knows nothing of any format: a format makes members or leaves, this file
-makes the run.
+`Member` is one tensor of a file, `FileRun` a file as a run, `Leaf` one tensor of a dump, and
+`TreeRun` a dump as a run. This file does not know any format: a format makes members or leaves, and
+this file makes the run.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from driftline.runs.sinks import JSON
 if TYPE_CHECKING:
     import numpy as np
 
-    from driftline.numerics.fields import Summary
-
 
 class Member(NamedTuple):
     """One tensor of a foreign file, not read yet.
 
     Attributes:
-        name: As the file has it; empty for the only tensor of a file that has no names.
+        name: Name in the file; empty for the only tensor of a file without names.
         dtype: A name of `numerics.dtypes.DTYPES`.
         shape: Logical shape.
-        fetch: The values as a flat array of the dtype's storage type, C order; a view of the mapped
-            file where that is possible.
-        trouble: Why the values cannot be had although the file is sound; empty when they can.
-        kept: What the file was meant to hold; with less than the values, `trouble` says so too.
-        summary: The statistics that it holds instead of them.
+        fetch: Returns the values as a flat array of the dtype's storage type, in C order; a view of
+            the mapped file if possible.
+        trouble: Why the values are unavailable although the file is valid; empty if they are
+            available.
+        kept: What the file was meant to hold. If it holds no values, `trouble` says so too.
+        summary: The statistics that it holds instead of the values.
     """
 
     name: str
@@ -54,11 +53,11 @@ class Member(NamedTuple):
 
 
 LONE = "tensor"
-"""Site of the only tensor of a file, so that any two such files pair, whatever they call it."""
+"""Site of the only tensor of a file, so that any two such files can be paired."""
 
 
 class FileRun(Run):
-    """A tensor file as a run: each tensor is the output of a site of its name, uncopied."""
+    """A tensor file as a run: each tensor is the output of a site with its name, without a copy."""
 
     _order = "none"
 
@@ -67,7 +66,7 @@ class FileRun(Run):
         self._format = format_name
         self._size = path.stat().st_size
         self._members = {_key(member, len(members)): member for member in members}
-        # A dictionary would keep only the last of two tensors of one name, silently.
+        # A dictionary would silently keep only the last of two tensors with the same name.
         if len(self._members) != len(members):
             raise BadFile(f"{path} holds two tensors of one name")
         self._records = [
@@ -92,11 +91,11 @@ class FileRun(Run):
         ]
 
     def cut_off(self) -> Callable[[Record], str] | None:
-        # Tensors of a file are views of one map; which of them are cut only their format knows.
+        # Tensors of a file are views of one map; only their format knows which of them are cut.
         try:
             if Path(self.name).stat().st_size >= self._size:
                 return None
-        except OSError:  # deleted: what is mapped stays
+        except OSError:  # deleted: mapped values stay available
             return None
         return lambda record: f"{self.name} became shorter while it was read"
 
@@ -104,8 +103,8 @@ class FileRun(Run):
         if record.lost:
             raise BadInput(f"{record.key.site} of {self.name} has no values: {record.lost}")
         values = self._members[record.key].fetch()
-        # Values may be a view of the mapped file, or shared by a cache: a caller that
-        # writes into them would change what the next caller reads.
+        # Values may be a view of the mapped file, or shared by a cache: a caller that writes to
+        # them would change the values of the next caller.
         values.flags.writeable = False
         return values
 
@@ -135,13 +134,13 @@ class Leaf(NamedTuple):
     """One tensor of a dump.
 
     Attributes:
-        record: What is known of it; `order` is given by the run, `lost` says why its values cannot
-            be had (an unreadable file is a leaf with a reason, never a leaf left out).
-        source: The file it is in, relative to the dump.
-        fetch: Its values as `Run.raw` gives them, a view of the mapped file where possible; None
-            when only a summary or a description was kept. It may have a method `memory`, which
-            gives what `Run.memory` gives.
-        offset: Tells tensors of one file apart; by itself it means nothing.
+        record: Known facts. The run sets `order`. `lost` says why its values are unavailable: an
+            unreadable file is a leaf with a reason, and is never left out.
+        source: Its file, relative to the dump.
+        fetch: Returns its values as `Run.raw` does, as a view of the mapped file if possible. None
+            if only a summary or a description was kept. It may have a method `memory`, which
+            returns the same as `Run.memory`.
+        offset: Distinguishes tensors of one file; it has no other meaning.
     """
 
     record: Record
@@ -151,12 +150,12 @@ class Leaf(NamedTuple):
 
 
 class DumpTable(NamedTuple):
-    """A table that is next to the tensors of a dump: times of operations, say.
+    """A table next to the tensors of a dump, such as times of operations.
 
     Attributes:
-        title: What it is, and which file it comes from.
+        title: Description, with the name of the file.
         headings: Names of the columns.
-        lines: Its cells; None where nothing is known.
+        lines: Cells of each line; None if unknown.
     """
 
     title: str
@@ -178,19 +177,19 @@ class TreeRun(Run):
         events: Sequence[Mapping[str, Any]] = (),
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take over the leaves.
+        """Store the leaves.
 
         Args:
             path: Folder (or file) that was opened.
             format_name: The format's NAME.
             leaves: In execution order within each rank and process.
-            order: What that order means.
+            order: Meaning of this order.
             topologies: Module tree by (rank, process), in the form of `topology.json`.
-            events: Warnings about the dump itself: files that were not understood, say.
-            facts: Joins the manifest.
+            events: Warnings about the dump itself, such as files that were not understood.
+            facts: Added to the manifest.
 
         Raises:
-            BadFile: Two leaves have one key.
+            BadFile: Two leaves have the same key.
         """
         self.name = str(path)
         self._order = order
@@ -200,15 +199,15 @@ class TreeRun(Run):
         self._facts = dict(facts or {})
         self._leaves: dict[TensorKey, Leaf] = {}
         records: list[Record] = []
-        # Sorting keeps the order inside a process. Most dumps have one process and need no
-        # sort.
+        # Sorting keeps the order inside a process. Most dumps have one process and need no sort.
         ranked = leaves
         if len({leaf.record.key[5:7] for leaf in leaves}) > 1:  # rank and process
             ranked = sorted(leaves, key=lambda leaf: leaf.record.key[5:7])
         leaf_by_key = self._leaves
         for position, leaf in enumerate(ranked):
             record = leaf.record.placed(position, _blob_of(leaf))
-            # Other shapes are bounded by the bytes of their file; that of no element is by none.
+            # Other shapes are limited by the bytes of their file, but a shape without elements is
+            # not.
             if 0 in record.shape and not record.lost and (no := shape_trouble(record.shape)):
                 record = record._replace(lost=no)
             earlier = leaf_by_key.setdefault(record.key, leaf)
@@ -257,7 +256,7 @@ class TreeRun(Run):
         return reason if names else None
 
     def memory(self, record: Record) -> Memory | None:
-        # Only plain values in a file have an address; rearranged ones exist as arrays only.
+        # Only plain values in a file have an address; rearranged values exist only as arrays.
         where = getattr(self._leaves[record.key].fetch, "memory", None)
         return None if where is None or record.lost else where()
 
@@ -270,7 +269,7 @@ class TreeRun(Run):
         return iter(self._events)
 
     def tables(self) -> Sequence[DumpTable]:
-        """Tables that the dump holds beside its tensors."""
+        """Tables that the dump has in addition to its tensors."""
         return ()
 
     def topology(self, rank: int = 0, process: int = 0) -> Mapping[str, JSON] | None:
@@ -278,7 +277,7 @@ class TreeRun(Run):
 
 
 class _BackgroundReader:
-    """Values of small files, read in the background into memory that is used again."""
+    """Reads values of small files in the background, into memory that is reused."""
 
     def __init__(self, leaves: Mapping[TensorKey, Leaf]) -> None:
         self._leaves = leaves
@@ -295,8 +294,8 @@ class _BackgroundReader:
         for record in records:
             ahead = getattr(leaves[record.key].fetch, "ahead", None)
             file_range = None if ahead is None or record.lost else ahead()
-            # One request to the C thread covers one folder; a file elsewhere is read in
-            # the ordinary way when its turn comes.
+            # One request to the C thread covers one folder; files elsewhere are read in the
+            # ordinary way later.
             if file_range is None or (names and file_range[0] != folder):
                 self._starts.append(None)
                 continue
@@ -310,7 +309,7 @@ class _BackgroundReader:
 
     def take(self) -> list[Memory | None]:
         self._next.wait()
-        # Two buffers take turns: the caller works on one while the thread fills the other.
+        # Two buffers alternate: the caller uses one while the thread fills the other.
         self._now, self._next = self._next, self._now
         read, lengths = self._now, self._lengths
         memories: list[Memory | None] = []
@@ -321,8 +320,8 @@ class _BackgroundReader:
                 memories.append(None)
                 continue
             length = lengths[index]
-            # A short read means that the file shrank or could not be opened; the
-            # ordinary way of reading reports the reason.
+            # A short read means that the file shrank or could not be opened; the ordinary way of
+            # reading reports the reason.
             complete = got[index] == length
             memories.append(Memory(address + begins, length, room) if complete else None)
             index += 1
@@ -352,11 +351,11 @@ _SHOWN = 8
 
 
 def refuse_several(path: Path, dumps: Iterable[str]) -> None:
-    """Refuse a folder that holds several dumps: the user has to choose, they are never mixed.
+    """Refuse a folder with several dumps: the user must choose, because dumps are never mixed.
 
     Args:
-        path: What was opened.
-        dumps: The folders of its dumps, relative to it.
+        path: The opened path.
+        dumps: Folders of its dumps, relative to the path.
 
     Raises:
         BadRun: There is more than one.
@@ -379,10 +378,11 @@ def partial_summary(
     std: float = math.nan,
     l2: float = math.nan,
 ) -> Summary:
-    """A summary of which only a few numbers are known, as statistics-only dumps leave it.
+    """A summary with only a few known numbers, as in dumps that store only statistics.
 
-    Every other field is NaN, the counts of zeros and non-finite elements too; there is no sketch.
+    All other fields are NaN, including the counts of zeros and non-finite elements. There is no
+    sketch.
     """
-    # The fields are integers in a measured summary; NaN marks a count nobody took.
+    # The fields are integers in a measured summary; NaN marks a count that was not taken.
     unknown = cast("int", math.nan)
     return Summary(count, low, high, mean, std, l2, unknown, unknown, unknown, unknown)

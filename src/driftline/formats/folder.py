@@ -1,8 +1,8 @@
 """A folder that another program wrote: list its files by name, open them safely, read ranges.
 
-Links are followed only to files inside the folder, folders behind links are not entered, pipes and
-devices are not opened. Knows no format. Small ranges are read and large ones mapped: mapping 256 kB
-takes 68 µs, page faults included, and reading them 45.
+Links are followed only to files inside the folder; folders behind links are not entered; pipes and
+devices are not opened. This file does not know formats. Small ranges are read and large ones are
+mapped: mapping 256 kB takes 68 µs, including page faults, and reading them takes 45.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ from driftline.runs.files.mapped_file import map_file
 DEEPEST = 64
 SMALL = 1 << 16
 KEPT_BYTES = 128 << 20
-"""Files up to `SMALL` bytes are read once and kept until they are used, up to so many bytes of a
-folder: opening a small file costs more than reading it."""
+"""Largest number of bytes of a folder's small files that are kept.
+
+A file of up to `SMALL` bytes is read once and kept until it is used, because opening a small file
+costs more than reading it.
+"""
 MAPPED_FROM = 1 << 20
-"""Ranges of at least so many bytes are mapped instead of read."""
+"""Ranges of at least this many bytes are mapped instead of read."""
 _FILES_AHEAD = 256
 _FIRST_BYTES = 1 << 12
 _HEADER = 512
-"""How many files are read ahead at a time; how many bytes of each; and how many bytes of a longer
-file are its header: the rest is its values."""
+"""Settings of reading ahead.
+
+They are the number of files at a time, the number of bytes of each file, and the number of bytes
+that are kept of a longer file: its header, without values.
+"""
 _NUMBER = re.compile(r"(\d+)")
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def natural(name: str) -> list[str | int]:
-    """Sorts `layers.2` before `layers.10`.
+    """Sort key that puts `layers.2` before `layers.10`.
 
     >>> sorted(["layers.10", "layers.2"], key=natural)
     ['layers.2', 'layers.10']
@@ -52,9 +58,9 @@ def natural(name: str) -> list[str | int]:
 
 
 def some_names(path: str, levels: int, at_most: int) -> Iterator[str]:
-    """Names of the first files of a folder and of so many levels of it, upper levels first.
+    """Names of the first files of a folder and of its first levels, upper levels first.
 
-    For sniffing: quick however large the folder is.
+    For recognising formats: fast, however large the folder is.
     """
     waiting = [(path, 1)]
     for folder, level in waiting:
@@ -72,12 +78,12 @@ def some_names(path: str, levels: int, at_most: int) -> Iterator[str]:
         except OSError:
             continue
         if level < levels:
-            # Folders of one level are alike: a few of them are enough to recognise a format.
+            # Folders of one level are similar: a few of them are enough to recognise a format.
             waiting += [(name, level + 1) for name in sorted(inner)[:8]]
 
 
 class Folder:
-    """A folder of files that somebody else wrote."""
+    """A folder of files that another program wrote."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,12 +99,12 @@ class Folder:
     def files(
         self, below: str = "", *, named: Callable[[str], object] = lambda name: False
     ) -> Iterator[str]:
-        """Names of all files below a sub-folder, relative to this one, in natural order.
+        """Names of all files below a sub-folder, relative to this folder, in natural order.
 
         Args:
             below: The sub-folder.
             named: Whether a name is that of a tensor file. A pipe or a folder with such a name is
-                listed too, so that it is reported: opening it says what it is.
+                listed too, so that opening it reports what it is.
         """
         start = f"{self.text}/{below}" if below else self.text
         yield from self._walk(start, below, 0, named)
@@ -106,7 +112,7 @@ class Folder:
     def _walk(
         self, path: str, prefix: str, depth: int, named: Callable[[str], object]
     ) -> Iterator[str]:
-        # A folder this deep is a mistake or an attack; it is reported, not entered.
+        # A folder this deep is a mistake or an attack; it is reported, but not entered.
         if depth > DEEPEST:
             self.not_entered.append(f"{prefix}: deeper than {DEEPEST} folders")
             return
@@ -143,18 +149,18 @@ class Folder:
             yield from self._walk(f"{path}/{name}", inner, depth + 1, named)
 
     def open(self, name: str) -> tuple[int, int]:
-        """A descriptor and the size of one file; the caller closes it.
+        """Open one file; returns its descriptor and size. The caller closes it.
 
         Raises:
-            OSError: It is not a file inside the folder, or cannot be opened.
+            OSError: The file is not inside the folder, or cannot be opened.
         """
-        # A plain name inside the folder needs one call; only names that could lead out are
-        # resolved and checked.
+        # A plain name inside the folder needs one call; only names that could lead out are resolved
+        # and checked.
         if name in self._links or ".." in name:
             file = open_inside(self.real, self.path / name)
         else:
             file = os.open(f"{self.text}/{name}", read_ahead.FLAGS)
-        # Checked on the open descriptor: a check before opening could be raced.
+        # Checked on the open descriptor, because a check before opening could be circumvented.
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode):
             os.close(file)
@@ -166,7 +172,7 @@ class Folder:
 
         `start` and `prefetched` use these bytes for the file whose name was yielded last.
         """
-        # With few files the set-up of a background read costs more than it saves.
+        # For few files, the set-up of a background read costs more than it saves.
         if len(names) < 2 * _FILES_AHEAD or not read_ahead.available():
             yield from names
             return
@@ -185,9 +191,8 @@ class Folder:
             begin = 0
             for name, size, got in zip(piece, current.sizes, current.got, strict=True):
                 if got >= 0 and name not in self._links and ".." not in name:
-                    # Bytes behind the header of a long file are values, which
-                    # are read in another way; keeping them would only cost
-                    # memory.
+                    # Bytes after the header of a long file are values, which are read in another
+                    # way; keeping them would only cost memory.
                     useful = got if got == size else min(got, _HEADER)
                     self._prefetched = (name, bytes(view[begin : begin + useful]), size)
                 begin += _FIRST_BYTES
@@ -196,20 +201,19 @@ class Folder:
         self._prefetched = None
 
     def prefetched(self, name: str) -> tuple[bytes, int]:
-        """First bytes and size of the file whose name `ahead` yielded last; empty for any other."""
+        """First bytes and size of the file that `ahead` yielded last; no bytes for any other."""
         last = self._prefetched
         return last[1:] if last is not None and last[0] == name else (b"", 0)
 
     def start(self, name: str, length: int) -> tuple[bytes, int]:
-        """The first bytes of a file, or all of a small one, and its size.
+        """The first bytes of a file, or all bytes of a small file, and its size.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         begin, size = self.prefetched(name)
         if begin:
-            # The whole small file was read; keep it, since its values are asked for
-            # next.
+            # The whole small file was read. Keep it, because its values are needed next.
             if len(begin) == size and length < size <= self._room:
                 self._kept[name] = begin
                 self._room -= size
@@ -227,10 +231,10 @@ class Folder:
             os.close(file)
 
     def read(self, name: str, limit: int) -> bytes:
-        """A whole file.
+        """Read a whole file.
 
         Raises:
-            OSError: It cannot be read, or is longer than any such file should be.
+            OSError: The file cannot be read, or is longer than the limit.
         """
         file, size = self.open(name)
         try:
@@ -242,12 +246,12 @@ class Folder:
             os.close(file)
 
     def read_small(self, name: str, start: int, length: int) -> tuple[bytes, int] | None:
-        """A buffer with a range, and where the range begins in it; None if it should be mapped.
+        """A buffer with a range, and the range's offset in it; None if the range should be mapped.
 
         Raises:
-            OSError: It cannot be read, or ends before the last of them.
+            OSError: The file cannot be read, or ends before the end of the range.
         """
-        # Values are usually asked for once, so the bytes are released here.
+        # Values are usually needed once, so the bytes are released here.
         kept = self._kept.pop(name, None)
         if kept is not None:
             self._room += len(kept)
@@ -276,7 +280,7 @@ class Folder:
         """Bytes of a file as a read-only array; large ranges are mapped.
 
         Raises:
-            OSError: It cannot be read, or ends before the last of them.
+            OSError: The file cannot be read, or ends before the end of the range.
         """
         read = self.read_small(name, start, length)
         if read is not None:
@@ -285,7 +289,7 @@ class Folder:
         try:
             if start + length > size:
                 raise OSError(0, f"has {size} bytes where {start + length} were promised")
-            # The system maps whole pages only: begin at the page that holds the range.
+            # The system maps whole pages only, so begin at the page that holds the first byte.
             page = start - start % mmap.ALLOCATIONGRANULARITY
             path = f"{self.text}/{name}"
             mapped = map_file(file, path, length=start + length - page, offset=page)
@@ -297,14 +301,14 @@ class Folder:
 def _leads_to_a_folder(link: os.DirEntry[str]) -> bool:
     try:
         return link.is_dir()
-    except OSError:  # a link to itself; the file's reader says so
+    except OSError:  # a link to itself; reading the file reports that
         return False
 
 
 def pread(file: int, length: int, start: int) -> bytes:
-    """Exactly `length` bytes from `start`; an OSError where the file ends earlier."""
+    """Read exactly `length` bytes from `start`; raises OSError if the file ends earlier."""
     got = os.pread(file, length, start)
-    # The system may return fewer bytes than asked for, for example over a network.
+    # The system may return fewer bytes than requested, for example over a network.
     while len(got) < length:
         more = os.pread(file, length - len(got), start + len(got))
         if not more:

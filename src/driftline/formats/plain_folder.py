@@ -1,8 +1,8 @@
-"""A folder of tensor files that no tool's layout explains: a site is a file's path.
+"""A folder of tensor files without the layout of a known tool: a site is a file's path.
 
-`layers/0/mlp.npy` is the output `0` of the site `layers/0/mlp`; a file of several tensors is a
-site per tensor, `weights/layers.0`. Where `driftline convert --to` left its list of keys beside the
-files, that list says what each one is instead. The order of the files means nothing.
+`layers/0/mlp.npy` is the output `0` of the site `layers/0/mlp`; a file with several tensors has one
+site for each, such as `weights/layers.0`. If `driftline convert --to` left its list of keys next to
+the files, that list identifies the tensors instead. The order of the files means nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from driftline.runs.records import TensorKey
 
 NAME = "files"
 MOST_FILES = 1_000_000
-# Enough entries to meet a tensor in any real dump; a home folder must not be searched whole.
+# Enough entries to find a tensor in any real dump; a home folder must not be searched completely.
 _LOOKED_AT = 10_000
 _CHILDREN = 16
 # Files that mark a run or a comparison table of our own, which other code opens.
@@ -31,11 +31,11 @@ _OF_A_RUN = (MANIFEST, INDEX, "table.json")
 
 
 def sniff(path: Path) -> bool:
-    """A tensor file somewhere below; folders are asked breadth first, so this is quick."""
+    """Whether there is a tensor file somewhere below a folder."""
     waiting = [str(path)]
     looked = 0
     while waiting and looked < _LOOKED_AT:
-        # Breadth first: tensors are near the top more often than deep down.
+        # Breadth first: tensors are more often near the top than deep below.
         folder = waiting.pop(0)
         try:
             with os.scandir(folder) as entries:
@@ -53,18 +53,18 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The folder as a run.
+    """Open the folder as a run.
 
     Raises:
-        BadFile: Two tensors have one name, or there is no tensor.
+        BadFile: Two tensors have the same name, or there is no tensor.
     """
     folder = Folder(path)
-    # The list of a conversion knows the keys; file names are a poorer source.
+    # The list of a conversion has the keys; file names say less.
     if targets.has_list(path):
         return targets.open_exported(folder, NAME)
     names: list[str] = []
     for seen, name in enumerate(folder.files(named=_is_tensor_file)):
-        # Somebody opened a disk by mistake: say so instead of listing for hours.
+        # The user opened a disk by mistake: refuse it, instead of listing for hours.
         if seen >= MOST_FILES:
             raise BadFile(
                 f"{path} holds more than {MOST_FILES} files", hint="give the dump's own folder"
@@ -89,10 +89,10 @@ def open(path: Path) -> TreeRun:
 
 
 def _dumps_inside(path: Path) -> Iterator[str]:
-    """A sentence for each folder that is a dump by itself: opened so, its names say more."""
+    """A sentence for each inner folder that is a dump, because opening that gives better names."""
     with os.scandir(path) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    # Each test opens a few folders; sixteen are enough for a useful hint.
+    # Each test opens a few folders; sixteen tests are enough for a useful hint.
     for name in folders[:_CHILDREN]:
         if (reader := dump_format(path / name)) is not None:
             yield f"{name} is a dump by itself ({reader.NAME}); open it by its own path"
@@ -103,10 +103,10 @@ def _is_tensor_file(name: str) -> bool:
 
 
 def _sites(names: list[str]) -> list[str]:
-    """The site of each file: its name without the suffix, unless another has the same one."""
+    """The site of each file: its name without the suffix, unless another file has the same one."""
     stems = [name.rpartition(".")[0] for name in names]
     if len(set(stems)) == len(stems):
         return stems
-    # `a.npy` and `a.pt` would be one site; their suffixes tell them apart.
+    # `a.npy` and `a.pt` would be one site; their suffixes distinguish them.
     alike = Counter(stems)
     return [stem if alike[stem] == 1 else name for stem, name in zip(stems, names, strict=True)]

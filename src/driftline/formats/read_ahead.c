@@ -1,8 +1,6 @@
-/* Many small files in one call, by a thread that Python does not know: open, look, read, close.
- *
- * A plain shared library for ctypes, without state. It says of each file how long it is and how much of it was
- * read, and nothing of errors: whoever asked opens the file once more in Python, which has words for what is wrong.
- */
+/* Reads many small files in one call, in a thread that Python does not know. A plain shared library for ctypes, without
+ * state. It returns the length of each file and the number of bytes read, but no errors: the caller opens such a file
+ * again in Python, which reports the reason. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +14,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Bumped whenever a signature changes: the binding refuses a library it does not know. */
+/* Increased when a signature changes: the binding refuses a library with another number. */
 EXPORT int driftline_reading_abi(void) { return 1; }
 
 static int64_t read_range(int file, char *out, int64_t start, int64_t length) {
@@ -63,9 +61,9 @@ static void *read_all(void *given) {
   return NULL;
 }
 
-/* Begin to read: a thread of our own, which signals do not reach. The caller keeps all memory until `finish`.
- * `names`: relative paths, a zero byte after each. `out` has room for all `lengths`, one after the other. `sizes`
- * and `got` become -1 for what is no regular file or cannot be opened. NULL when no thread could be had. */
+/* Begin to read in a separate thread, which receives no signals. The caller keeps all memory until `finish`. `names`:
+ * relative paths, each with a zero byte after it. `out` has room for all `lengths`, one after the other. `sizes` and
+ * `got` become -1 for files that are not regular or cannot be opened. Returns NULL if no thread can be started. */
 EXPORT void *driftline_begin_files(int folder, const char *names, int64_t count, int flags, const int64_t *starts,
                                    const int64_t *lengths, char *out, int64_t *sizes, int64_t *got) {
   Task *task = malloc(sizeof *task);
@@ -83,7 +81,7 @@ EXPORT void *driftline_begin_files(int folder, const char *names, int64_t count,
   return task;
 }
 
-/* Wait until all is read. */
+/* Wait until all files are read. */
 EXPORT void driftline_finish_files(void *given) {
   Task *task = given;
   pthread_join(task->thread, NULL);

@@ -1,9 +1,10 @@
-"""Reads the next small files in a background thread while Python works on the current ones.
+"""Read the next small files in a background thread while Python works on the current ones.
 
-Half of what a small file costs is system calls. A C thread makes them: a Python thread would need
-the interpreter's lock and so run only while nobody else does. The library is a plain shared object
-beside this file; where it was not built, files are read one by one. Errors are not reported: a file
-that could not be read here is read again in the ordinary way, which reports the reason.
+Half of the cost of a small file is system calls. A C thread makes them, because a Python thread
+would need the interpreter's lock, and would run only while no other thread does. The library is a
+plain shared object in the folder of this file; if it was not built, files are read one by one.
+Errors are not reported: a file that cannot be read here is read again in the ordinary way, which
+reports the reason.
 
 Measured on 20 000 pairs of 16 kB files: 0.9 s on two free cores, 1.1 to 1.5 s on busy ones; without
 the library about a third more; `np.load` and numpy take 5.8 to 6.6 s.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from driftline.numerics.kernel import opened
 
-# The library refuses to load when its number differs: arguments would be misread.
+# The library is not used if its number differs, because arguments would be misread.
 _ABI = 1
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 """A link is not followed, and a pipe does not block."""
@@ -45,18 +46,18 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether files can be read ahead here."""
+    """Whether files can be read ahead on this machine."""
     return _library() is not None
 
 
 class Ranges(NamedTuple):
-    """What to read of the files of one folder.
+    """The ranges to read from the files of one folder.
 
     Attributes:
-        folder: The folder.
-        names: Files in there, relative; the caller knows that they do not lead out of it.
-        starts: Where to begin in each.
-        lengths: How many bytes of each.
+        folder: Path of the folder.
+        names: Relative paths of files; the caller ensures that they do not lead out of the folder.
+        starts: Offset of the first byte in each file.
+        lengths: Number of bytes of each range.
     """
 
     folder: str
@@ -66,13 +67,13 @@ class Ranges(NamedTuple):
 
 
 class Read:
-    """Memory for ranges, filled again and again in the background.
+    """Memory for ranges, filled repeatedly in the background.
 
     Attributes:
         room: The bytes of all ranges, one after the other.
-        address: Where they are.
-        sizes: Length of each file; -1 where it could not be opened.
-        got: How many bytes of each range there were; -1 where it could not be opened.
+        address: Address of these bytes.
+        sizes: Length of each file; -1 if it could not be opened.
+        got: Number of bytes read of each range; -1 if the file could not be opened.
     """
 
     def __init__(self) -> None:
@@ -86,11 +87,11 @@ class Read:
         self._task: int | None = None
 
     def begin(self, ranges: Ranges) -> None:
-        """Begin to read; `wait` before the next time. What was read before is written over."""
+        """Begin to read, overwriting earlier bytes; call `wait` before using them."""
         self.wait()
         count = len(ranges.names)
         length = sum(ranges.lengths)
-        # Grow only: allocating anew for every batch costs page faults.
+        # The buffer only grows, because allocating it for every batch costs page faults.
         if length > len(self.room):
             self.room = bytearray(length)
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.room))
@@ -102,10 +103,10 @@ class Read:
         if library is None or not count:
             return
         try:
-            # Files are opened relative to this descriptor, so a folder that is renamed
-            # meanwhile is still the same one.
+            # Files are opened relative to this descriptor, so a folder that is renamed meanwhile is
+            # still the same.
             self._folder = os.open(ranges.folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
-        # A folder that went away leaves every range unread, marked -1.
+        # If the folder is gone, every range stays unread, marked -1.
         except OSError:
             return
         self._task = library.driftline_begin_files(
@@ -132,4 +133,4 @@ class Read:
             self._folder = -1
 
     def __del__(self) -> None:
-        self.wait()  # the memory must not go while somebody writes into it
+        self.wait()  # the memory must not be freed while a thread writes into it

@@ -1,8 +1,8 @@
-"""Finds the reader for a path: a run of our own first, then the first format that recognises it.
+"""Find the reader for a path: our own run format first, then the first format that recognises it.
 
-`Format` and `TreeFormat` are what a format module must offer; `driftline.testing` checks more.
-Formats are listed by address and imported when they are first asked. Other packages add theirs
-under the entry-point group `driftline.formats`.
+`Format` and `TreeFormat` describe what a format module must provide; `driftline.testing` checks
+more. Formats are listed by address and imported on first use. Other packages add formats under the
+entry-point group `driftline.formats`.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ if TYPE_CHECKING:
 
 
 class Format(Protocol):
-    """What a format of named tensors must offer."""
+    """What a format of named tensors must provide."""
 
     NAME: str
 
     def sniff(self, path: Path, /) -> bool:
-        """Whether the content looks like the format; reads a few bytes, never raises for it."""
+        """Whether the content looks like the format; reads a few bytes, does not raise for it."""
         ...
 
     def members(self, path: Path, /) -> list[Member]:
-        """The tensors inside, unread; raises a DriftlineError for whatever cannot be believed."""
+        """The tensors of the file, unread; raises a DriftlineError if the file is not valid."""
         ...
 
 
 class TreeFormat(Protocol):
-    """What a format with keys of its own must offer."""
+    """What a format with keys of its own must provide."""
 
     NAME: str
 
     def sniff(self, path: Path, /) -> bool:
-        """Whether this folder looks like the format; looks at few names and bytes, never raises."""
+        """Whether this folder looks like the format; checks few names and bytes, never raises."""
         ...
 
     def open(self, path: Path, /) -> Run:
-        """The dump as a run, no value read; a file that cannot be believed is a lost tensor."""
+        """Open the dump as a run, without reading values; an invalid file is a lost tensor."""
         ...
 
 
 class FormatSpec(NamedTuple):
-    """A format that Driftline reads: where its reader is, and what is known without loading it.
+    """A format that Driftline reads: the address of its reader, and facts that need no import.
 
     Attributes:
-        reader: Module with `NAME`, `sniff`, and `members` (a file) or `open` (a folder or a file).
-        holds: Noun for the list of what can be read.
-        suffixes: How its files are called; such files are looked for in plain folders.
-        exclusive: No other program uses these suffixes: a file so called goes to this reader even
-            if its content is not recognised, because the reader says what is wrong with it.
-        fallback: Takes any folder with tensor files in it, so it is asked last and named nowhere.
+        reader: Module with `NAME`, `sniff`, and `members` (for a file) or `open` (a folder or a
+            file).
+        holds: Noun for the list of readable formats.
+        suffixes: Suffixes of its files; plain folders are searched for files with these.
+        exclusive: No other program uses these suffixes. A file with such a suffix goes to this
+            reader even if its content is not recognised, so that the reader reports what is wrong
+            with it.
+        fallback: Accepts any folder that contains tensor files, so it is tried last and not listed.
     """
 
     reader: Address
@@ -77,9 +79,9 @@ def _spec(module: str, holds: str, *suffixes: str, **more: bool) -> FormatSpec:
 
 GROUP = "driftline.formats"
 PARTS = "shard-*-of-*.json"
-"""What `driftline compare --shard` writes."""
+"""Files that `driftline compare --shard` writes."""
 
-# In the order in which they are asked: a file is the first one's whose `sniff` is true.
+# In the order in which they are tried; the first format whose `sniff` is true is used.
 FILES: dict[str, FormatSpec] = {
     "npy": _spec("tensors.npy", ".npy", ".npy"),
     "npz": _spec("tensors.npz", ".npz", ".npz"),
@@ -104,11 +106,11 @@ FOLDERS: dict[str, FormatSpec] = {
 """Formats that are folders of many files."""
 
 SUFFIXES = tuple(suffix for spec in FILES.values() for suffix in spec.suffixes)
-"""Names of the tensor files that are looked for in a folder without a layout."""
+"""Suffixes of the tensor files that are looked for in a folder without a layout."""
 
 
 def readable() -> str:
-    """The hint for a path that is nothing of this."""
+    """The hint for a path that has none of these formats."""
     folders = ", ".join(spec.holds for spec in FOLDERS.values() if spec.holds)
     files = [spec.holds for spec in FILES.values()]
     return (
@@ -124,8 +126,8 @@ def open_run(path: StrPath) -> Run:
         path: A folder or file, or the address of a run elsewhere, such as `s3://bucket/run`.
 
     Raises:
-        BadRun: Nothing is there, or it is no run.
-        BadFile: It is a tensor file that cannot be believed.
+        BadRun: There is nothing, or it is not a run.
+        BadFile: It is a tensor file that is not valid.
     """
     run = _open(path)
     run.opened = str(path)
@@ -133,7 +135,7 @@ def open_run(path: StrPath) -> Run:
 
 
 def _open(path: StrPath) -> Run:
-    # Most paths are local: the store modules are imported only for an address.
+    # Most paths are local, so the store modules are imported only for an address.
     if ":/" in os.fspath(path):
         from driftline.runs.stores.addresses import url_of
 
@@ -148,7 +150,7 @@ def _open(path: StrPath) -> Run:
 
     try:
         return reader.open_run(place)
-    # Our own layout is tried first: it has a manifest, so it is recognised without doubt.
+    # Our own layout is tried first, because its manifest identifies it without doubt.
     except BadRun as no_run:
         if place.is_dir():
             import shlex
@@ -158,7 +160,7 @@ def _open(path: StrPath) -> Run:
                     f"{place} is a comparison table, not a run",
                     hint=f"look at it with: driftline show {shlex.quote(str(place))}",
                 ) from None
-            # Named before formats are asked: a folder of parts also looks like plain
+            # Checked before formats are tried, because a folder of parts also looks like plain
             # files.
             if next(place.glob(PARTS), None) is not None:
                 raise BadRun(
@@ -186,14 +188,14 @@ def open_file(path: Path) -> Run:
     """Open a single tensor file.
 
     Raises:
-        BadFile: No format recognises it, or the one that does refuses it.
+        BadFile: No format recognises the file, or the one that does refuses it.
     """
     if (own := file_format(path)) is not None:
         return _opened(own, path)
     for format_ in _plugin_formats():
         if format_.sniff(path):
             return _opened(format_, path)
-    # A user who gave a part of something larger is told what to give instead.
+    # If the path is a part of something larger, the error names what to give instead.
     if path.name in (MANIFEST, INDEX):
         folder = path.parent if path.name == MANIFEST else path.parent.parent
         raise BadFile(f"{path} is a part of a run", hint=f"give the run's folder: {folder}")
@@ -215,7 +217,7 @@ def open_file(path: Path) -> Run:
 
 def file_format(path: Path) -> Format | TreeFormat | None:
     """The reader of a tensor file; None if no format of ours recognises it."""
-    # Content before names: people rename files.
+    # Content before names, because people rename files.
     for spec in FILES.values():
         if (reader := spec.reader.load()).sniff(path):
             return reader
@@ -242,7 +244,7 @@ def _folder_formats() -> Iterator[TreeFormat]:
 def _opened(format_: Format | TreeFormat, path: Path) -> Run:
     open_ = getattr(format_, "open", None)
     if open_ is not None:
-        with uncollected():  # looking for cycles took two thirds of the time
+        with uncollected():  # the collector took two thirds of the time
             return open_(path)
     from driftline.formats.dump_run import FileRun
 

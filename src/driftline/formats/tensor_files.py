@@ -1,8 +1,8 @@
-"""Tensors of one file inside a dump: described when the dump is opened, read when asked for.
+"""Tensors of one file inside a dump: described when the dump is opened, and read on demand.
 
-A dump has tens of thousands of files: nothing is kept open or mapped between two reads, and the
-usual layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or
-torch. Knows files and how they are read; the dump format knows what a file's name means.
+A dump has tens of thousands of files, so nothing stays open or mapped between two reads. The usual
+layouts of `.npy` and `.pt` are described from their first and last bytes, without numpy or torch.
+This file knows how files are read; the dump's format knows the meaning of a file's name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from driftline.runs.run import Memory
 
 TORCH = (".pt", ".pth", ".ckpt", ".out")
 _START = 256
-"""Bytes that hold an npy header as numpy writes it."""
+"""Number of bytes that contain an npy header as numpy writes it."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,17 +37,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def describe(folder: Folder, name: str) -> list[Member]:
     """The tensors of one file of a dump, unread.
 
-    A file that cannot be read, or is refused, is one member without a name whose `trouble` says so.
+    A file that is refused or cannot be read gives one member without a name, whose `trouble` says
+    why.
     """
     try:
-        # By far the most common file of a dump, so it is tested first.
+        # By far the most common file of a dump, so it is checked first.
         if name.endswith(".npy"):
             return [_npy(folder, name)]
         suffix = "." + name.rpartition(".")[2].lower()
         if suffix in TORCH:
             return _torch(folder, name)
         return _by_format(folder, name)
-    # A dump stays readable when one of its files is not: the tensor is lost with a reason.
+    # A dump stays readable if one of its files is not: the tensor is lost, with a reason.
     except DriftlineError as refused:
         return [unreadable(_without_path(str(refused), folder, name))]
     except OSError as trouble:
@@ -55,13 +56,13 @@ def describe(folder: Folder, name: str) -> list[Member]:
 
 
 def unreadable(reason: str) -> Member:
-    """A tensor of which nothing is known but why it cannot be read."""
+    """A tensor about which only the reason is known why it cannot be read."""
     return Member("", "", (), _no_values, reason)
 
 
 def leaf(key: TensorKey, source: str, member: Member, *, class_name: str = "") -> Leaf:
     """A tensor of a file as a leaf of a dump."""
-    # Statistics without values have no place to fetch from.
+    # Statistics without values have nothing to fetch.
     if member.kept != "full":
         record = Record(key, 0, member.dtype, member.shape, class_name=class_name)
         return Leaf(record._replace(kept=member.kept, summary=member.summary), source)
@@ -76,7 +77,7 @@ def _no_values() -> Array:
 
 
 def _without_path(sentence: str, folder: Folder, name: str) -> str:
-    """The reason without the file's name, which stands next to it wherever it is shown."""
+    """The reason without the file's name, which is shown next to it anyway."""
     path = str(folder.path / name)
     return sentence.removeprefix(path).lstrip(": ") if sentence.startswith(path) else sentence
 
@@ -84,7 +85,7 @@ def _without_path(sentence: str, folder: Folder, name: str) -> str:
 def _npy(folder: Folder, name: str) -> Member:
     start, size = folder.start(name, _START)
     header = npy.usual_header(start)
-    # Not numpy's usual text: numpy's own reader decides, with the longest header there may be.
+    # Not numpy's usual text: use numpy's own reader, with the longest possible header.
     if header is None:
         start, size = folder.start(name, npy.HEADER_BYTES)
         header = npy.read_header(io.BytesIO(start), str(folder.path / name))
@@ -92,7 +93,7 @@ def _npy(folder: Folder, name: str) -> Member:
     if header.byte_count > size - header.offset:
         claim = f"claims {header.byte_count} bytes of data and has {size - header.offset}"
         return Member("", header.name, header.shape, _no_values, claim)
-    # Bytes that need no conversion can be used where they are, without an array.
+    # Bytes that need no conversion can be used in place, without an array.
     if header.plain:
         plain = _PlainValues(folder, name, header.offset, header.byte_count, header.stored.str)
         return Member("", header.name, header.shape, plain)
@@ -108,7 +109,7 @@ def _npy_values(folder: Folder, name: str, header: npy.Header) -> Array:
 
 
 class _PlainValues:
-    """Values that are in a file as they are wanted: an array of them, or where they are."""
+    """Values that are stored in their final form: returned as an array, or by address."""
 
     __slots__ = ("folder", "length", "name", "start", "storage")
 
@@ -125,14 +126,14 @@ class _PlainValues:
         return _values(self.folder, self.name, self.start, self.length).view(self.storage)
 
     def ahead(self) -> tuple[str, str, int, int] | None:
-        """Folder, name and range of what may be read before it is asked for; None if it may not."""
+        """Folder, name and range that may be read ahead; None if reading ahead is not possible."""
         folder, name, length = self.folder, self.name, self.length
         if length and folder.may_be_read_ahead(name, length):
             return folder.text, name, self.start, length
         return None
 
     def memory(self) -> Memory | None:
-        """The same without an array: making one takes as long as reading 16 kB."""
+        """The memory of the values; making an array would take as long as reading 16 kB."""
         try:
             read = (
                 self.folder.read_small(self.name, self.start, self.length) if self.length else None
@@ -180,7 +181,7 @@ def _torch(folder: Folder, name: str) -> list[Member]:
 def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
     file, size = folder.open(name)
     try:
-        # One read of a small file replaces several small ones for its zip directory and pickle.
+        # One read of a small file replaces several small reads of its zip directory and pickle.
         if size <= 1 << 15:
             content = pread(file, size, 0)
             return torch_zip.read_tensors(
@@ -192,9 +193,9 @@ def _torch_tensors(folder: Folder, name: str) -> list[torch_zip.Stored] | None:
 
 
 def _needs_torch(stored: torch_zip.Stored) -> bool:
-    """Whether torch has to be asked: views with gaps, unknown types, bytes that do not add up."""
+    """Whether torch is needed: views with gaps, unknown types, contradictory sizes."""
     dtype = DTYPES.get(stored.dtype)
-    # Packed types need torch's own idea of their shape.
+    # Packed types need torch's own interpretation of their shape.
     if dtype is None or not stored.dense or dtype.bits < 8:
         return True
     item = dtype.bits // 8
@@ -220,7 +221,7 @@ def _by_format(folder: Folder, name: str) -> list[Member]:
 
 def _checked_path(folder: Folder, name: str) -> Path:
     """The path of a file that may be opened by its name."""
-    # Opened for the checks alone: it must be a regular file inside the folder.
+    # Opened only for the checks: it must be a regular file inside the folder.
     file, _ = folder.open(name)
     os.close(file)
     return folder.path / name
@@ -229,8 +230,8 @@ def _checked_path(folder: Folder, name: str) -> Path:
 def _closed_between_reads(members: Callable[[Path], list[Member]], path: Path) -> list[Member]:
     """Members as a format reads them, but opened again for every read.
 
-    A format's reader may keep a file mapped; for a dump of many files that would exhaust the
-    process's descriptors.
+    A format's reader may keep a file mapped, which would exhaust the process's descriptors for a
+    dump of many files.
     """
     return [
         member._replace(fetch=functools.partial(_fetch_again, members, path, index, member))
@@ -243,7 +244,7 @@ def _recently_read(
     members: Callable[[Path], list[Member]], path: Path, changed: int, size: int
 ) -> list[Member]:
     """The members of the files read last; a file that changed is read again."""
-    # They are part of the cache's key only.
+    # They are only part of the cache's key.
     del changed, size
     return members(path)
 

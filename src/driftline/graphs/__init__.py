@@ -1,3 +1,1 @@
-"""Graphs: the module tree and the operator graphs of a run, where they come from and how they
-are drawn.
-"""
+"""Graphs: the module tree and the operator graphs of a run, their sources and their writers."""

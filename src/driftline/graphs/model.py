@@ -1,8 +1,8 @@
 """A graph of operators, nested like its program, and its nodes at one level of depth.
 
-Nodes are listed in execution order and name the tensors that they read and write. A name may be
-written again by an operator that works in place. `at_level` returns the nodes of one level, where
-every name is written once, before it is read. No files and no frameworks are known here.
+Nodes are listed in execution order and name the tensors that they read and write. An in-place
+operator may write the same name again. `at_level` returns the nodes of one level, in which every
+name is written once, before it is read. This file knows no files and no frameworks.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any, NamedTuple
 
 from driftline.errors import BadFile, BadInput
 
-# Bounds for graphs from files: a hostile file must not exhaust memory or the stack.
+# Limits for graphs from files: a hostile file must not exhaust memory or the stack.
 MOST_NODES = 500_000
 DEEPEST = 64
 """Greatest nesting depth that is accepted from a file."""
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor: torch's name of its type, and its shape."""
+    """Known facts about a tensor: torch's name of its type, and its shape."""
 
     dtype: str = ""
     shape: tuple[int, ...] | None = None
 
 
 class GraphNode(NamedTuple):
-    """An operator, or a part of the model that holds some.
+    """An operator, or a part of the model that contains operators.
 
     Attributes:
-        name: Should be unique in the graph; duplicates get a number.
-        kind: Type of the operator, class of the module.
-        inputs: Names of the tensors it reads.
-        outputs: Names of the tensors it writes.
-        param: Its parameters.
-        children: What runs inside it, in order.
-        site: Its site in a run; empty where there is none.
-        visit: Which call of the site it is.
+        name: Name; should be unique in the graph. Duplicates get a number.
+        kind: Type of the operator, or class of the module.
+        inputs: Names of the tensors that it reads.
+        outputs: Names of the tensors that it writes.
+        param: Parameters.
+        children: Nodes inside it, in order.
+        site: Its site in a run; empty if there is none.
+        visit: Number of the call of the site.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Graph(NamedTuple):
 
     Attributes:
         name: The model's name.
-        kind: Its class.
-        nodes: The outermost ones, in order.
-        inputs: Names of the model's inputs, parameters included.
+        kind: The model's class.
+        nodes: The outermost nodes, in order.
+        inputs: Names of the model's inputs, including parameters.
         outputs: Names of the model's outputs.
-        tensors: What is known of tensors, by name.
+        tensors: Known facts about tensors, by name.
         domain: The library of the operators: `aten`, `atb`, `ge`.
         notes: Sentences about what the graph leaves out.
     """
@@ -74,12 +74,12 @@ class Graph(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def depth(self) -> int:
-        """How many levels of nodes there are."""
+        """Number of levels of nodes."""
         return max((_depth(node) for node in self.nodes), default=0)
 
 
 class LevelNode(NamedTuple):
-    """A node at the chosen level; `path` names the nodes around it, outermost first."""
+    """A node at the chosen level; `path` names the nodes that contain it, outermost first."""
 
     name: str
     kind: str
@@ -93,7 +93,7 @@ class LevelNode(NamedTuple):
 
 
 class LevelGraph(NamedTuple):
-    """The nodes of one level: each tensor has one maker, which comes before its readers."""
+    """The nodes of one level; each tensor is made by one node, which precedes its readers."""
 
     name: str
     nodes: tuple[LevelNode, ...]
@@ -104,16 +104,16 @@ class LevelGraph(NamedTuple):
 
 
 def at_level(graph: Graph, level: int | None = None) -> LevelGraph:
-    """The graph at one level.
+    """Return the graph at one level.
 
     Args:
         graph: The nested graph.
-        level: 0 is the whole model as one node, 1 its outermost nodes, and so on; None, or a level
-            below the last, selects the innermost nodes.
+        level: 0 is the whole model as one node, 1 its outermost nodes, and so on. None, or a level
+            below the last one, selects the innermost nodes.
 
     Raises:
-        BadInput: The level is no such number.
-        BadFile: The nodes feed each other in a circle, or there are too many.
+        BadInput: The level is not a depth.
+        BadFile: The nodes depend on each other in a circle, or there are too many.
     """
     require_level(level)
     names = _SsaNames(graph)
@@ -155,7 +155,7 @@ class _SsaNode:
 
 
 class _SsaNames:
-    """Brings nodes into SSA form: each write of a tensor gets a new name, in execution order."""
+    """Converts nodes to SSA form: each write of a tensor gets a new name, in execution order."""
 
     def __init__(self, graph: Graph) -> None:
         self.current: dict[str, str] = {}
@@ -176,13 +176,13 @@ class _SsaNames:
         self._count += 1
         if self._count > MOST_NODES:
             raise BadFile(f"the graph has more than {MOST_NODES} nodes")
-        # Reading comes before writing: a node that works in place reads the old value under its old
+        # Inputs are read before outputs are written: an in-place node reads the value of the old
         # name.
         inputs = [self.current.get(name) or self._new(name) for name in node.inputs]
         children = self.nodes(node.children, depth + 1)
         made = {name for child in children for leaf in child.leaves() for name in leaf.outputs}
-        # A container that returns a child's tensor names that very tensor; otherwise it
-        # wrote a new one.
+        # A container that returns a child's tensor uses that tensor's name; otherwise it wrote a
+        # new one.
         outputs = [
             self.current[name] if self.current.get(name) in made else self._new(name)
             for name in node.outputs
@@ -200,7 +200,7 @@ class _SsaNames:
 
 
 def _unique(name: str, used: dict[str, int]) -> str:
-    """A name that is not used yet: the name itself, or with a number."""
+    """An unused name: the name itself, or the name with a number."""
     own, number = name, used.get(name, 0)
     # The counter makes a thousand equal names linear instead of quadratic.
     while own in used:
@@ -235,7 +235,7 @@ def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Seque
     # The usual case is checked first, because files are nearly always in order.
     if not any(waits_for(index) for index in range(len(nodes))):
         return nodes
-    # The first writer of each name comes before its readers; otherwise the order stays.
+    # The first writer of each name must precede its readers; otherwise the order stays.
     before = [
         {makers[name] for name in node.inputs if name in makers and makers[name] != index}
         for index, node in enumerate(nodes)
@@ -244,7 +244,7 @@ def _in_order(nodes: Sequence[GraphNode], available: Mapping[str, str]) -> Seque
     for index, waits in enumerate(before):
         for maker in waits:
             readers.setdefault(maker, []).append(index)
-    # A heap keeps the file's order among nodes that are ready: graphs stay recognisable.
+    # A heap keeps the file's order among nodes that are ready, so that graphs stay recognisable.
     import heapq
 
     ready = [index for index, waits in enumerate(before) if not waits]
@@ -304,7 +304,7 @@ def _cut(
 def _chosen(
     nodes: Sequence[_SsaNode], level: int | None, path: tuple[str, ...]
 ) -> Iterator[tuple[_SsaNode, tuple[str, ...]]]:
-    """The nodes of a level, each with the names of the nodes around it."""
+    """The nodes of a level, each with the names of the nodes that contain it."""
     for node in nodes:
         if not node.children or (level is not None and len(path) + 1 >= max(level, 1)):
             yield node, path
@@ -317,7 +317,7 @@ def _border_tensors(
 ) -> tuple[list[dict[str, None]], list[dict[str, None]]]:
     """The tensors that each node reads from others, and those that it makes for others.
 
-    Tensors between two leaves of one node are invisible; only what crosses its border counts.
+    Tensors between two leaves of one node are invisible; only tensors that cross its border count.
     """
     reads: list[dict[str, None]] = []
     makes: list[dict[str, None]] = []
@@ -330,8 +330,8 @@ def _border_tensors(
         makes.append(dict.fromkeys(n for n in node.outputs if n in inside or not node.children))
         for name in inside:
             owner.setdefault(name, index)
-    # Whatever another node reads must be an output of its maker, even if the source did not list
-    # it; the same holds for the outputs of the graph.
+    # A tensor that another node reads must be an output of its maker, even if the source did not
+    # list it; the same holds for the outputs of the graph.
     for index, wanted in enumerate(reads):
         for name in wanted:
             maker = owner.get(name)

@@ -1,6 +1,6 @@
 """The module tree of a run: the place, class and parameters of each module.
 
-A value and its JSON form. Who builds it and where it is stored is not known here.
+A value and its JSON form. This file does not know who builds the tree and where it is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer that a module holds itself."""
+    """A parameter or buffer that a module itself holds."""
 
     name: str
     dtype: str
@@ -29,11 +29,11 @@ class ModuleNode:
     Attributes:
         site: Its site in the run.
         class_name: Its class.
-        ids: Child indices from the root joined by `_`, as `-ids` accepts them. Empty for a root;
-            None if there is no such path (later models of a process).
+        ids: Child indices from the root, joined by `_`, as `-ids` accepts them. Empty for a root;
+            None if there is no such path (for later models of a process).
         parameters: Its own parameters and buffers, without those of its children.
-        children: In order of registration, by the name under which the parent holds them.
-        shared: The same object appeared before at another place of the tree.
+        children: Children in the order of registration, with the names that the parent gives them.
+        shared: Whether the same object appeared before, at another place of the tree.
     """
 
     site: str
@@ -44,14 +44,14 @@ class ModuleNode:
     shared: bool = False
 
     def walk(self) -> Iterator[ModuleNode]:
-        """This node and everything below it, parents first."""
+        """This node and all nodes below it, parents first."""
         yield self
         for _, child in self.children:
             yield from child.walk()
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {"site": self.site, "class": self.class_name, "ids": self.ids}
-        # Empty fields are left out: trees of large models have thousands of nodes.
+        # Empty fields are omitted, because trees of large models have thousands of nodes.
         if self.shared:
             data["shared"] = True
         if self.parameters:

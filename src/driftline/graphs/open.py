@@ -1,7 +1,7 @@
-"""Open the graph behind a path, and write graphs to files: `driftline topology` and its API.
+"""Open the graph of a path, and write graphs to files: `driftline topology` and its API.
 
 A path is a topology file of ATB, a run, or any dump that opens as a run. The graph is made from the
-best source there is: the list of calls, else the dump's edges, else equal bytes.
+best available source: the list of calls, otherwise the dump's edges, otherwise equal bytes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def topology_to_onnx(
 
     Args:
         path: A run, a dump of another program, or a topology file of ATB (`*.json`).
-        model_level: 1 shows the outermost nodes, 0 the whole model as one; None or -1 the innermost
-            nodes.
-        output: The file. Default: next to the source, with its name and `.onnx`.
-        step: Step of a run; None for its first one.
+        model_level: 1 shows the outermost nodes, 0 the whole model as one node, and None or -1 the
+            innermost nodes.
+        output: Path of the file. Default: next to the source, with its name and `.onnx`.
+        step: Step of a run; None for its first step.
         rank: Rank of a run.
         force: Replace an existing file.
 
@@ -69,15 +69,15 @@ def topology_to_onnx(
 
 
 def atb_json_to_onnx(path: StrPath, model_level: int | None = None) -> Path:
-    """`topology_to_onnx` under the name that ait uses; like ait it replaces an earlier file."""
+    """`topology_to_onnx` under the name that ait uses; like ait, it replaces an earlier file."""
     return topology_to_onnx(path, model_level, force=True)
 
 
 def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process: int = 0) -> Graph:
-    """The graph behind a path.
+    """Read the graph of a path.
 
     Raises:
-        BadFile: The file is damaged or no topology.
+        BadFile: The file is damaged or not a topology.
         BadRun: The path holds nothing from which a graph can be made.
     """
     place = Path(path)
@@ -90,7 +90,7 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
         return _of_file(place)
     from driftline.formats.registry import open_run
 
-    # A list of calls is exact, so it wins over edges and bytes.
+    # A list of calls is exact, so it is preferred to edges and bytes.
     if (place.is_dir() or url_of(path)) and (calls := _calls_of(place, rank, process)):
         from driftline.graphs.sources.calls import calls_graph
 
@@ -102,8 +102,8 @@ def read_graph(path: StrPath, *, step: int | None = None, rank: int = 0, process
 
     graph = run_graph(run, rank, process, step)
     if graph is None:
-        # The error names what there is: a wrong step or rank is the usual reason for an
-        # empty graph.
+        # The error names the existing steps and ranks: a wrong one is the usual reason for an empty
+        # graph.
         steps = sorted({r.key.step for r in run.records if r.key.rank == rank})
         if step is not None and steps and step not in steps:
             raise BadInput(
@@ -130,7 +130,8 @@ def _of_file(place: Path) -> Graph:
         text = read_inside(place.resolve().parent, place, LARGEST).decode("utf-8", "replace")
     except OSError as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from None
-    # This file looks like ATB's but describes a run; its graph needs the tensors next to it.
+    # This file looks like ATB's but belongs to a run, whose graph needs the tensors next to the
+    # file.
     if place.name == "topology.json" and parse_folder(place.resolve().parent.name) is not None:
         raise BadFile(
             f"{place} is a part of a run", hint=f"give the run's folder: {place.parent.parent}"
@@ -140,7 +141,7 @@ def _of_file(place: Path) -> Graph:
 
 def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     if url_of(place) is None:
-        # Read from the file itself: the tensors next to it may be missing.
+        # Read from the file itself, because the tensors next to it may be missing.
         with suppress(OSError):
             folder = place / folder_name(rank, process)
             content = read_inside(place.resolve(), folder / CALLS, LARGEST_CALLS)
@@ -148,7 +149,7 @@ def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
     from driftline.formats.registry import open_run
 
     run = open_run(place)
-    # A tree that `ait llm dump` left has its list elsewhere.
+    # A dump of `ait llm` has its list elsewhere.
     if CALLS not in run.sheets(rank, process):
         return []
     return list(read_calls(run.sheet(CALLS, rank, process)))
@@ -156,7 +157,7 @@ def _calls_of(place: Path, rank: int, process: int) -> list[Call]:
 
 def _shapes_of_dump(place: Path) -> Shapes:
     """Shapes from the operation csv of the same process, if the file is part of a dump."""
-    # ATB keeps topologies and operation tables in parallel folders of one dump.
+    # ATB stores topologies and operation tables in parallel folders of one dump.
     if place.parent.parent.name not in ("model", "layer"):
         return {}
     root = place.parent.parent.parent
@@ -166,7 +167,7 @@ def _shapes_of_dump(place: Path) -> Shapes:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return {}
-    # A bound for folders with unrelated files.
+    # Limited, because the folder may contain unrelated files.
     for name in names[:1000]:
         if kind_of_sheet(name) != "operation_tensors":
             continue
@@ -208,7 +209,7 @@ def write_whole(place: Path, content: bytes) -> None:
     """Write a file so that it appears complete or not at all.
 
     Raises:
-        BadInput: It cannot be written.
+        BadInput: The file cannot be written.
     """
     # A temporary file in the same folder: the rename is atomic and never crosses file systems.
     try:

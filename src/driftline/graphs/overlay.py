@@ -1,6 +1,6 @@
 """Findings of a comparison for the nodes of a graph.
 
-How a comparison is made is not known here; the caller fills in the findings.
+This file does not know how a comparison is made; the caller provides the findings.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ class Finding(NamedTuple):
 
     @property
     def badness(self) -> tuple[int, float]:
-        """Sorts the worst first: by status, then by value."""
+        """Sort key that puts the worst first: by status, then by value."""
         rank = ORDER.index(self.status) if self.status in ORDER else len(ORDER)
-        # NaN sorts last within its status: no number says how bad it is.
+        # NaN sorts last within its status, because no number says how bad it is.
         return rank, math.inf if math.isnan(self.value) else -self.value
 
 
 def finding_of(node: LevelNode, findings: Mapping[str, Finding]) -> Finding | None:
     """The finding of a node.
 
-    Its own; for an operator without one that of its module; for a closed node the worst inside.
+    This is its own finding; for an operator without one, that of its module; for a closed node, the
+    worst finding inside.
     """
     if not findings or not node.site:
         return None
     module, sign, _ = node.site.rpartition("/")
-    # The call, then the site, then the module that contains the operator.
+    # The call first, then the site, then the module that contains the operator.
     own = findings.get(f"{node.site}#{node.visit}") or findings.get(node.site)
     own = own or (findings.get(module) if sign else None)
     if own is not None:

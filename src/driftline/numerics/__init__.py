@@ -1,4 +1,5 @@
-"""Numerics: element types, and the figures of one tensor or a pair, in numpy, C and Triton.
+"""Numerics: element types, and the figures of one tensor or of a pair, in numpy, C and Triton.
 
-The numpy definition says what a figure means; the kernels must agree with it. Knows no run.
+The numpy definitions say what each figure means; the kernels must agree with them. This package
+does not know runs.
 """

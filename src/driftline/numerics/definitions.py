@@ -1,18 +1,17 @@
-"""What every figure means, in numpy float64: slow, obvious, what the C kernel is tested against.
+"""What every figure means, in numpy float64: slow and plain. The C kernel is tested against it.
 
-The whole tensor is decoded at once, so this is for tests and, in blocks, for machines without
-the kernel. It knows element types and flat arrays; shapes, files and thresholds are not its
-business.
+The whole tensor is decoded at once, so these functions are for tests and, in blocks, for machines
+without the kernel. They know element types and flat arrays, but no shapes, files or thresholds.
 
-The sketch is a tensor's values in 64 numbers that notice permutations. Min, max, mean, std and l2
-do not change when two heads are swapped or the tokens are shifted by one. The signed count-sketch
-does: every element is added, with a sign that depends on its index, to one of 64 buckets chosen by
-its index. It is linear, so the difference of two sketches is the sketch of the difference, and its
-length is an unbiased estimate of the difference's length (squared; relative standard error about
-sqrt(2/64) = 18 %, half of that for the length itself). Element `i` in flat C order belongs to group
-`k = i // 64`. One 64-bit hash of `k` gives the signs, bit `i % 64` set meaning minus; six bits of a
-product of that hash are XORed to `i % 64` to give the bucket. So a group fills every bucket once,
-which is what makes the kernel's version a permutation of lanes.
+The sketch condenses a tensor's values into 64 numbers that change under permutations. Min, max,
+mean, std and l2 do not change if two heads are swapped or the tokens are shifted by one; the signed
+count-sketch does. Every element is added to one of 64 buckets; its index determines the bucket and
+the sign. The sketch is linear, so the difference of two sketches is the sketch of the difference,
+and its squared length is an unbiased estimate of the squared length of the difference (relative
+standard error about sqrt(2/64) = 18 %; half of that for the length itself). Element `i` in flat C
+order belongs to group `k = i // 64`. One 64-bit hash of `k` gives the signs: a set bit `i % 64`
+means minus. Six bits of that hash times a constant are XORed to `i % 64`, which gives the bucket.
+So a group fills every bucket once, and the kernel can treat it as a permutation of lanes.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ Mask = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 
 NUMPY_BLOCK = 1 << 18
-"""Elements per block without the C kernel; about fifteen float64 copies of it live at a time."""
+"""Elements per block without the C kernel; about fifteen float64 copies of it exist at a time."""
 
 
 def storage_view(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
-    """The elements' storage values, from a storage array or from raw bytes of any alignment."""
+    """Storage values of the elements, from a storage array or from raw bytes of any alignment."""
     flat = raw.reshape(-1)
     if dtype.bits == 4:
         return flat.view(np.uint8)[: dtype.byte_count(count)]
@@ -54,7 +53,7 @@ def storage_view(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
 
 
 def real_values(raw: AnyArray, dtype: DType, count: int, *, widen: bool = False) -> F64:
-    """All elements as float64; a complex one is two, and so is a real one with `widen`."""
+    """All elements as float64. A complex element gives two; so does a real one with `widen`."""
     values: Any = to_float64(storage_view(raw, dtype, count), dtype, count)
     if dtype.kind == "complex":
         return np.ascontiguousarray(values).view(np.float64)
@@ -75,14 +74,15 @@ def _needs_exact_integers(a: DType, b: DType) -> bool:
 
 
 def _integers(raw: AnyArray, dtype: DType, count: int) -> AnyArray:
-    """The elements as Python's integers, which do not round."""
+    """The elements as Python integers, which do not round."""
     if dtype.bits == 64:
         return storage_view(raw, dtype, count).astype(object)
     return to_float64(storage_view(raw, dtype, count), dtype, count).astype(np.int64).astype(object)
 
 
 def ordinals(magnitude: F64, name: str) -> U64:
-    """Where each magnitude, rounded to nearest even, stands among the format's numbers; zero is 0.
+    """Index of each magnitude, rounded to nearest even, among the format's numbers; zero has index
+    0.
 
     >>> ordinals(np.array([0.0, 2.0**-24, 1.0, 1e9]), "float16").tolist()
     [0, 1, 15360, 31744]
@@ -98,7 +98,7 @@ def ordinals(magnitude: F64, name: str) -> U64:
 
 
 def max_ulp(reference: F64, candidate: F64, dtype: DType) -> float:
-    """The greatest distance in the candidate's format, the reference rounded to it first."""
+    """Greatest distance in the candidate's format, after the reference is rounded to it."""
     if not reference.size:
         return 0.0
     name = dtype.component
@@ -116,7 +116,8 @@ def _first(mask: Mask) -> int:
 def spread(values: F64) -> tuple[float, float, float]:
     """Mean, standard deviation (ddof 0) and Euclidean norm of finite values.
 
-    Values whose squares would leave float64 are scaled by a power of two first, which is exact.
+    Values whose squares would overflow or underflow float64 are first scaled by a power of two,
+    which is exact.
 
     >>> spread(np.array([3e200, -3e200, 3e200, -3e200]))
     (0.0, 3e+200, 6e+200)
@@ -153,7 +154,7 @@ def pair_moments(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> PairMoments:
-    """Every field of `PairMoments`, each from its own line."""
+    """Every field of `PairMoments`, each computed by its own line."""
     is_complex = "complex" in (reference_dtype.kind, candidate_dtype.kind)
     r = real_values(reference, reference_dtype, count, widen=is_complex)
     c = real_values(candidate, candidate_dtype, count, widen=is_complex)
@@ -167,7 +168,7 @@ def pair_moments(
         e = cb - rb
         ulp = max_ulp(rb, cb, candidate_dtype)
         if _needs_exact_integers(reference_dtype, candidate_dtype):
-            # Beyond 2**53 float64 would call neighbours equal.
+            # Beyond 2**53, float64 would call neighbouring integers equal.
             exact = _integers(candidate, candidate_dtype, count) - _integers(
                 reference, reference_dtype, count
             )
@@ -225,7 +226,10 @@ def pair_moments(
 
 
 def summarize(data: AnyArray, dtype: DType, *, count: int, first: int = 0) -> Summary:
-    """Every field of `Summary`; a complex element is two reals; `first`: index of the first."""
+    """Every field of `Summary`.
+
+    A complex element is two reals; `first` is the index of the first one.
+    """
     x = masked_as_infinite(real_values(data, dtype, count), dtype)
     with np.errstate(all="ignore"):
         ok = np.isfinite(x)
@@ -295,7 +299,7 @@ def _part(data: AnyArray, dtype: DType, first: int, count: int) -> AnyArray:
 
 
 def group_signs(groups: U64) -> U64:
-    """The hash of each group number: bit j set means that its element j counts negatively."""
+    """Hash of each group number; a set bit j means that element j of the group is subtracted."""
     with np.errstate(over="ignore"):
         z = (groups + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -304,13 +308,13 @@ def group_signs(groups: U64) -> U64:
 
 
 def group_flips(signs: U64) -> U64:
-    """What is XORed to the place inside the group to give the bucket: six bits."""
+    """Six bits that are XORed to the position inside the group to give the bucket."""
     with np.errstate(over="ignore"):
         return (signs * np.uint64(0xD6E8FEB86659FD93)) >> np.uint64(58)
 
 
 def sketch(values: F64, *, first: int = 0) -> F64:
-    """The sketch of finite values, the first of which stands at flat place `first`.
+    """The sketch of finite values; `first` is the flat index of the first one.
 
     >>> bool(np.allclose(sketch(np.ones(100)) + sketch(-np.ones(100)), 0))
     True
@@ -328,14 +332,18 @@ def sketch(values: F64, *, first: int = 0) -> F64:
 
 
 def estimate_l2(of: Sequence[float]) -> float:
-    """About the Euclidean norm of the tensor whose sketch this is."""
+    """Estimate of the Euclidean norm of a tensor, from its sketch."""
     return math.sqrt(math.fsum(value * value for value in of))
 
 
 def estimate_l2_distance(reference: Sequence[float], candidate: Sequence[float]) -> float:
-    """About `||candidate - reference||`, from the two sketches.
+    """Estimate of `
 
-    Exactly 0.0 for equal sketches; nan when either is missing or the two have different lengths.
+    candidate - reference
+
+    `, from the two sketches.
+
+    Exactly 0.0 for equal sketches; NaN if either is missing or their lengths differ.
     """
     if not reference or len(reference) != len(candidate):
         return math.nan
@@ -347,9 +355,17 @@ def estimate_l2_distance(reference: Sequence[float], candidate: Sequence[float])
 def estimate_relative_l2(
     reference: Sequence[float], candidate: Sequence[float], *, reference_l2: float
 ) -> float:
-    """About `||candidate - reference|| / ||reference||`; the norm below is exact, from the summary.
+    """Estimate of `
 
-    A zero reference has no scale: 0.0 when the sketches agree, otherwise inf.
+    candidate - reference
+
+    /
+
+    reference
+
+    `; `reference_l2` is exact, from the summary.
+
+    A zero reference has no scale: 0.0 if the sketches agree, otherwise inf.
     """
     distance = estimate_l2_distance(reference, candidate)
     if reference_l2 == 0.0:
@@ -358,7 +374,7 @@ def estimate_relative_l2(
 
 
 def estimate_inner_product(reference: Sequence[float], candidate: Sequence[float]) -> float:
-    """About `<reference, candidate>`; its error is about an eighth of the two norms' product."""
+    """Estimate of `<reference, candidate>`; its error is about an eighth of the norms' product."""
     if not reference or len(reference) != len(candidate):
         return math.nan
     return math.fsum(r * c for r, c in zip(reference, candidate, strict=True))
@@ -366,12 +382,12 @@ def estimate_inner_product(reference: Sequence[float], candidate: Sequence[float
 
 # The digest of tensors that stay on a device.
 #
-# xxh3 reads its bytes one after the other; this digest can be made by many threads at once. It cuts
-# a tensor into chunks of 512 groups of 64 elements; every lane of a chunk hashes its words by
-# multiplication with odd keys, and the lanes' results, each mixed with its place, are added. Equal
-# bytes of the same width have equal digests on every device; a digest of one kind says nothing
-# about one of the other. The words of a group are taken in the order of the sketch's buckets,
-# since that is how `gpu/kernels/summary.py` reads them.
+# xxh3 reads its bytes one after the other; this digest can be computed by many threads at once. It
+# divides a tensor into chunks of 512 groups of 64 elements. Every lane of a chunk hashes its words
+# by multiplication with odd keys; each lane's result is mixed with the lane's position, and the
+# results are added. Equal bytes of the same width have equal digests on every device. Digests of
+# the two kinds cannot be compared with each other. The words of a group are taken in the order of
+# the sketch's buckets, because `gpu/kernels/summary.py` reads them in that order.
 
 DIGEST_PREFIX = "lanes-128:"
 CHUNK_ROWS, LANES, STEPS = 512, 8, 4
@@ -393,7 +409,7 @@ def _scrambled(z: U64) -> U64:
 
 
 def digest_of(data: npt.NDArray[Any], width: int) -> str:
-    """The digest of flat storage whose elements take `width` bytes: 1, 2, 4 or 8."""
+    """Digest of flat storage whose elements take `width` bytes: 1, 2, 4 or 8."""
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     columns = 32 if width == 2 else 64
     tile = LANES * STEPS
@@ -406,7 +422,7 @@ def digest_of(data: npt.NDArray[Any], width: int) -> str:
     flips = group_flips(group_signs(np.arange(len(words), dtype=np.uint64)))
     place = np.arange(columns)[None, :] ^ (flips >> np.uint64(width == 2)).astype(np.int64)[:, None]
     words = np.take_along_axis(words, place, 1)
-    if width == 2:  # a thread takes 16 bytes of a group at a time
+    if width == 2:  # a thread reads 16 bytes of a group at a time
         words = np.moveaxis(words.reshape(tiles, tile, LANES, STEPS), 3, 1)
     else:
         words = words.reshape(tiles, STEPS, LANES, columns)
@@ -428,6 +444,6 @@ def digest_of(data: npt.NDArray[Any], width: int) -> str:
 
 
 def digest_text(a: int, b: int, count: int, width: int) -> str:
-    """What the two sums are called, together with how much they are sums of."""
+    """Text of a digest, from its two sums and the size of the data."""
     size = (count * width + 1) * 0x9E3779B97F4A7C15
     return f"{DIGEST_PREFIX}{a & _M:016x}{(b ^ size) & _M:016x}"

@@ -1,10 +1,10 @@
-"""The one table of element types: bit layout, storage, names elsewhere, and what follows from them.
+"""The table of element types: bit layout, storage, names in other tools, and derived values.
 
-Names are torch's, without the `torch.` in front; numpy's own names agree with them. Formats numpy
-has no type for (bfloat16, the float8 family, packed int4) are stored as raw unsigned integers and
-decoded here, so nothing needs ml_dtypes on the capture side. The C kernel reads the same table:
-`csrc/generate_tables.py` turns it into a header when the library is built, in an environment
-without numpy, which is why numpy is imported inside the functions that decode.
+Names are torch's, without `torch.`; numpy's names are the same. Formats that numpy has no type for
+(bfloat16, the float8 family, packed int4) are stored as raw unsigned integers and decoded here, so
+captures do not need ml_dtypes. The C kernel uses the same table: `csrc/generate_tables.py` converts
+it to a header when the library is built. That happens in an environment without numpy, so numpy is
+imported inside the functions that decode.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Kind: TypeAlias = Literal["float", "complex", "int", "uint", "bool", "bits"]
 F64: TypeAlias = "npt.NDArray[np.float64]"
 
 Special: TypeAlias = Literal["ieee", "nan_only", "minus_zero_nan", "finite", "scale"]
-"""What a float format keeps besides finite numbers.
+"""Which special values a float format has.
 
 - ieee: infinities and NaN in the highest exponent.
 - nan_only: the highest magnitude of either sign is NaN; no infinity (float8_e4m3fn).
 - minus_zero_nan: the pattern of minus zero is the only NaN; no infinity (the `fnuz` formats).
 - finite: every pattern is a number (float4).
-- scale: powers of two without a sign, the highest pattern is NaN (float8_e8m0fnu).
+- scale: powers of two without a sign; the highest pattern is NaN (float8_e8m0fnu).
 """
 
 
@@ -36,24 +36,25 @@ class DType(NamedTuple):
 
     Attributes:
         name: torch's name without `torch.`.
-        kind: float, complex, int, uint, bool, or bits for formats that are only stored.
+        kind: float, complex, int, uint, bool, or bits for formats that are stored but not decoded.
         bits: Width of one element; 4 for packed formats, where a byte holds two elements, low
             nibble first.
-        storage: The numpy dtype whose bytes are the elements' bytes (raw unsigned for foreign
-            floats).
-        safetensors: The safetensors tag when every reader of that format knows it, else U8 raw
-            bytes.
-        exponent: Bits of the exponent, of floats.
-        mantissa: Stored bits of the mantissa, of floats.
-        bias: What is added to an exponent before it is stored, of floats.
-        special: What a float keeps besides finite numbers; None for other types.
-        component: Name of the real type that a complex type holds two of; else its own name.
-        onnx: ONNX's number of the type (`TensorProto.DataType`); 0 where it has none.
-        ml_dtypes: The type's name in `ml_dtypes`; empty where numpy has the type itself.
-        triton: The kind of number in our Triton kernels; empty where they cannot read it.
+        storage: The numpy dtype that holds the elements' bytes (raw unsigned integers for floats
+            that numpy lacks).
+        safetensors: The safetensors tag if every reader of that format knows it, otherwise U8 for
+            raw bytes.
+        exponent: Number of exponent bits of a float.
+        mantissa: Number of stored mantissa bits of a float.
+        bias: Exponent bias of a float.
+        special: Which special values a float has; None for other types.
+        component: Name of the real type of which a complex element holds two; otherwise the type's
+            own name.
+        onnx: ONNX's number of the type (`TensorProto.DataType`); 0 if it has none.
+        ml_dtypes: The type's name in `ml_dtypes`; empty if numpy has the type itself.
+        triton: Name of the number type in our Triton kernels; empty if they cannot read it.
         unit_roundoff: Half the distance from 1 to the next number; 0.0 for exact types.
-        lowest: The most negative finite value: attention masks use it to mean minus infinity. 0.0
-            if not a float.
+        lowest: The most negative finite value, which attention masks use for minus infinity. 0.0
+            for types that are not floats.
     """
 
     name: str
@@ -78,12 +79,12 @@ class DType(NamedTuple):
 
     @property
     def reals(self) -> int:
-        """Real numbers in one element."""
+        """Number of reals in one element."""
         return 2 if self.kind == "complex" else 1
 
     @property
     def has_sentinel(self) -> bool:
-        """Whether the lowest value means -inf: attention masks use it so from 16 bits up."""
+        """Whether the lowest value means -inf, as in attention masks of 16 bits or more."""
         return self.kind == "float" and self.bits >= 16
 
     @property
@@ -94,18 +95,18 @@ class DType(NamedTuple):
 
     @property
     def past_largest(self) -> int:
-        """How many numbers from zero upwards a float format has: the pattern after the largest."""
+        """The pattern after a float format's largest; also the count of its numbers from 0 up."""
         if self.special == "ieee":
             return (2**self.exponent - 1) << self.mantissa
         patterns = 1 << (self.exponent + self.mantissa)
         return patterns - 1 if self.special == "nan_only" else patterns
 
     def byte_count(self, elements: int) -> int:
-        """How many bytes that many elements take; packed formats round up to a whole byte."""
+        """Number of bytes of so many elements; packed formats round up to a whole byte."""
         return (elements * self.bits + 7) // 8
 
     def value(self, pattern: int) -> float:
-        """The number that a bit pattern of a float format stands for.
+        """The number that a bit pattern of a float format represents.
 
         >>> DTYPES["float16"].value(0x3C00), DTYPES["float8_e4m3fnuz"].value(0x80)
         (1.0, nan)
@@ -153,7 +154,7 @@ def _float(
         triton=triton,
         unit_roundoff=2.0 ** -(mantissa + 1),
     )
-    # A scale has no sign, so nothing can be its lowest value.
+    # A scale has no sign, so it has no lowest value.
     largest = 0.0 if special == "scale" else plain.value(plain.past_largest - 1)
     return plain._replace(lowest=-largest if largest else 0.0)
 
@@ -212,20 +213,20 @@ C_CODES: dict[str, int] = {
     name: code
     for code, name in enumerate(name for name, d in DTYPES.items() if d.kind != "complex")
 }
-"""The number C knows a real type by; complex types reach C as twice as many reals."""
+"""C's number of each real type; a complex type reaches C as twice as many reals."""
 
 
 class Pattern(NamedTuple):
-    """What the bits of one float format mean; complex types are two reals of one.
+    """The bit patterns of one float format; a complex type is two reals.
 
     Attributes:
         name: The element type, as in `DTYPES`.
-        bits: Of one real.
-        reals: Reals in an element.
+        bits: Number of bits of one real.
+        reals: Number of reals in an element.
         normal: Magnitude pattern of the smallest normal number.
-        top: Of the largest finite one.
-        infinity: Of infinity; 0 where the format has none.
-        odd_nan: The pattern of minus zero is the only NaN.
+        top: Magnitude pattern of the largest finite number.
+        infinity: Magnitude pattern of infinity; 0 if the format has none.
+        odd_nan: Whether the pattern of minus zero is the only NaN.
         mantissa: Bits of the mantissa.
         largest: The largest finite value.
     """
@@ -246,17 +247,18 @@ class Pattern(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether a large activation can reach the top: 16 bits and less."""
+        """Whether large activations can reach the format's limit: formats of up to 16 bits."""
         return self.bits <= 16
 
     def value(self, magnitude: int) -> float:
-        """The number a magnitude pattern stands for."""
-        if magnitude > self.mask:  # what the kernel gives for a NaN that looks like minus zero
+        """The number that a magnitude pattern represents."""
+        if magnitude > self.mask:  # the kernel returns this for a NaN that looks like minus zero
             return math.nan
         return DTYPES[DTYPES[self.name].component].value(magnitude)
 
     def headroom(self, magnitude: int) -> float:
-        """Powers of two between a magnitude and the format's largest value; 0 at the top.
+        """Number of powers of two between a magnitude and the format's largest value; 0 at the
+        limit.
 
         >>> round(PATTERNS["float16"].headroom(0x7800), 3)  # 32768 of 65504
         0.999
@@ -288,7 +290,7 @@ PATTERNS: dict[str, Pattern] = {
     for name, dtype in DTYPES.items()
     if dtype.is_floating and DTYPES[dtype.component].special not in ("scale", "finite")
 }
-"""Formats that have something beyond the finite; scales and packed formats have not."""
+"""Formats that have non-finite values; scales and packed formats are left out."""
 
 
 @functools.cache
@@ -303,7 +305,7 @@ def value_table(name: str) -> F64:
 
 
 def unpack_nibbles(raw: npt.NDArray[np.uint8], elements: int) -> npt.NDArray[np.uint8]:
-    """Two 4-bit codes per byte, low nibble first, cut to the number of elements."""
+    """Unpack two 4-bit codes per byte, low nibble first, cut to the number of elements."""
     import numpy as np
 
     flat = raw.reshape(-1)
@@ -316,18 +318,18 @@ def unpack_nibbles(raw: npt.NDArray[np.uint8], elements: int) -> npt.NDArray[np.
 def to_float64(
     raw: npt.NDArray[np.generic], dtype: DType, elements: int | None = None
 ) -> npt.NDArray[np.generic]:
-    """Decode storage values into float64 (complex128 for complex types), element for element.
+    """Decode storage values to float64 (complex128 for complex types), element by element.
 
     Args:
-        raw: Array of `dtype.storage`; for 4-bit formats, of packed bytes.
-        dtype: What the bytes mean.
+        raw: Array of `dtype.storage`; for 4-bit formats, packed bytes.
+        dtype: Element type of the bytes.
         elements: Needed for 4-bit formats with an odd number of elements.
 
-    64-bit integers beyond 2**53 are rounded here; compare those exactly, as integers, instead.
+    64-bit integers beyond 2**53 are rounded here; to compare them exactly, compare integers.
     """
     import numpy as np
 
-    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like others
+    with np.errstate(invalid="ignore"):  # a signalling NaN is treated like any NaN
         return _decoded(raw, dtype, elements)
 
 
@@ -357,5 +359,5 @@ def _decoded(
 
 
 def coarser(a: DType, b: DType) -> DType:
-    """The one that counts less finely; the first when they count alike."""
+    """The type with the lower precision; the first if both are equal."""
     return b if b.unit_roundoff > a.unit_roundoff else a

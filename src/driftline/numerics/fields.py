@@ -1,9 +1,9 @@
-"""The one schema of figures: what is kept of a tensor (`Summary`) and of a pair (`PairMoments`).
+"""The schema of figures: what is computed for a tensor (`Summary`) and for a pair (`PairMoments`).
 
-A field's annotation says its type and how two consecutive blocks are joined. Everything else is
-derived: the list of `Field`, the layout of the C structs (`csrc/generate_tables.py` writes them
-into a header), the formats that unpack them, and the merging of blocks. What each figure means is
-in `definitions.py`. Standard library only: the build reads this file before numpy is there.
+A field's annotation gives its type and how two consecutive blocks are merged. Everything else is
+derived from it: the list of `Field`, the layout of the C structs (`csrc/generate_tables.py` writes
+them into a header), the formats that unpack them, and the merging of blocks. `definitions.py`
+defines each figure. Standard library only: the build reads this file before numpy is installed.
 """
 
 import enum
@@ -16,16 +16,16 @@ SKETCH_BUCKETS = 64
 
 
 class Merge(enum.Enum):
-    """How the figure of a whole follows from those of its consecutive blocks."""
+    """How a figure of a tensor is computed from the figures of its consecutive blocks."""
 
     SUM = "sum"
-    LEAST = "least"  # NaN stands for "there is none"
+    LEAST = "least"  # NaN means that there is none
     GREATEST = "greatest"
-    MEAN = "mean"  # of the finite elements, weighted by how many each block has
+    MEAN = "mean"  # of the finite elements, weighted by their number in each block
     STD = "std"
     NORM = "norm"
-    FIRST = "first"  # the first position; -1 stands for "nowhere"
-    AT_GREATEST = "at greatest"  # the position that belongs to the field before it
+    FIRST = "first"  # the first position; -1 means that there is none
+    AT_GREATEST = "at greatest"  # the position that belongs to the preceding field
     BUCKETS = "buckets"  # sums, bucket by bucket
 
 
@@ -45,9 +45,9 @@ class Field(NamedTuple):
     """One figure.
 
     Attributes:
-        name: Its name in the tuple and in the C struct.
+        name: Name of the figure in the tuple and in the C struct.
         type: int, float, or tuple for the sketch.
-        merge: How blocks are joined.
+        merge: How two blocks are merged.
         side: "r" for a figure of the reference alone, "c" for the candidate's, "" for the pair's.
     """
 
@@ -58,21 +58,21 @@ class Field(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """One tensor's values in a few numbers. Moments are over finite elements, in float64.
+    """One tensor's values in a few numbers. Moments are of the finite elements, in float64.
 
-    Other programs keep fewer of them: what is not known is NaN, counts included, and without a
-    sketch. `nan` is NaN exactly in such a partial summary.
+    Other programs store fewer of them. A missing figure is NaN, also if it is a count, and a
+    missing sketch is empty. `nan` is NaN exactly in such a partial summary.
 
     Attributes:
         count: Number of elements.
-        min: Smallest finite element; nan when there is none (so for mean, max and std).
+        min: Smallest finite element; NaN if there is none (likewise max, mean and std).
         std: Population standard deviation (ddof 0).
         l2: Euclidean norm of the finite elements.
-        zeros: Elements equal to zero, of either sign.
-        nan: NaN elements.
-        pos_inf: Elements that are +inf.
-        neg_inf: Elements that are -inf, or the lowest value of a float format of 16 bits or more:
-            attention masks are filled with it, and it means -inf there.
+        zeros: Number of elements equal to zero, of either sign.
+        nan: Number of NaN elements.
+        pos_inf: Number of elements that are +inf.
+        neg_inf: Number of elements that are -inf, or the lowest value of a float format of 16 bits
+            or more, which stands for -inf in attention masks.
         sketch: Signed count-sketch of the finite elements; see `definitions.sketch`.
     """
 
@@ -90,13 +90,14 @@ class Summary(NamedTuple):
 
 
 class PairMoments(NamedTuple):
-    """Sums, extremes and counts of one pair, in float64; r reference, c candidate, e = c - r.
+    """Sums, extremes and counts of one pair, in float64; r is the reference, c the candidate, e = c
+    - r.
 
-    "Finite" means finite on both sides, where the lowest value of a 16-bit-or-wider float format
-    counts as -inf on its side: attention masks are filled with it. Sums and error extremes are over
-    those elements. Positions are flat C-order indices, -1 for "nowhere".
+    "Finite" means finite on both sides. The lowest value of a float format of 16 bits or more
+    counts as -inf, because attention masks are filled with it. Sums and error extremes are over the
+    finite elements. Positions are flat C-order indices; -1 means that there is none.
 
-    A tuple, because forty fields of a small tensor take longer to set one by one than to measure.
+    A tuple, because setting forty fields one by one takes longer than measuring a small tensor.
     """
 
     count: Count  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
@@ -108,15 +109,15 @@ class PairMoments(NamedTuple):
     sum_abs_e: Total
     max_abs_e: Greatest
     max_abs_e_at: AtGreatest
-    sum_rel_e: Total  # |e|/|r|; 0 where both are 0, inf where only r is
+    sum_rel_e: Total  # |e|/|r|; 0 if both are 0, inf if only r is
     max_rel_e: Greatest
-    max_ulp: Greatest  # distance in the candidate's format, the reference rounded to it first
-    outside: Count  # elements with not |e| <= atol + rtol*|r|, one-sided non-finite ones included
+    max_ulp: Greatest  # distance in the candidate's format, after rounding the reference to it
+    outside: Count  # elements with not |e| <= atol + rtol*|r|, also those that count as one-sided
     different: Count  # elements whose values differ; NaN equals NaN here
     first_different_at: First
-    one_sided: Count  # non-finite on one side only, or differently on the two
+    one_sided: Count  # non-finite on one side only, or not equally on the two
     one_sided_at: First
-    # One side at a time, of that side's own finite elements.
+    # Figures of one side, over the finite elements of that side.
     r_finite: Count
     c_finite: Count
     r_min: Least
@@ -133,7 +134,7 @@ class PairMoments(NamedTuple):
     c_nan: Count
     r_pos_inf: Count
     c_pos_inf: Count
-    r_neg_inf: Count  # sentinels included
+    r_neg_inf: Count  # including sentinels
     c_neg_inf: Count
     r_nonfinite_at: First
     c_nonfinite_at: First
@@ -153,7 +154,7 @@ PAIR_FIELDS = _fields_of(PairMoments)
 
 
 def _layout(fields: Sequence[Field]) -> struct.Struct:
-    """The struct that C fills for these fields: eight bytes each, the sketch aside."""
+    """The struct that C fills for these fields: eight bytes each, without the sketch."""
     letters = {int: "q", float: "d"}
     return struct.Struct("=" + "".join(letters[f.type] for f in fields if f.type in letters))
 
@@ -164,13 +165,13 @@ PAIR_STRUCT = _layout(PAIR_FIELDS)
 
 
 _Spread = tuple[int, float, float]
-"""How many finite elements a block has of one side, their mean and standard deviation."""
+"""Number of finite elements of one side of a block, their mean and standard deviation."""
 
 
 def merge_moments(parts: Sequence[PairMoments]) -> PairMoments:
-    """The moments of a pair from those of its consecutive blocks, in order.
+    """Merge the moments of a pair's consecutive blocks, in order.
 
-    Spreads are joined by Chan's formula, so a mean far from zero costs no digits.
+    Standard deviations are joined by Chan's formula, so a mean far from zero costs no digits.
 
     >>> merge_moments([])
     Traceback (most recent call last):
@@ -188,7 +189,7 @@ def merge_moments(parts: Sequence[PairMoments]) -> PairMoments:
 
 
 def merge_summaries(a: Summary, b: Summary) -> Summary:
-    """The summary of a tensor from those of two consecutive blocks."""
+    """Merge the summaries of two consecutive blocks of a tensor."""
     spreads = {"": (_summary_spread(a), _summary_spread(b))}
     return Summary._make(_join(SUMMARY_FIELDS, a, b, spreads))
 
@@ -200,9 +201,9 @@ def _pair_spread(m: PairMoments, side: str) -> _Spread:
 
 
 def repeat_summary(summary: Summary, times: int) -> Summary:
-    """The summary of a tensor that holds the elements of another one so many times.
+    """The summary of a tensor that holds the elements of another one `times` times.
 
-    Without a sketch, which depends on the positions of elements.
+    It has no sketch, which depends on the positions of elements.
 
     >>> one = Summary(2, 1.0, 3.0, 2.0, 1.0, 10.0**0.5, 0, 0, 0, 0)
     >>> repeat_summary(one, 4)[:5], round(repeat_summary(one, 4).l2, 3)
@@ -225,7 +226,10 @@ def _join(
     second: Sequence[Any],
     spreads: dict[str, tuple[_Spread, _Spread]],
 ) -> list[Any]:
-    """Field by field; the field `count` comes first and says where the second block begins."""
+    """Merge field by field.
+
+    The field `count` comes first and gives the offset of the second block.
+    """
     offset: int = first[0]
     merged: list[Any] = []
     second_is_greater = False
@@ -246,7 +250,7 @@ def _join(
 
 
 def joined_mean(a: _Spread, b: _Spread) -> float:
-    """Mean of two groups together, each given as (count, mean, std)."""
+    """Mean of two groups together; each group is (count, mean, std)."""
     (n, mean_a, _), (m, mean_b, _) = a, b
     if n == 0 or m == 0:
         return mean_a if n else mean_b
@@ -254,12 +258,12 @@ def joined_mean(a: _Spread, b: _Spread) -> float:
 
 
 def joined_std(a: _Spread, b: _Spread) -> float:
-    """Standard deviation of two groups together, each given as (count, mean, std)."""
+    """Standard deviation of two groups together; each group is (count, mean, std)."""
     (n, mean_a, std_a), (m, mean_b, std_b) = a, b
     if n == 0 or m == 0:
         return std_a if n else std_b
     weight_a, weight_b = n / (n + m), m / (n + m)
-    # hypot: squares of huge or tiny numbers would leave float64.
+    # hypot, because squares of huge or tiny numbers would overflow or underflow float64.
     return math.hypot(
         std_a * math.sqrt(weight_a),
         std_b * math.sqrt(weight_b),
@@ -285,11 +289,12 @@ _SIMPLE: dict[Merge, Callable[[Any, Any], Any]] = {
 }
 
 INTERFACE = 1
-"""Raised when the arguments of a C function change, which the tables do not show."""
+"""Increase it when the arguments of a C function change; the tables do not show that."""
 
 
 def abi_number(dtypes: Sequence[tuple[Any, ...]]) -> int:
-    """A number for the tables that C was built from: the binding refuses a library of another one.
+    """A number for the tables that C was built from; the binding refuses a library with another
+    number.
 
     Args:
         dtypes: The rows of `dtypes.DTYPES`.

@@ -1,12 +1,12 @@
 """The binding to the C kernel: moments of a pair, summary and digest of a tensor.
 
-Arrays come in as flat storage of any byte alignment, with the number of logical elements;
-nothing here knows shapes or files. The library is a plain shared object beside this file, loaded
-on first use; ctypes lets go of the GIL, so calls from several threads run side by side. Without it
-everything is computed by the numpy definitions. Results mean the same on every path; only the last
-digits of sums differ.
+Arrays are passed as flat storage of any byte alignment, with the number of logical elements;
+nothing here knows shapes or files. The library is a plain shared object in the folder of this file
+and is loaded on first use. ctypes releases the GIL, so calls from several threads run in parallel.
+Without the library, the numpy definitions compute everything. Results mean the same on every path;
+only the last digits of sums differ.
 
-Also here: how any C library of ours is opened, and the addresses of Python buffers.
+This file also opens the other C libraries of Driftline and returns the addresses of Python buffers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NUMPY = "numpy"
 # name -> (code in C, reals per element, whether the lowest value means -inf)
 _LAYOUT = {d.name: (C_CODES[d.component], d.reals, int(d.has_sentinel)) for d in DTYPES.values()}
 
-# In two parts: a tuple of all would be cut in two again.
+# In two parts: a single tuple of all numbers would have to be split again.
 _numbers_in, _sketch_in = SUMMARY_STRUCT.unpack_from, SKETCH_STRUCT.unpack_from
 _MomentsBuffer = ctypes.c_char * PAIR_STRUCT.size
 _SummaryBuffer = ctypes.c_char * (SUMMARY_STRUCT.size + SKETCH_STRUCT.size)
@@ -52,7 +52,7 @@ _start_of: Any = ctypes.c_char.from_buffer
 _address_of = ctypes.addressof
 _new_moments, _new_summary = PairMoments._make, Summary._make
 _PREFIX = "xxh3-128:"
-# Function objects of our own: the program may have declared these differently for itself.
+# Function objects of our own, because the program may have declared these differently.
 _memory_view: Any = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
@@ -63,16 +63,17 @@ _get_buffer: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_vo
 _release_buffer: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(
     ("PyBuffer_Release", ctypes.pythonapi)
 )
-_Buffer = ctypes.c_void_p * 16  # a Py_buffer, which begins with the address, and room to spare
+_Buffer = ctypes.c_void_p * 16  # a Py_buffer, which begins with the address, with room to spare
 
 
 def opened(path: str | os.PathLike[str], abi: str, version: int) -> ctypes.CDLL | None:
-    """A C library of ours; None when it was not built, cannot be loaded, or has another version.
+    """Open a C library of Driftline; None if it was not built, cannot be loaded, or has another
+    version.
 
     Args:
-        path: The file.
-        abi: Its function that says which version it is.
-        version: The version that the caller can call.
+        path: Path of the library.
+        abi: Name of the function that returns its version.
+        version: Version that the caller needs.
     """
     try:
         library = ctypes.CDLL(os.fspath(path))
@@ -87,7 +88,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def load(path: str | os.PathLike[str]) -> ctypes.CDLL | None:
-    """A kernel library with its signatures declared, as `opened`."""
+    """A kernel library with its signatures declared; None in the cases of `opened`."""
     library = opened(path, "driftline_abi", ABI_NUMBER)
     if library is None:
         return None
@@ -113,27 +114,27 @@ def load(path: str | os.PathLike[str]) -> ctypes.CDLL | None:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The paths this machine can take, best first; `numpy` always works."""
+    """The paths that this machine can use, best first; `numpy` always works."""
     library = _library()
     best = -1 if library is None else int(library.driftline_best_path())
     return (*reversed(PATHS[: best + 1]), NUMPY)
 
 
 def active() -> str:
-    """The path taken when none is asked for: the best one, or what `DRIFTLINE_KERNEL` says."""
+    """The default path: the best one, or the one that `DRIFTLINE_KERNEL` names."""
     number = _default_number()
     return PATHS[number] if number >= 0 else NUMPY
 
 
 @functools.cache
 def _default_number() -> int:
-    """Asked once per process: the environment is not read again for every small tensor."""
+    """Cached, so that the environment is not read again for every small tensor."""
     return _numbered(settings.kernel_choice())
 
 
 @functools.lru_cache(maxsize=32)
 def _numbered(wanted: str) -> int:
-    """Place in PATHS of the path wanted, of the best one for an empty wish; -1 for numpy."""
+    """Index in PATHS of a path, or of the best one if `wanted` is empty; -1 for numpy."""
     possible = available()
     chosen = wanted or possible[0]
     if chosen not in possible:
@@ -147,18 +148,18 @@ def _numbered(wanted: str) -> int:
 
 
 def chosen(path: str | None) -> tuple[ctypes.CDLL | None, int]:
-    """The library and the number of the path to take; None in place of the library: use numpy."""
+    """The library and the number of the path; the library is None if numpy must be used."""
     number = _numbered(path) if path else _default_number()
     return (_library() if number >= 0 else None), number
 
 
 def code_of(dtype: DType) -> int:
-    """The number C knows an element type by."""
+    """C's number of an element type."""
     return _LAYOUT[dtype.name][0]
 
 
 def _address(array: AnyArray) -> int:
-    """Where the bytes are. Asking the buffer is twice as fast, where it can be written to."""
+    """Address of an array's bytes. For writable arrays, the buffer gives it twice as fast."""
     if array.flags.writeable and array.size:
         return _address_of(_start_of(array))
     return array.ctypes.data
@@ -173,7 +174,7 @@ def _fit(array: AnyArray, dtype: DType, count: int) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def pairing(reference: str, candidate: str) -> tuple[int, int, int, int, int, int]:
-    """How C is told of two types: codes, reals per element, which side to widen, masks."""
+    """Two types as C needs them: codes, reals per element, which side to widen, masks."""
     r_code, r_reals, r_mask = _LAYOUT[reference]
     c_code, c_reals, c_mask = _LAYOUT[candidate]
     reals = max(r_reals, c_reals)
@@ -192,17 +193,18 @@ def pair_moments(
     rtol: float = 0.0,
     path: str | None = None,
 ) -> PairMoments:
-    """Every moment of a pair in one pass over its memory.
+    """All moments of a pair, in one pass over its memory.
 
     Args:
         reference: Flat contiguous storage (numpy dtype `storage`, or raw bytes), any alignment.
-        reference_dtype: What its bytes mean.
-        candidate: Likewise; may be of another type.
-        candidate_dtype: What its bytes mean; ULPs are counted in it.
-        count: Logical elements of each side. Complex elements are measured as two reals each.
-        atol: Absolute part of the tolerance behind `outside`.
-        rtol: Part of the tolerance relative to the reference.
-        path: One of `available()`, instead of the active one.
+        reference_dtype: Element type of the reference.
+        candidate: Likewise; may have another type.
+        candidate_dtype: Element type of the candidate; ULPs are counted in it.
+        count: Number of logical elements of each side. Complex elements are measured as two reals
+            each.
+        atol: Absolute part of the tolerance for `outside`.
+        rtol: Part of the tolerance that is relative to the reference.
+        path: One of `available()`; None for the default.
     """
     number = _numbered(path) if path else _default_number()
     _fit(reference, reference_dtype, count)
@@ -230,7 +232,10 @@ def pair_moments_at(
     atol: float = 0.0,
     rtol: float = 0.0,
 ) -> PairMoments:
-    """The same for memory the caller vouches for, by address; only where `takes_addresses()`."""
+    """As `pair_moments`, by address.
+
+    The caller guarantees the memory, and that `takes_addresses()`.
+    """
     library = _library()
     assert library is not None
     names = reference_dtype.name, candidate_dtype.name
@@ -239,7 +244,7 @@ def pair_moments_at(
 
 
 def takes_addresses() -> bool:
-    """Whether the C kernel is what is used here; numpy wants arrays."""
+    """Whether the C kernel is used here; the numpy path needs arrays."""
     return _default_number() >= 0 and _library() is not None
 
 
@@ -282,7 +287,7 @@ def summarize(data: AnyArray, dtype: DType, *, count: int, path: str | None = No
 
 
 def summarize_at(address: int, length: int, dtype: DType, *, count: int) -> Summary:
-    """The same for memory the caller vouches for: no array is made for it."""
+    """As `summarize`, for memory that the caller guarantees; no array is made for it."""
     number = _default_number()
     library = _library()
     if number < 0 or library is None:
@@ -300,16 +305,16 @@ def _summarize(library: ctypes.CDLL, address: int, dtype: str, count: int, numbe
 
 
 def digest(data: AnyArray, *, path: str | None = None) -> str:
-    """A name for these bytes: `xxh3-128:<hex>` from C, `blake2b-128:<hex>` without it.
+    """A digest of bytes: `xxh3-128:<hex>` from C, `blake2b-128:<hex>` without it.
 
-    Equal bytes have equal digests of the same kind; the two kinds never compare equal.
+    Equal bytes have equal digests of the same kind; digests of two kinds are never equal.
     """
     number = _numbered(path) if path else _default_number()
     if not data.flags.c_contiguous:
         raise BadInput("the kernel takes contiguous arrays only")
     library = _library()
     if number < 0 or library is None:
-        import hashlib  # loads OpenSSL, 3 ms that nobody with the kernel needs
+        import hashlib  # loads OpenSSL: 3 ms that the kernel does not need
 
         flat = data.reshape(-1).view(np.uint8)
         return "blake2b-128:" + hashlib.blake2b(flat.data, digest_size=16).hexdigest()
@@ -319,7 +324,7 @@ def digest(data: AnyArray, *, path: str | None = None) -> str:
 
 
 def digest_at(address: int, length: int) -> str:
-    """The same for memory the caller vouches for: no array is made for it."""
+    """As `digest`, for memory that the caller guarantees; no array is made for it."""
     number = _default_number()
     library = _library()
     if number < 0 or library is None:
@@ -330,13 +335,13 @@ def digest_at(address: int, length: int) -> str:
 
 
 def bytes_at(address: int, length: int) -> npt.NDArray[np.uint8]:
-    """A window on memory that its owner must keep alive; nothing is copied."""
-    # Not through a ctypes array: each new length would make a new class, which dies with it.
+    """A view of memory that its owner must keep alive; nothing is copied."""
+    # Not by a ctypes array: each new length would create a new class, which dies with it.
     return np.frombuffer(_memory_view(address, length, _WRITABLE) if length else b"", np.uint8)
 
 
 def address_of(buffer: bytes | memoryview) -> int:
-    """The address of a buffer's first byte; whoever asks must keep the buffer alive.
+    """The address of a buffer's first byte; the caller must keep the buffer alive.
 
     >>> import ctypes
     >>> ctypes.string_at(address_of(b"driftline"), 5)
@@ -354,10 +359,10 @@ _PIECE = 64 << 20
 
 
 def let_go(address: int, length: int) -> None:
-    """Let go of the pages of a mapped file, which come back when they are looked at.
+    """Release the pages of a mapped file; they are read again when they are used.
 
-    In pieces, and without the interpreter's lock: a file that is unmapped all at once takes 24 ms
-    per gigabyte, as long as no other thread of the process is given memory.
+    The release is done in pieces and without the interpreter's lock. Unmapping a file all at once
+    takes 24 ms per gigabyte, during which no other thread of the process can allocate memory.
     """
     advice = getattr(mmap, "MADV_DONTNEED", None)  # not on every system
     if advice is None:
@@ -369,6 +374,6 @@ def let_go(address: int, length: int) -> None:
 
 @functools.cache
 def _madvise() -> Any:
-    # Once: a library that is opened is a class of its own, and stays until garbage is collected.
+    # Cached: every opened library creates a class, which stays until it is garbage-collected.
     takes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return ctypes.CFUNCTYPE(ctypes.c_int, *takes)(("madvise", ctypes.CDLL(None)))

@@ -1,9 +1,10 @@
-"""How near a tensor came to the top of its format, and what stands beyond it.
+"""How near a tensor came to the limit of its format, and which values are beyond it.
 
-Without its sign, the bit pattern of a float sorts like its value: infinity above every finite
-number, NaN above infinity. So one unsigned maximum, at the speed of memory, says whether anything
-is not finite, and how many powers of two were left. Counting what it is comes after, where it
-matters. Knows addresses and element types, no tensors and no rules about what is allowed.
+Without its sign, the bit pattern of a float sorts like its value: infinity is above every finite
+number, and NaN above infinity. So one unsigned maximum, at the speed of memory, shows whether
+anything is not finite, and how many powers of two were left. The kinds of special values are
+counted afterwards, if they matter. This file knows addresses and element types, but no tensors, and
+no rules about what is allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from driftline.numerics.dtypes import Pattern
 
 
 class Tally(NamedTuple):
-    """How many of each special value; the rest are ordinary numbers."""
+    """Number of special values of each kind; all other elements are ordinary numbers."""
 
     zero: int
     subnormal: int
@@ -47,15 +48,16 @@ _TallyBuffer = ctypes.c_char * _TALLY.size
 
 @functools.cache
 def _functions() -> tuple[Any, Any, int] | None:
-    """The two functions of the C kernel and the path to take; None: do it in numpy."""
+    """The two functions of the C kernel and the number of the path; None if numpy must be used."""
     library, path = kernel.chosen(None)
     if library is None:
         return None
     try:
-        # Objects of our own: `kernel` declares other functions of this library in its own way.
+        # Function objects of our own, because `kernel` declares the library's functions
+        # differently.
         peak = cast("Any", library)["driftline_peak"]
         tally = cast("Any", library)["driftline_tally"]
-    except AttributeError:  # a library built before there were any
+    except AttributeError:  # a library from before these functions existed
         return None
     pointer, c_int, int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     peak.argtypes = [pointer, c_int, int64, ctypes.c_uint64, c_int, c_int]
@@ -69,9 +71,9 @@ def peak_at(address: int, count: int, pattern: Pattern) -> int:
     """The largest magnitude pattern of `count` elements; above `pattern.top` if any is not finite.
 
     Args:
-        address: Memory the caller vouches for.
-        count: Elements of it, one after the other.
-        pattern: Their format.
+        address: Address of memory that the caller guarantees.
+        count: Number of consecutive elements.
+        pattern: Format of the elements.
     """
     functions = _functions()
     if functions is None:
@@ -81,7 +83,7 @@ def peak_at(address: int, count: int, pattern: Pattern) -> int:
 
 
 def tally_at(address: int, count: int, pattern: Pattern) -> Tally:
-    """How many special values of each kind; complex elements are two reals each."""
+    """Count the special values of each kind; complex elements are two reals each."""
     functions = _functions()
     if functions is None:
         return _tally_in_numpy(_raw(address, count, pattern), pattern)

@@ -1,13 +1,13 @@
-"""Rows of logits against rows of logits: top elements, divergences, choices, counts of non-numbers.
+"""Compare rows of logits: top elements, divergences, choices, and counts of non-numbers.
 
-A row is one token's logits over the vocabulary, `reference` first. `define` says what each number
-means, in numpy float64; `score_rows` gives the same from the C kernel, which passes over a row
-without a copy of it. Nothing here knows tokens' texts, models or files.
+A row holds one token's logits over the vocabulary. `define` says in numpy float64 what each number
+means; `score_rows` computes the same with the C kernel, without copying a row. This file knows no
+token texts, models or files.
 
-In C it is one pass over the logits of both sides; the total variation, which needs that pass's
-result, is summed while the next row passes. On two cores of a Zen 4 a token of 128 256 entries
-takes 60 to 70 us of processor time with AVX-512 (95 with AVX2), the four documented formulas one
-after the other 1.13 ms.
+The C kernel makes one pass over the logits of both sides. The total variation needs the result of
+that pass, so it is summed during the pass over the next row. On two cores of a Zen 4, a token of
+128 256 entries takes 60 to 70 us of processor time with AVX-512 (95 with AVX2); the four documented
+formulas, one after the other, take 1.13 ms.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 STRIP = 1024
-"""Elements the kernel takes at a time; its scratch rows are rounded up to whole strips."""
+"""Number of elements that the kernel processes at a time. Scratch rows are whole strips."""
 INSERTED = 256
-"""The longest list of greatest elements that is worth inserting into; longer ones go by numpy."""
+"""Longest list of top elements that the kernel builds by insertion; numpy computes longer ones."""
 _LINE = 16
-"""Elements of a cache line."""
+"""Number of float32 elements of a cache line."""
 _THREAD_ROWS = 8
-"""Rows below which a thread more costs what it saves."""
+"""Number of rows per thread below which another thread costs more than it saves."""
 _MOST_THREADS = 256
-"""The most that the kernel can start."""
+"""Largest number of threads that the kernel can start."""
 
 
 class RowScores(NamedTuple):
-    """One number per row, but for the last three, which have one per row and top element.
+    """One number per row. The last three fields have one per row and top element.
 
-    Rows that hold a NaN or an infinity on either side are counted; their sums and divergences are
-    NaN.
+    Rows with a NaN or an infinity on either side are counted; their sums and divergences are NaN.
 
     Attributes:
         reference_lse: log of the sum of exponentials of the reference's row.
-        candidate_lse: The same of the candidate's.
+        candidate_lse: The same for the candidate's row.
         kl_rc: Kullback-Leibler divergence of the candidate from the reference, sum p log(p/q).
-        kl_cr: The other way round, sum q log(q/p).
-        total_variation: Half the sum of |p - q|: how much probability is elsewhere.
-        candidate_choice: Where the candidate is greatest, the first of equal places.
-        rank: How the candidate ranks the given token: 1 and how many logits are greater.
-        reference_nan: NaN in the row; likewise the three that follow.
-        top: Places of the k greatest elements of the reference, greatest first, of equal ones
-            the first in front; -1 where NaN left fewer.
-        reference_top: The reference there.
-        candidate_top: The candidate at the same places.
+        kl_cr: The reverse divergence, sum q log(q/p).
+        total_variation: Half the sum of |p - q|: how much probability has moved.
+        candidate_choice: Position of the candidate's greatest logit; the first if there are
+            several.
+        rank: Rank of the given token in the candidate: one more than the number of greater logits.
+        reference_nan: Number of NaN in the row; the following three fields are counts likewise.
+        top: Positions of the k greatest elements of the reference, in descending order; of equal
+            elements the first comes first. -1 if NaN left fewer.
+        reference_top: Values of the reference at these positions.
+        candidate_top: Values of the candidate at the same positions.
     """
 
     reference_lse: F64
@@ -77,13 +77,13 @@ class RowScores(NamedTuple):
 
 
 def define(reference: F64, candidate: F64, tokens: I64, k: int) -> RowScores:
-    """What every field means, slowly: float64, all rows at once.
+    """Define every field, slowly: in float64, all rows at once.
 
     Args:
         reference: [rows, vocabulary].
         candidate: [rows, vocabulary].
-        tokens: The token of each row whose rank is asked.
-        k: How many of the greatest elements are wanted.
+        tokens: For each row, the token whose rank is computed.
+        k: Number of top elements.
     """
     rows = np.arange(len(reference))
     odd = ~(np.isfinite(reference).all(axis=1) & np.isfinite(candidate).all(axis=1))
@@ -102,7 +102,7 @@ def define(reference: F64, candidate: F64, tokens: I64, k: int) -> RowScores:
             figure[odd] = np.nan
         chosen = candidate[rows, tokens]
         rank = 1 + (candidate > chosen[:, None]).sum(axis=1)
-        # NaN sorts last either way; it is no choice.
+        # NaN sorts last in both cases, and is never chosen.
         order = np.argsort(-reference, axis=1, kind="stable")[:, :k]
         choice = np.argmax(np.where(np.isnan(candidate), -np.inf, candidate), axis=1)
     r_top = np.take_along_axis(reference, order, axis=1)
@@ -137,17 +137,17 @@ def score_rows(
     path: str | None = None,
     threads: int | None = None,
 ) -> RowScores:
-    """`define` for rows in their own element types, fast and without copies of them.
+    """Compute `define` for rows of other element types, fast and without copying them.
 
     Args:
         reference: [rows, vocabulary], contiguous storage.
-        reference_dtype: What its bytes mean.
-        candidate: Likewise, of the same shape.
-        candidate_dtype: What its bytes mean.
+        reference_dtype: Element type of the reference.
+        candidate: [rows, vocabulary], likewise.
+        candidate_dtype: Element type of the candidate.
         tokens: int64 [rows], each within the vocabulary.
-        k: How many of the greatest elements are wanted, at most the vocabulary.
+        k: Number of top elements, at most the size of the vocabulary.
         path: One of `kernel.available()`.
-        threads: How many at once; None: one per core that this process may use.
+        threads: Number of threads; None: one per core that this process may use.
     """
     rows, vocabulary = reference.shape
     _check(reference, candidate, tokens, k)
@@ -168,7 +168,7 @@ def score_rows(
     workers = max(1, min(workers, rows // _THREAD_ROWS, _MOST_THREADS))
     room = _room(workers * 3 * (-(-vocabulary // STRIP) * STRIP) + _LINE)
     scratch = room.ctypes.data
-    scratch += -scratch % (4 * _LINE)  # the kernel's vectors should not be across two cache lines
+    scratch += -scratch % (4 * _LINE)  # so that no vector of the kernel crosses a cache line
     sides = (reference, reference_dtype), (candidate, candidate_dtype)
     library.driftline_score(
         *(x for side, dtype in sides for x in (side.ctypes.data, kernel.code_of(dtype))),
@@ -188,12 +188,15 @@ def score_rows(
 
 
 _ROOMS: list[AnyArray] = []
-"""Scratch rows of the last call. Memory that is new each time costs as much as the scores do: every
-page of it is a fault."""
+"""Scratch rows of the last call.
+
+They are reused because every page of new memory causes a page fault: new memory for each call would
+cost as much as the scores themselves.
+"""
 
 
 def _room(size: int) -> AnyArray:
-    """Scratch rows of at least so many elements; nobody else has them until they are put back."""
+    """Scratch memory for at least `size` elements; the caller has it alone until it is put back."""
     try:
         room = _ROOMS.pop()
     except IndexError:
@@ -229,7 +232,7 @@ def _in_blocks(
     tokens: I64,
     k: int,
 ) -> RowScores:
-    """By the definition, a few rows at a time so that their float64 copies stay small."""
+    """Score by `define`, a few rows at a time, so that their float64 copies stay small."""
     rows, vocabulary = reference.shape
     step = max(1, NUMPY_BLOCK // vocabulary)
     parts: list[RowScores] = []

@@ -1,5 +1,4 @@
-"""Runs: what one execution left on disk, written and read. Nothing in a run that is read is
-trusted.
+"""Runs: what one execution stored on disk, written and read. No file of a run is trusted.
 
-Does not know frameworks or comparisons.
+This package does not know frameworks or comparisons.
 """

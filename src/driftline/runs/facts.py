@@ -1,8 +1,8 @@
 """Facts about a whole run: which framework and tool made it, and what its order means.
 
-Read once from the manifest and the facts of every process; every view of a run has the same. A
-converted run stores them again under the same keys. Knows no values of tensors, and nothing about
-processes that stored no facts.
+The facts are read once, from the manifest and from the facts of every process; all views of a run
+share them. A converted run stores them again under the same keys. This file knows no tensor values,
+and nothing about processes that stored no facts.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import JSON
 
 Order = Literal["execution", "registration", "none"]
-"""What the order of the records means: tensors as they were computed, modules as the program
-registered them (norms last, say), or nothing, as in a file of named tensors."""
+"""Meaning of the records' order.
+
+It is the order of computation, the order in which the program registered its modules (in which
+norms may come last), or none, as in a file of named tensors.
+"""
 StepUnit = Literal["", "micro-batch"]
-"""What one step counts, if the tool that wrote the run counts something else than steps."""
+"""Unit of a step number, if the tool that wrote the run counts something other than steps."""
 
 TILED_FORMATS = frozenset({"atb", "atb-bin", "ge", "ge-dump"})
 """Formats whose matrices may be padded to tiles; elsewhere a longer axis means more tokens."""
 
 RUN_KEYS = ("framework", "order", "step_unit", "numbered_names", "formats")
-"""Keys of a manifest or process.json that are about the whole run."""
+"""Keys of a manifest or process.json that are facts about the whole run."""
 
-# What tools call a framework, where that is not the framework's own name: the debugger of
+# Names that tools use for a framework, if they differ from the framework's own: the debugger of
 # transformers names its library, msprobe the project.
 _FRAMEWORKS = {"transformers": "torch", "pytorch": "torch"}
 _ORDERS = ("execution", "registration", "none")
 _STEP_UNITS = ("micro-batch",)
-# Not believed beyond this, because tables are made by it.
+# Larger numbers are ignored, because tables of this size would be allocated.
 _MOST_STAGES = 1 << 16
 
 
 class ProcessFacts(NamedTuple):
-    """The place of one process in a job, as it described it.
+    """The place of one process in a job, as the process described it.
 
     Attributes:
         rank: Its rank.
-        process: Its number among the processes of that rank.
+        process: Its number among the processes of its rank.
         world: Number of ranks of its job; 0 if unknown.
         meshes: Device meshes, as the process described them.
         groups: Process groups it was part of, each a list of ranks.
@@ -58,12 +61,12 @@ class ProcessFacts(NamedTuple):
     stages: tuple[JSON, ...] = ()
 
     def to_json(self) -> dict[str, JSON]:
-        """All of it, under the keys of `process.json`."""
+        """All fields, under the keys of `process.json`."""
         world: dict[str, JSON] = {"world_size": self.world} if self.world else {}
         return {"rank": self.rank, "process": self.process, **world, **self.of_job()}
 
     def of_job(self) -> dict[str, JSON]:
-        """Meshes, groups and stages; a copy of the process has its own number and world size."""
+        """Meshes, groups and stages. A copied run writes its own process numbers and world size."""
         lists = {"meshes": self.meshes, "groups": self.groups, "stages": self.stages}
         return {name: list(values) for name, values in lists.items() if values}
 
@@ -73,14 +76,15 @@ class RunFacts(NamedTuple):
 
     Attributes:
         framework: `torch`, `paddle`, `onnxruntime`...; empty if unknown.
-        formats: The format the run is stored in, then those it was converted from, newest first.
+        formats: The format in which the run is stored, then those it was converted from, newest
+            first.
         order: What the order of its records means.
-        step_unit: What one step counts; empty for the usual, a step of the program.
-        numbered_names: Whether layers are numbered as their program built them, so that the same
-            layer may have another name in another program.
-        operator_sites: Whether sites are numbered operators of a library, whose weights are their
-            inputs (`0_WordEmbedding`, unlike the `0` of a Sequential).
-        processes: What each process said about its place in the job.
+        step_unit: Unit of a step number; empty for the usual one, a step of the program.
+        numbered_names: Whether layers are numbered in the order in which the program built them, so
+            that the same layer may have another name in another program.
+        operator_sites: Whether sites are numbered operators of a library (`0_WordEmbedding`, unlike
+            the `0` of a Sequential), whose weights are inputs.
+        processes: Each process's facts about its place in the job.
     """
 
     framework: str = ""
@@ -98,7 +102,7 @@ class RunFacts(NamedTuple):
 
     @property
     def first_format(self) -> str:
-        """The format of the tool that wrote it, before any conversion; empty if unknown."""
+        """The format of the tool that wrote the run, before any conversion; empty if unknown."""
         return self.formats[-1] if self.formats else ""
 
     @property
@@ -139,8 +143,7 @@ class RunFacts(NamedTuple):
         return cls(
             _framework(manifest, processes),
             _formats(manifest, processes),
-            # The first that says something valid wins; the manifest comes before the
-            # processes.
+            # The first valid value is used; the manifest comes before the processes.
             cast("Order", _declared("order", declared, _ORDERS) or order),
             cast("StepUnit", _declared("step_unit", declared, _STEP_UNITS)),
             any(facts.get("numbered_names") is True for facts in declared),
@@ -149,7 +152,7 @@ class RunFacts(NamedTuple):
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """The facts that do not differ between processes, under the keys they are read from."""
+        """The facts that are equal in all processes, under the keys from which they are read."""
         shown: dict[str, JSON] = {
             "framework": self.framework,
             "order": "" if self.order == "execution" else self.order,
@@ -160,14 +163,14 @@ class RunFacts(NamedTuple):
         return {name: value for name, value in shown.items() if value}
 
     def of_process(self, rank: int, process: int) -> dict[str, JSON]:
-        """Content of `process.json` in a copy of the run: the facts, and the process's place."""
+        """Facts for the `process.json` of a copied run: the run's, and the process's place."""
         places = {(facts.rank, facts.process): facts for facts in self.processes}
         place = places.get((rank, process))
         return self.to_json() | ({} if place is None else place.of_job())
 
 
 def read_facts(run: Run, order: Order) -> RunFacts:
-    """The facts of a run that is no view of another.
+    """The facts of a run that is not a view of another run.
 
     Args:
         run: Any run.
@@ -181,7 +184,7 @@ def first_records(run: Run) -> list[Record]:
     """The first record of each process that has any."""
     from driftline.runs.index import IndexRecords
 
-    if isinstance(run.records, IndexRecords):  # a long run is not built to look at its first lines
+    if isinstance(run.records, IndexRecords):  # avoids building all records of a long run
         return run.records.firsts()
     firsts: dict[tuple[int, int], Record] = {}
     for record in run.records:
@@ -193,7 +196,7 @@ def _framework(manifest: Mapping[str, Any], processes: Sequence[Mapping[str, Any
     for facts in (manifest, *processes):
         if name := str(facts.get("framework") or "").lower():
             return "paddle" if name.startswith("paddle") else _FRAMEWORKS.get(name, name)
-    # Dumps of paddle may name no framework, only their format.
+    # Dumps of paddle may name only their format, not the framework.
     return "paddle" if "paddle" in str(manifest.get("format", "")).lower() else ""
 
 
@@ -205,13 +208,13 @@ def _formats(
         if earlier := list_of(facts.get("formats")):
             chain += [str(name) for name in earlier]
             break
-        # Runs that 0.1.0 converted name only the format before the last conversion.
+        # Runs converted by version 0.1.0 name only the format before the last conversion.
         if before := facts.get("converted_from"):
-            # `FORMAT: path` in a list of files, a table in a run.
+            # A list of files has the text `FORMAT: path`, a run has a table.
             of_files = before.partition(":")[0] if isinstance(before, str) else ""
             chain.append(of_files or str(object_of(before).get("format", "")))
             break
-    # A run that was copied without conversion would otherwise name its format twice.
+    # A run that was copied without conversion would otherwise list its format twice.
     return tuple(
         name
         for index, name in enumerate(chain)
@@ -220,7 +223,7 @@ def _formats(
 
 
 def read_process(facts: Mapping[str, Any]) -> ProcessFacts:
-    """Place of a process in its job; invalid values are ignored."""
+    """The place of a process in its job; invalid values are ignored."""
     return ProcessFacts(
         count_of(facts.get("rank")),
         count_of(facts.get("process")),
@@ -235,5 +238,5 @@ def _is_operator(site: str) -> bool:
 
 
 def _declared(key: str, declared: Iterable[Mapping[str, Any]], choices: Sequence[str]) -> str:
-    """The first valid value that is declared under a key; empty if there is none."""
+    """The first valid value declared under a key; empty if there is none."""
     return next((facts[key] for facts in declared if facts.get(key) in choices), "")

@@ -1,9 +1,9 @@
-"""The index of a run: its lines, and the records made of them on demand.
+"""The index of a run: its lines, and the records that are built from them on demand.
 
 A line takes a kilobyte as an object and four hundred bytes in its file. So a few thousand lines
-stay in memory, and of a longer index only the offset of every 64th line is kept: lines are then
-read and decoded again when they are needed, a microsecond each. No file is held open, because a run
-may have a thousand indexes.
+stay in memory. Of a longer index, only the offset of every 64th line is kept; lines are read and
+decoded again when they are needed, a microsecond each. No file is kept open, because a run may have
+a thousand indexes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _interned = sys.intern
 FEW = 4_096
 """Number of lines of a run that stay in memory."""
 _STRETCH = 64
-"""Number of neighbouring lines for which one offset is kept."""
+"""Number of consecutive lines for which one offset is kept."""
 
 
 _Read = Callable[[int, int], bytes]
-"""Reads bytes of an index, given their start and length."""
+"""Function of a start and a length that reads bytes of an index."""
 
 
 class MemoryBudget:
@@ -47,14 +47,14 @@ class MemoryBudget:
         self.spool: UnnamedFile | None = None
 
     def spooled(self, content: bytes) -> tuple[UnnamedFile, int]:
-        """Stores fetched bytes in a temporary file; returns the file and their offset in it."""
+        """Store fetched bytes in a temporary file; returns the file and their offset in it."""
         if self.spool is None:
             self.spool = UnnamedFile("driftline-")
         return self.spool, self.spool.append(content)
 
 
 class IndexLines:
-    """Checked lines of one index; in the order of execution after `finish`.
+    """Checked lines of one index, in execution order after `finish`.
 
     Args:
         room: Budget shared by all indexes of the run.
@@ -69,7 +69,7 @@ class IndexLines:
         self._count = 0
         self._order = -1
         self._in_order = True
-        # Stretches of neighbours: number of their first line, and where in the file it begins.
+        # Stretches of consecutive lines: the number of the first line, and its offset in the file.
         self._firsts: MutableSequence[int] = []
         self._starts: MutableSequence[int] = []
         self._end = -1
@@ -77,12 +77,11 @@ class IndexLines:
         self._lost: dict[int, str] = {}
         self._spool: tuple[UnnamedFile, int] | None = None
         self._size = 0
-        # The stretch that was read last: neighbours are usually asked for one after the
-        # other.
+        # The stretch that was read last, because consecutive lines are usually needed in turn.
         self._last_stretch: tuple[int, list[bytes]] = (-1, [])
 
     def append(self, line: Line, start: int, length: int, *, ended: bool = True) -> None:
-        """Adds a checked line, with the location of its text and whether a line end follows."""
+        """Add a checked line, with the location of its text and whether a line end follows."""
         # Threads of one process may write their lines slightly out of order.
         if line.order <= self._order:
             self._in_order = False
@@ -91,18 +90,17 @@ class IndexLines:
             self.last_step = line.step
         if line.lost:
             self._lost[self._count] = line.lost
-        # Blank or bad lines break the neighbourhood, and a new stretch begins.
+        # After a blank or bad line, a new stretch begins.
         if start != self._end or self._count - self._firsts[-1] >= _STRETCH:
             self._firsts.append(self._count)
             self._starts.append(start)
-        self._end = start + length if ended else -1  # what comes next is no neighbour of it
+        self._end = start + length if ended else -1  # -1: the next line begins a stretch
         self._size = start + length
         self._count += 1
         if self._few is not None:
             self._few.append(line)
             self._room.left -= 1
-            # From here on the index is too long: lines are dropped, and only places are
-            # kept.
+            # The index is now too long: its lines are dropped, and only offsets are kept.
             if self._room.left < 0:
                 from array import array
 
@@ -110,7 +108,10 @@ class IndexLines:
                 self._firsts, self._starts = array("Q", self._firsts), array("Q", self._starts)
 
     def take(self, lines: list[Line]) -> bool:
-        """Takes all lines at once, already checked; False without room. Replaces `finish`."""
+        """Take all lines at once, already checked; returns False without room.
+
+        Replaces `finish`.
+        """
         if self._count or len(lines) > self._room.left:
             return False
         self._room.left -= len(lines)
@@ -123,13 +124,12 @@ class IndexLines:
         return True
 
     def finish(self, file: BinaryIO) -> None:
-        """Sort. The file is not needed afterwards.
+        """Sort the lines. The file is not needed afterwards.
 
         Raises:
-            OSError: It cannot be read again.
+            OSError: The file cannot be read again.
         """
-        # A fetched index would have to be fetched again, so its bytes are kept in a
-        # temporary file.
+        # A fetched index would have to be fetched again, so it is copied to a temporary file.
         if self._few is None and not _can_be_reopened(file):
             file.seek(0)
             self._spool = self._room.spooled(file.read())
@@ -194,7 +194,7 @@ class IndexLines:
             yield lambda start, length: os.pread(file.fileno(), length, start)
 
     def _stretch(self, read: _Read, which: int) -> list[bytes]:
-        """The texts of neighbouring lines."""
+        """The texts of the lines of a stretch."""
         start = self._starts[which]
         last = which + 1 == len(self._firsts)
         end = self._size if last else self._starts[which + 1]
@@ -221,7 +221,7 @@ class IndexLines:
         line.device, line.alias = _interned(line.device), _interned(line.alias)
         shape = tuple(line.shape)
         line.shape = self._room.shapes.setdefault(shape, shape)
-        # What was found wrong when the index was checked is not in the text of the line.
+        # Errors that the check of the index found are not in the text of the line.
         if self._lost and place in self._lost:
             line.lost = self._lost[place]
         return line
@@ -232,7 +232,7 @@ def _decode(text: bytes) -> Line:
 
 
 def _can_be_reopened(file: BinaryIO) -> bool:
-    """Whether this is a file of this machine, not bytes that were fetched."""
+    """Whether this is a file of this machine, rather than fetched bytes."""
     try:
         file.fileno()
     except (io.UnsupportedOperation, OSError):
@@ -240,15 +240,15 @@ def _can_be_reopened(file: BinaryIO) -> bool:
     return True
 
 
-# Up to here holding all records is cheaper than building them twice.
+# Up to this number, keeping all records is cheaper than building them twice.
 _KEPT_RECORDS = 10_000
 
 
 class IndexRecords(Sequence[Record]):
     """The records of a run, built from its lines on demand.
 
-    A few thousand are kept at the first walk over all of them, more at the second: pairing walks
-    over the records often, and holds most of them anyway.
+    The first iteration keeps the records if they are a few thousand; the second keeps any number,
+    because pairing iterates over the records often, and keeps most of them anyway.
 
     Attributes:
         parts: The lines of each process.
@@ -270,7 +270,7 @@ class IndexRecords(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        # Built records are handed out as they are, so that identity means the same tensor.
+        # Existing records are returned as they are, so that identity means the same tensor.
         if self._built:
             return self._built[index]
         if isinstance(index, slice):
@@ -278,7 +278,7 @@ class IndexRecords(Sequence[Record]):
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError("the run has no such record")
-        import bisect  # few ask for one by its number
+        import bisect  # few callers need a single record
 
         part_index = bisect.bisect_right(self._ends, position)
         part = self.parts[part_index]
@@ -286,7 +286,7 @@ class IndexRecords(Sequence[Record]):
         return record_of(line, part.rank, part.process)
 
     def __iter__(self) -> Iterator[Record]:
-        # A second walk shows that somebody needs them all; building them again would take
+        # A second iteration shows that all records are needed; building them again would take
         # longer.
         again = self._walked and self.hold
         if not self._built and (len(self) <= _KEPT_RECORDS or again):
@@ -316,8 +316,8 @@ class IndexRecords(Sequence[Record]):
 
 @contextlib.contextmanager
 def uncollected() -> Generator[None]:
-    """Turns the cyclic garbage collector off for a while; a user's code must not run inside."""
-    if not gc.isenabled():  # the program's own choice, or a block inside another one
+    """Turn the cyclic garbage collector off; a user's code must not run inside the block."""
+    if not gc.isenabled():  # turned off by the program, or by an outer block
         yield
         return
     gc.disable()

@@ -1,8 +1,8 @@
 """One index line: a record as JSON, and back. Every value of a line is checked before it is used.
 
-Fields with their usual value are left out. Rank and process are not in a line: the folder's name
-has them. Writing needs only the standard library; reading uses msgspec for long indexes, if it is
-installed. Does not know files.
+Fields with their usual value are omitted. Rank and process are not in a line, because the folder's
+name has them. Writing needs only the standard library; reading uses msgspec for long indexes, if it
+is installed. This file does not know files.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from driftline.runs.layout import is_shard_name
 from driftline.runs.records import Blob, Record, TensorKey, shape_trouble, usual
 
 _SKETCH = struct.Struct(f"<{SKETCH_BUCKETS}d")
-# Numbers in a line come from a file: larger ones would overflow 64-bit arithmetic later.
+# Numbers in a line come from a file; larger ones would overflow 64-bit arithmetic later.
 _LARGEST = 2**62
 _KEPT = ("full", "sample", "summary", "digest", "describe")
 _NUMBERS = ("min", "max", "mean", "std", "l2")
 _BYTES = ',"shard":"'
-"""Begins the part of a line that locates its bytes; inside a name the quotes would be escaped."""
+"""Start of the location of a line's bytes; inside a name, the quotes would be escaped."""
 _COUNTS = ("count", "zeros", "nan", "pos_inf", "neg_inf")
 
 
 class BadLine(ValueError):
-    """Raised for an index line with impossible values; the message says which."""
+    """An index line has impossible values; the message says which."""
 
 
 @functools.lru_cache(maxsize=4096)
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape inside JSON's brackets; cached, because a model has few different shapes."""
+    """Content of a shape's brackets in JSON; cached, because a model has few different shapes."""
     return ",".join(str(int(size)) for size in shape)
 
 
 def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> str:
     """The JSON of one record, without a line end.
 
-    Formatted by hand, because 20 000 lines take a second with the JSON encoder.
+    It is formatted by hand, because the JSON encoder takes a second for 20 000 lines.
     """
-    # Unpacked in one go, which is quicker than reading fields one by one.
+    # Unpacked at once, which is faster than reading fields one by one.
     (key, _, dtype, shape, alias, class_name, device, kept, _, _, stride, summary, placement, _) = (
         record
     )
@@ -56,7 +56,7 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
         f'"slot":{json_string(slot)},"step":{step},"visit":{visit},'
         f'"dtype":"{dtype}","shape":[{shape_text(shape)}],"kept":"{kept}"'
     )
-    # Usual values are left out of the line; the reader puts them back.
+    # Usual values are omitted from the line; the reader adds them again.
     usual_phase, usual_moment = usual(port)
     if phase != usual_phase:
         line += f',"phase":{json_string(phase)}'
@@ -85,8 +85,8 @@ def encode_line(record: Record, order: int, digest: str, blob: Blob | None, lost
 
 
 def bytes_end(line: str) -> tuple[str, int] | None:
-    """The shard of a line written by us, and the offset after its bytes; None without bytes."""
-    # Searched from the end, where the bytes stand; a site may be called anything.
+    """The shard of a line that we wrote, and the offset after its bytes; None without bytes."""
+    # Searched from the end, where the location is, because a site may have any name.
     _, separator, place = line.rpartition(_BYTES)
     if not separator:
         return None
@@ -95,7 +95,7 @@ def bytes_end(line: str) -> tuple[str, int] | None:
 
 
 def without_bytes(line: str, lost: str) -> str:
-    """A line written by us without the location of its bytes, but with the reason of their loss."""
+    """A line that we wrote, with the reason why its bytes are lost instead of their location."""
     return f'{line.rpartition(_BYTES)[0]},"lost":{json_string(lost)}}}'
 
 
@@ -111,7 +111,7 @@ def line_ends(record: Record) -> tuple[str, str]:
 
 
 def number(value: float) -> str:
-    """A JSON number, or a string for what JSON has no number for.
+    """A JSON number, or a string if JSON cannot represent the number.
 
     >>> number(0.5), number(float("-inf"))
     ('0.5', '"-inf"')
@@ -123,7 +123,7 @@ def number(value: float) -> str:
 
 def encode_summary(summary: Summary) -> str:
     count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch = summary
-    if nan != nan:  # statistics of other programs, which have no counts
+    if nan != nan:  # statistics of other programs, without counts
         zeros = nan = pos_inf = neg_inf = '"nan"'
     text = (
         f'{{"count":{count},"zeros":{zeros},"nan":{nan},"pos_inf":{pos_inf},"neg_inf":{neg_inf},'
@@ -141,7 +141,7 @@ def encode_summary(summary: Summary) -> str:
 def _number_of(value: object) -> float:
     if type(value) is str and value in ("nan", "inf", "-inf"):
         return float(value)
-    # Not isinstance: a bool is an int, and no number of a summary.
+    # Not isinstance: a bool is an int, but not a number of a summary.
     if type(value) is float or type(value) is int:
         try:
             return float(value)
@@ -154,7 +154,7 @@ def decode_summary(value: object) -> Summary:
     """Read the summary of a line.
 
     Raises:
-        BadLine: It is no summary. A damaged sketch alone is left out instead.
+        BadLine: It is not a summary. If only the sketch is damaged, the summary has none instead.
     """
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
@@ -166,15 +166,14 @@ def decode_summary(value: object) -> Summary:
     if isinstance(packed, str):
         import binascii
 
-        # A sketch only refines a comparison, so a damaged one is dropped instead of the
-        # whole line.
+        # A sketch only refines a comparison, so a damaged one does not spoil the whole line.
         with contextlib.suppress(ValueError, struct.error):
             sketch = _SKETCH.unpack(binascii.a2b_base64(packed, strict_mode=True))
     return Summary(count, low, high, mean, std, l2, zeros, nan, pos_inf, neg_inf, sketch=sketch)
 
 
 def _check_summary(value: object) -> None:
-    """Check that `decode_summary` will succeed; a third of its cost, as the sketch is skipped."""
+    """Check that `decode_summary` will succeed, at a third of its cost: the sketch is skipped."""
     if not isinstance(value, dict):
         raise BadLine("the summary is not an object")
     fields = cast("dict[str, object]", value)
@@ -198,9 +197,9 @@ def _checked_count(value: object, name: str) -> int:
 
 
 class Line:
-    """One decoded line, as it was written; `check_line` comes before `record_of`.
+    """One decoded line, as it was written; check it with `check_line` before `record_of`.
 
-    msgspec fills a class with the same fields, several times faster (see `decoder`).
+    msgspec fills a class that has the same fields several times faster (see `decoder`).
     """
 
     order: Any
@@ -227,7 +226,7 @@ class Line:
     lost: Any
 
 
-# Defaults are no class attributes: Python finds an instance attribute faster without them.
+# Defaults are not class attributes: Python finds instance attributes faster without them.
 _USUAL: dict[str, Any] = {
     **dict.fromkeys(Line.__annotations__, ""),
     **dict.fromkeys(("order", "site", "port", "slot", "dtype", "shape", "summary")),
@@ -239,7 +238,8 @@ _FIELDS = {("class" if name == "class_" else name): name for name in Line.__anno
 
 
 _KNOWN = frozenset(_FIELDS)
-# The scanner of the standard library without the checks around it; a private name, thus getattr.
+# The scanner of the standard library, without the checks around it. The name is private, thus
+# getattr.
 _scan = cast("Callable[[str, int], tuple[Any, int]]", getattr(json.JSONDecoder(), "scan_once"))  # noqa: B009
 
 
@@ -255,13 +255,13 @@ def _decode_with_json(text: bytes) -> Line:
 
 
 def _line_of(fields: dict[str, Any]) -> Line:
-    # Newer versions may add fields; they are ignored, so that old readers still open new runs.
+    # Newer versions may add fields; these are ignored, so that old readers can open new runs.
     if not _KNOWN.issuperset(fields):
         fields = {name: fields[name] for name in fields if name in _KNOWN}
     line = Line()
     if "class" in fields:
         fields["class_"] = fields.pop("class")
-    # One assignment of a dict instead of 22 attributes: this runs for every line.
+    # One assignment of a dict instead of 22 attributes, because this runs for every line.
     line.__dict__ = {**_USUAL, **fields}
     return line
 
@@ -269,10 +269,10 @@ def _line_of(fields: dict[str, Any]) -> Line:
 def decode_together(text: bytes) -> list[Line] | None:
     """Decode all lines of a short index at once, in two thirds of the time; None if one is bad.
 
-    To learn which line is bad, decode them one by one.
+    To find the bad line, decode them one by one.
     """
     count = text.count(b"\n")
-    # Exactly one object a line, or line numbers of errors would be wrong.
+    # Exactly one object per line; otherwise line numbers in errors would be wrong.
     if not text.endswith(b"}\n") or text.count(b"}\n{") != count - 1:
         return None
     listed = b"[" + text[:-1].replace(b"\n", b",") + b"]"
@@ -290,9 +290,9 @@ _begun = 0
 
 
 def decoder(size: int = SHORT) -> Callable[[bytes], Line]:
-    """The fastest decoder for `size` more bytes of lines; it raises ValueError on a bad line."""
-    # msgspec is optional (captures run in foreign environments), and reading the first megabyte
-    # with the standard library takes no longer than loading it.
+    """The fastest decoder if `size` more bytes follow; it raises ValueError for a bad line."""
+    # msgspec is optional, because captures run in foreign environments. Reading the first megabyte
+    # with the standard library takes no longer than loading msgspec.
     global _begun
     _begun += size
     return _decode_with_json if _begun < SHORT else _fast_decoder()
@@ -304,7 +304,7 @@ def _fast_decoder() -> Callable[[bytes], Line]:
         import msgspec
     except ImportError:
         return _decode_with_json
-    # Fields are decoded as Any: checks are done by `check_line`, with messages of its own.
+    # Fields are decoded as Any, because `check_line` checks them with messages of its own.
     fields: list[Any] = [(name, Any, usual) for name, usual in _USUAL.items()]
     structure = msgspec.defstruct("FastLine", fields, rename={"class_": "class"}, gc=False)
     return cast("Callable[[bytes], Line]", msgspec.json.Decoder(structure).decode)
@@ -314,15 +314,15 @@ _names_a_shard = functools.lru_cache(maxsize=64)(is_shard_name)
 
 
 def check_line(line: Line) -> int:
-    """Refuses a line with impossible values, before anything is allocated for it.
+    """Refuse a line with impossible values, before anything is allocated for it.
 
     Returns:
-        Number of bytes that the stored values of the tensor take.
+        Number of bytes of the tensor's stored values.
 
     Raises:
         BadLine: A value is impossible.
     """
-    # One long condition instead of a loop over names: it runs for every line of an index.
+    # One long condition instead of a loop over names, because it runs for every line of an index.
     if (
         type(line.site) is not str
         or type(line.port) is not str
@@ -368,7 +368,7 @@ def check_line(line: Line) -> int:
 
 
 def _checked_elements(shape: object) -> int:
-    """The number of elements of a shape that could be one."""
+    """Number of elements of a shape; refuses impossible shapes."""
     if not isinstance(shape, list):
         raise BadLine("the shape is not a list")
     elements = 1
@@ -376,7 +376,7 @@ def _checked_elements(shape: object) -> int:
         if type(extent) is not int or not 0 <= extent < _LARGEST:
             raise BadLine(f"the shape has {str(extent)[:40]} in it")
         elements *= extent
-    # The product of believable extents may still be absurd, also where a zero hides it.
+    # A product of plausible extents may still be absurd, even if a zero hides it.
     if elements >= _LARGEST:
         raise BadLine(f"the shape claims {elements:.3g} elements")
     if not elements and (trouble := shape_trouble(tuple(cast("list[int]", shape)))):
@@ -385,8 +385,8 @@ def _checked_elements(shape: object) -> int:
 
 
 def _check_location(line: Line, expected: int) -> None:
-    """Refuses a line whose bytes cannot be where it says, or cannot be as many."""
-    # The name becomes part of a path, so only names that we give are accepted.
+    """Refuse a line whose bytes cannot have the location or the number that it claims."""
+    # The name becomes part of a path, so only names of our own form are accepted.
     if type(line.shard) is not str or not _names_a_shard(line.shard):
         raise BadLine(f"shard {str(line.shard)[:60]!r} is not the name of a shard")
     offset, length = line.offset, line.length
@@ -413,7 +413,7 @@ def record_of(line: Line, rank: int, process: int) -> Record:
         line.moment or usual(port)[1],
     )
     shard = line.shard
-    # By position: keywords take twice as long, and an index has up to a million lines.
+    # Positional, because keywords take twice as long, and an index may have a million lines.
     return Record(
         key,
         line.order,

@@ -1,7 +1,8 @@
 """Jobs: several ranks write one run, and a reader notices missing, early or foreign ranks.
 
-Every process stores the id of the run it joined and the name of its job. The first rank begins the
-run, and no rank waits for another. Clocks are not used: machines of one job may disagree on time.
+Every process stores the id of the run that it joined and the name of its job. The first rank starts
+the run, and no rank waits for another. Clocks are not used, because the machines of a job may
+disagree on the time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import JSON
 
 
-# A manifest is a few kilobytes; more than this is not one.
+# A manifest has a few kilobytes; a larger file is not one.
 _LARGEST = 1 << 20
 _SHOWN = 8
 
@@ -55,7 +56,7 @@ def run_id(folder: Path) -> str:
 
 
 def is_of_this_job(folder: Path) -> bool:
-    """Whether another rank of this process's job has begun the run in a folder."""
+    """Whether another rank of this process's job has started the run in a folder."""
     job = settings.job_id()
     return bool(job) and _manifest(folder).get("job") == job
 
@@ -74,11 +75,11 @@ def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]])
 
     Args:
         name: Name of the run, for the message.
-        manifest: Its run.json.
+        manifest: Content of its run.json.
         parts: Names of the processes' folders, with their facts.
 
     Raises:
-        BadRun: It does.
+        BadRun: The folder holds parts of several runs or jobs.
     """
     runs: dict[str, list[str]] = {}
     jobs: dict[str, list[str]] = {}
@@ -87,7 +88,7 @@ def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]])
             identity = facts.get(field)
             if isinstance(identity, str) and identity:
                 folders_by_id.setdefault(identity, []).append(folder)
-    # A run without an id, or whose parts name none, is accepted.
+    # A run without an id, or with parts that name none, is accepted.
     if runs and (own := manifest.get("id")) and isinstance(own, str):
         runs.setdefault(own, [])
         if strangers := [
@@ -108,12 +109,12 @@ def refuse_mixed(name: str, manifest: Facts, parts: Sequence[tuple[str, Facts]])
 
 
 def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
-    """Losses for ranks of a job that stored nothing or ended before the others.
+    """Losses for ranks of a job that stored nothing, or ended before the others.
 
     Args:
         parts: Facts of each process, and the last step of its tensors.
     """
-    # A single process without a job or process groups has no other ranks to miss.
+    # A single process without a job or process groups has no other ranks that could be missing.
     job = [(facts, last) for facts, last in parts if facts.get("job") or facts.get("groups")]
     if not job:
         return
@@ -121,7 +122,7 @@ def gaps(parts: Sequence[tuple[Facts, int | None]]) -> Iterator[Loss]:
     present = {count_of(facts.get("rank"), MOST_RANKS) for facts, _ in job}
     wanted = [facts for facts, _ in job if facts.get("only_ranks")]
     missing = [rank for rank in range(world) if rank not in present]
-    # With --rank the other ranks left nothing on purpose.
+    # With --rank, the other ranks store nothing on purpose.
     if missing and not wanted:
         yield Loss(
             f"rank{'s' if len(missing) > 1 else ''} {_listed(list(map(str, missing)))}",
@@ -150,23 +151,23 @@ _ATTEMPTS = 16
 
 
 def begin_run(path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Starts a run, or joins the one that another rank of this job has started.
+    """Start a run, or join the run that another rank of this job has started.
 
     Args:
-        path: Its folder.
-        force: Replace what an earlier program left there.
+        path: Folder of the run.
+        force: Replace what an earlier program left in the folder.
 
     Raises:
-        AlreadyThere: Something is there that is not this job's, or this rank has been there.
-        BadInput: The folder cannot be made or written.
+        AlreadyThere: The folder holds something of another job, or of this rank.
+        BadInput: The folder cannot be created or written.
     """
     place = settings.job_place()
-    # Without a launcher there are no other ranks that might begin the same run.
+    # Without a launcher, there are no other ranks that might start the same run.
     if not settings.job_id():
         return create_run(path, force=force, world_size=place.world_size)
     refuse_addresses(path)
     folder = Path(path)
-    # Ranks race for the manifest; a loser finds it a moment later and joins.
+    # Ranks race for the manifest; a rank that loses finds the manifest a moment later, and joins.
     for attempt in reversed(range(_ATTEMPTS)):
         if is_of_this_job(folder):
             break
@@ -174,7 +175,7 @@ def begin_run(path: str | os.PathLike[str], *, force: bool = False) -> Path:
             _begin(folder, place.world_size, force=force)
             break
         except (OSError, AlreadyThere) as error:
-            # Another rank may be doing the same at this moment: then the folder is ours soon.
+            # Another rank may be doing the same at this moment; then the folder is this job's soon.
             if attempt or is_of_this_job(folder):
                 continue
             if isinstance(error, AlreadyThere):
@@ -194,7 +195,7 @@ def _begin(folder: Path, world_size: int, *, force: bool) -> None:
         if check_room(folder, force=force):
             _set_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Created with its whole content at once: another rank never reads half a manifest.
+    # Created with its complete content, so that no other rank reads half a manifest.
     written = write_new(folder / MANIFEST, dump_json(provenance(world_size=world_size)))
     if not written and not is_of_this_job(folder):
         raise AlreadyThere(
@@ -225,13 +226,13 @@ def _joined(folder: Path, rank: int, *, force: bool) -> Path:
 
 
 def _set_aside(folder: Path) -> None:
-    """Move an old run away with one rename, unless another rank has done it.
+    """Move an old run away with one rename, unless another rank has done so.
 
-    It is deleted when this process ends. Until then its new name exists, so that a slower rank
-    cannot move the new run there by mistake.
+    The moved run is deleted when this process ends. Until then its new name exists, so that a
+    slower rank cannot move the new run there by mistake.
 
     Raises:
-        OSError: It cannot be moved.
+        OSError: The run cannot be moved.
     """
     refuse_living(folder)
     moved = folder.with_name(f".{folder.name}.{settings.job_id()}")

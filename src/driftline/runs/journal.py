@@ -1,10 +1,10 @@
-"""Writing in the background: buffers between the captured program and the disk (`Staging`), and the
+"""Write in the background: buffers between the captured program and the disk (`Staging`), and the
 order in which bytes and index lines are written (`Journal`).
 
-The program's thread copies into a buffer and goes on; if all buffers are full it waits, so that
+The program's thread copies into a buffer and continues. If all buffers are full it waits, so that
 memory stays bounded and a kill loses at most `BUFFERS * BUFFER_BYTES` bytes. Bytes are written
-before the lines that name them. A dead thread never makes the program hang. Which tensors are
-written is decided by the writer.
+before the lines that name them. A dead thread never makes the program hang. The writer decides
+which tensors are written.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ from driftline.runs.process_folder import Part
 from driftline.runs.records import Blob, Record
 from driftline.runs.sinks import Bytes, Group
 
-# Six buffers of 8 MB: enough to hide a disk's pauses, and all that a kill can lose.
+# Six buffers of 8 MB: enough to hide a disk's pauses, and the most that a kill can lose.
 BUFFER_BYTES = 8 << 20
 BUFFERS = 6
 LONGEST_AGE = 0.1
-"""Seconds after which a half-full buffer is written: what a program computed 0.2 s before it was
-killed is on disk. Looking twenty times a second costs it less than a thousandth of its time."""
-# Tasks without bytes need no buffer, so their number is bounded separately.
+"""Seconds after which a half-full buffer is written.
+
+Values that a program computed 0.2 s before it was killed are on disk. Checking twenty times a
+second costs it less than a thousandth of its time.
+"""
+# Tasks without bytes need no buffer, so their number is limited separately.
 _QUEUE = 16
 
 Task = Callable[[], None]
 
 
 class Staging:
-    """A queue of tasks, the thread that runs them, and the buffers they use."""
+    """A queue of tasks, the thread that runs them, and the buffers that they use."""
 
     def __init__(self, when_idle: Task, when_wrong: Callable[[Exception], None]) -> None:
-        """Nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            when_idle: Called by the thread twice in `LONGEST_AGE` while nothing is queued.
+            when_idle: Called by the thread twice in `LONGEST_AGE` while the queue is empty.
             when_wrong: Called with the exception of a task, which ends neither the thread nor the
                 program.
         """
@@ -62,12 +65,12 @@ class Staging:
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Starts the thread; without it, the caller that waits for a buffer does the work."""
+        """Start the thread. Without it, a caller that waits for a buffer does the work itself."""
         with self._changed:
             self._start()
 
     def take_buffer(self) -> Bytes:
-        """An empty buffer; waits while all are being written."""
+        """An empty buffer; waits while all buffers are being written."""
         while True:
             with self._changed:
                 if self._free:
@@ -75,8 +78,7 @@ class Staging:
                 if self._made < BUFFERS:
                     self._made += 1
                     return np.empty(BUFFER_BYTES, np.uint8)
-            # Waited for outside of the lock, or the thread could not give its buffer
-            # back.
+            # Wait outside of the lock; otherwise the thread could not give its buffer back.
             self._wait_or_help()
 
     def give_back(self, buffer: Bytes) -> None:
@@ -85,7 +87,7 @@ class Staging:
             self._changed.notify_all()
 
     def submit(self, task: Task) -> None:
-        """Queues a task; waits while too many are queued already."""
+        """Queue a task; waits while too many are queued."""
         while True:
             with self._changed:
                 if len(self._tasks) < _QUEUE:
@@ -96,13 +98,13 @@ class Staging:
             self._wait_or_help()
 
     def submit_now(self, task: Task) -> None:
-        """Queues a task without waiting: for the thread, which must not wait for itself."""
+        """Queue a task without waiting; for the thread itself, which must not wait for itself."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Runs all queued tasks, then ends the thread."""
+        """Run all queued tasks, then end the thread."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()
@@ -114,7 +116,7 @@ class Staging:
             pass
 
     def drain(self, seconds: float = 60.0) -> bool:
-        """Waits until all queued tasks are done; False if that takes too long."""
+        """Wait until all queued tasks are done; returns False if that takes too long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with self._changed:
@@ -133,8 +135,7 @@ class Staging:
             self._thread = thread
 
     def _wait_or_help(self) -> None:
-        # Without a living thread (interpreter exit, fork) the program's own thread does the
-        # work.
+        # Without a living thread (interpreter exit, fork), the program's own thread does the work.
         if self._is_served():
             with self._changed:
                 self._changed.wait(0.2)
@@ -166,8 +167,7 @@ class Staging:
         while True:
             with self._changed:
                 if not self._tasks and not self._finished:
-                    # Half the longest age: a chunk is noticed before it is
-                    # twice as old.
+                    # Half the longest age: a chunk is noticed before it is twice as old.
                     self._changed.wait(LONGEST_AGE / 2)
                 waiting, finished = bool(self._tasks), self._finished
             if waiting:
@@ -180,10 +180,10 @@ class Staging:
 
 # Lines of tensors without bytes fill no buffer, so they are counted.
 _LINES_PER_CHUNK = 2048
-# On a full disk lines wait in memory, but not without end.
+# On a full disk, lines wait in memory, but only up to this size.
 _PENDING_INDEX = 16 << 20
 _HEADER_SHARE = 64
-"""Largest share of a shard (one in so many bytes) that is reserved for its header."""
+"""At most one in so many bytes of a shard is reserved for its header."""
 
 _Later: TypeAlias = "tuple[Group, int]"
 """A group whose lines are made when they are written, and the order of its first record."""
@@ -206,12 +206,12 @@ class _Chunk:
 
 
 class Journal:
-    """The growing shards and index of one part. The lock must be held for all methods but `flush`.
+    """The growing shards and index of one part. Callers of all methods but `flush` hold the lock.
 
     Attributes:
-        lock: Held by callers that append; the thread only tries to take it.
+        lock: Held by callers that append; the background thread only tries to take it.
         failure: Why no more bytes are stored; empty without a failure.
-        taken: Whether the program closed a file of ours, so that the disk is not the reason.
+        taken: Whether the program closed one of our files, so that the disk is not the reason.
         lost: Number of lines that were written without their bytes.
         unlisted: Number of lines that could not be written.
     """
@@ -219,14 +219,14 @@ class Journal:
     def __init__(
         self, part: Part, lock: threading.RLock, say: Say, *, shard_bytes: int, header_bytes: int
     ) -> None:
-        """Starts the thread, so that a single tensor is written without waiting for another one.
+        """Start the thread, so that a single tensor is written without waiting for another one.
 
         Args:
             part: The folder to write to.
             lock: Held by callers.
-            say: Called with the kind and message of an event.
-            shard_bytes: Begin a new shard beyond this size.
-            header_bytes: Reserved at the start of the first shard.
+            say: Called with the kind and the message of an event.
+            shard_bytes: Size beyond which a new shard is started.
+            header_bytes: Number of bytes reserved at the start of the first shard.
         """
         self.lock = lock
         self.failure = ""
@@ -248,14 +248,14 @@ class Journal:
     # ---- the program's thread
 
     def append(self, record: Record, order: int, data: Bytes) -> Blob | None:
-        """Copies bytes into a buffer; returns their future location, or None after a failure."""
+        """Copy bytes into a buffer; returns their future location, or None after a failure."""
         if self.failure:
             return None
         length = data.nbytes
         try:
             shard = self._shard_for(length)
             start = align(shard.end)
-            # A full header ends a shard like a full file does.
+            # A full header ends a shard, as a full file does.
             while not shard.header.add(record, order, start, length):
                 shard = self._next_shard()
                 start = align(shard.end)
@@ -266,24 +266,24 @@ class Journal:
         return Blob(shard.name, start, length)
 
     def list(self, record: Record, order: int, digest: str, blob: Blob | None, lost: str) -> None:
-        """Adds one index line."""
+        """Add one index line."""
         chunk = self._chunk
         if chunk is None:
             chunk = self._chunk = _Chunk(time.monotonic())
-        # Encoded here and not in the thread: a thread that needs the interpreter slows the program
-        # far more than these two microseconds do.
+        # Encoded here rather than in the thread: a thread that needs the interpreter slows the
+        # program far more than these two microseconds do.
         chunk.lines.append(encode_line(record, order, digest, blob, lost))
         if lost:
             self.lost += 1
         count = len(chunk.lines)
-        # The thread checks the age, too; this check helps if the thread never gets a turn.
+        # The thread checks the age too; this check is for a thread that never gets to run.
         if count >= _LINES_PER_CHUNK or (
             count % 16 == 0 and time.monotonic() - chunk.born > LONGEST_AGE
         ):
             self._hand_over(self._staging.submit)
 
     def list_group(self, group: Group, order: int) -> None:
-        """Adds the lines of a group; the thread makes them, because that is done in C."""
+        """Add the lines of a group; the thread makes them, because that is done in C."""
         chunk = self._chunk
         if chunk is None:
             chunk = self._chunk = _Chunk(time.monotonic())
@@ -293,13 +293,13 @@ class Journal:
             self._hand_over(self._staging.submit)
 
     def flush(self) -> None:
-        """Returns when everything listed so far was given to the system and survives a kill."""
+        """Return when everything listed so far is in the system's hands and survives a kill."""
         with self.lock:
             self._hand_over(self._staging.submit)
         self._staging.drain()
 
     def close(self) -> None:
-        """Writes everything, seals the last shard and ends the thread."""
+        """Write everything, seal the last shard and end the thread."""
         self._hand_over(self._staging.submit)
         if self._shard is not None:
             self._seal_later(self._shard)
@@ -310,7 +310,7 @@ class Journal:
         self.unlisted += self._pending_index.count(b"\n")
 
     def forget(self) -> None:
-        """Closes the shard in a forked child: the files belong to the parent."""
+        """Close the shard in a forked child; the files belong to the parent."""
         if self._shard is not None:
             self._shard.file.close()
 
@@ -318,7 +318,7 @@ class Journal:
         """The shard for a tensor of this length."""
         shard = self._shard
         if shard is None or (
-            # A tensor larger than a shard gets a shard of its own, of any size.
+            # A tensor larger than a shard gets its own shard, of any size.
             shard.end + length + ALIGNMENT > self._shard_bytes and len(shard.header)
         ):
             return self._next_shard()
@@ -330,15 +330,15 @@ class Journal:
         most = max(self._first_header, self._shard_bytes // _HEADER_SHARE)
         if shard is not None:
             self._seal_later(shard)
-            if not len(shard.header):  # an absurdly small first header; the next one is larger
+            if not len(shard.header):  # a tiny first header; the next one is larger
                 most = LARGEST_HEADER
         self._shard = Shard.create(self._part.folder, self._shards, self._first_header, most)
         self._shards += 1
         return self._shard
 
     def _copy(self, shard: Shard, data: Bytes, gap: int) -> None:
-        """Appends zeros and data to the staged end of a shard, buffer by buffer."""
-        # Counted from the first byte of data, so the gap before it is negative.
+        """Append zeros and data to the staged end of a shard, buffer by buffer."""
+        # Counted from the first byte of data, so the gap before it has negative positions.
         position = -gap
         length = data.nbytes
         while position < length:
@@ -387,7 +387,7 @@ class Journal:
 
     def _write_chunk(self, chunk: _Chunk) -> None:
         if chunk.buffer is not None and chunk.shard is not None:
-            # After a torn write the rest of the bytes would have no valid place.
+            # After a torn write, the remaining bytes have no valid place.
             if self._torn_after is None:
                 done = 0
                 try:
@@ -399,7 +399,7 @@ class Journal:
                     self.fail(error)
             self._staging.give_back(chunk.buffer)
         lines = chunk.lines
-        # Lines behind the tear would name bytes that are not there; they say so instead.
+        # Lines after the torn write would name missing bytes; they give the reason instead.
         if self._torn_after is not None:
             for place, line in enumerate(lines):
                 if not isinstance(line, str):
@@ -412,9 +412,9 @@ class Journal:
             self._write_index(b"".join(map(_encoded, lines)))
 
     def _write_index(self, text: bytes) -> None:
-        """Appends complete lines; refused lines are tried again with the next ones."""
+        """Append complete lines; lines that the disk refuses are tried again with the next ones."""
         if self._pending_index:
-            # The lines that wait are older, and name tensors that are on disk.
+            # The waiting lines are older, and name tensors that are on disk.
             if len(self._pending_index) + len(text) > _PENDING_INDEX:
                 self.unlisted += text.count(b"\n")
                 text = b""
@@ -427,7 +427,7 @@ class Journal:
 
     def _seal(self, shard: Shard) -> None:
         good_end = None
-        # Shards after the torn one have no bytes at all: their header lists nothing.
+        # Shards after the torn one have no bytes at all; their header lists nothing.
         if self._torn_after is not None and shard.name >= self._torn_after[0]:
             torn = shard.name == self._torn_after[0]
             good_end = self._torn_after[1] if torn else shard.header.reserved
@@ -437,13 +437,13 @@ class Journal:
             self._say("unsealed", f"{shard.name} could not be sealed: {error}")
 
     def fail(self, error: Exception) -> None:
-        """Stops storing bytes, and reports the first failure."""
+        """Stop storing bytes, and report the first failure."""
         if self.failure:
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         self.failure = f"could not be written: {reason}"
         self.taken = isinstance(error, FileTaken)
-        # Its megabyte is what the last index lines are written into.
+        # The last index lines are written into the megabyte that this frees.
         self._part.give_up_reserve()
         self._say(
             "disk",

@@ -1,7 +1,7 @@
-"""Values in JSON files that anybody may have written: one of another type counts as missing.
+"""Values of JSON files that anybody may have written; a value of a wrong type counts as missing.
 
-So a damaged or hostile file leads to fewer facts, never to an error far away from where it was
-read. Does not know what the values mean.
+A damaged or hostile file then gives fewer facts, but never an error far from where it was read.
+This file does not know what the values mean.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 MOST_RANKS = 1 << 20
-"""No job has so many: counts of ranks beyond are not believed, because tables are made by them."""
+"""No job has so many ranks.
+
+Larger counts are ignored, because tables of this size would be made.
+"""
 
 
 def object_of(value: Any) -> Mapping[str, Any]:
-    """The value if it is an object of JSON; otherwise an empty one."""
+    """The value if it is a JSON object; otherwise an empty one."""
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
@@ -24,7 +27,7 @@ def list_of(value: Any) -> list[Any]:
 
 
 def count_of(value: Any, below: int = 1 << 62) -> int:
-    """The value if it is a whole number from 0 up to, not including, `below`; otherwise 0.
+    """The value if it is an integer of at least 0 and less than `below`; otherwise 0.
 
     >>> count_of(3, 8), count_of(8, 8), count_of(True, 8), count_of("3", 8)
     (3, 0, 0, 0)

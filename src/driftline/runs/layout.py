@@ -1,7 +1,7 @@
 """Names and sizes of run format 1: which files a run's folder holds.
 
-Shared by the writer and the reader; `docs/run-format.md` describes the same for other programs.
-Opens no file.
+Shared by the writer and the reader; `docs/run-format.md` describes the format for other programs.
+This file opens no file.
 """
 
 from __future__ import annotations
@@ -11,43 +11,46 @@ SCHEMA = 1
 
 MANIFEST = "run.json"
 ORPHAN_EVENTS = "events.jsonl"
-"""In the run's own folder: events of processes that captured no tensor and so own no folder."""
+"""In the run's own folder: events of processes without tensors, which have no folder."""
 
 INDEX = "index.jsonl"
 EVENTS = "events.jsonl"
 TOPOLOGY = "topology.json"
 PROCESS = "process.json"
 CALLS = "calls.jsonl"
-"""What ran; see `runs.calls`."""
+"""Operator and module calls; see `runs.sidecars.calls`."""
 GRAPHS = "graphs.jsonl"
-"""Compiled graphs; see `runs.graphs`."""
+"""Compiled graphs."""
 MODEL = "model.jsonl"
-"""What the models of a process are: attributes, code, state, training."""
+"""Description of a process's models: attributes, code, state, training."""
 WEIGHTS = "weights.jsonl"
 """Summaries, digests and samples of parameters and buffers; see `runs.sidecars.model_facts`."""
 STEPS = "steps.jsonl"
-"""Weights, gradients and digests from step to step; see `runs.sidecars.step_facts`."""
+"""Weights, gradients and digests of each step; see `runs.sidecars.step_facts`."""
 RESERVE = ".reserve"
-"""A file that only reserves space: deleted on a full disk, so that the index can be completed."""
+"""A file that only reserves space.
+
+It is deleted on a full disk, so that the index can be completed.
+"""
 RESERVE_BYTES = 1 << 20
 
-# Tensors begin at multiples of a cache line, so that mapped values can be read by wide
-# instructions.
+# Tensors begin at multiples of a cache line, so that wide instructions can read mapped values.
 ALIGNMENT = 64
 SHARD_BYTES = 1 << 30
 SENT_SHARD_BYTES = 64 << 20
-"""Size of shards in a run that is sent while it is written: a shard is sent when it is sealed."""
+"""Size of shards in a run that is sent while it is written; a sealed shard is sent at once."""
 # The header of a shard is reserved before its tensors are known, and grows with the shard's number.
 FIRST_HEADER = 256 * 1024
 LARGEST_HEADER = 8 << 20
 LONGEST_NAME = 500
 
-# Folder and shard names come from other machines: a longer number is not believed.
+# Folder and shard names may come from other machines; longer numbers are refused.
 _MOST_DIGITS = 9
 
 
 def folder_name(rank: int, process: int) -> str:
-    """
+    """Name of the folder of a process.
+
     >>> folder_name(0, 0), folder_name(3, 1)
     ('rank0', 'rank3.p1')
     """
@@ -55,13 +58,13 @@ def folder_name(rank: int, process: int) -> str:
 
 
 def parse_folder(name: str) -> tuple[int, int] | None:
-    """Rank and process of a folder's name, or None when it is not such a folder."""
+    """Rank and process of a folder's name; None if it is not the name of a process's folder."""
     # Without regular expressions: compiling three patterns takes longer than opening a run.
     numbers = name.removeprefix("rank").split(".p")
     if len(numbers) > 2 or not all(map(_is_number, numbers)):
         return None
     rank, process = int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else 0
-    # `rank00` and `rank0.p0` would be second names of one folder; only the canonical one counts.
+    # `rank00` and `rank0.p0` would be second names of one folder; only the canonical name counts.
     return (rank, process) if folder_name(rank, process) == name else None
 
 
@@ -83,7 +86,7 @@ def align(offset: int) -> int:
 
 
 def header_bytes(number: int, first: int = FIRST_HEADER) -> int:
-    """Bytes reserved at the start of the nth shard, length field included; fourfold each time.
+    """Bytes reserved at the start of the nth shard, including the length field; grows fourfold.
 
     So a small run wastes little, and a run of a hundred thousand tensors needs few shards.
     """

@@ -1,4 +1,4 @@
-"""A run in memory: the sink of `compare_models` and of tests. Touches no disk."""
+"""A run in memory: the sink of `compare_models` and of tests. Does not use the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from driftline.runs.writer import OVER_LIMIT, digest_for
 
 
 class MemorySink:
-    """Keeps records and, once for equal bytes, their values; see `Sink` for the contract."""
+    """Keeps records and their values, equal bytes only once; see `Sink` for the contract."""
 
     def __init__(
         self, *, rank: int = 0, max_bytes: int | None = None, name: str = "memory"
@@ -47,12 +47,11 @@ class MemorySink:
         with self._lock:
             blob, lost = None, record.lost if data is None else ""
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
-                # Keyed by digest and length: equal bytes are copied once.
+                # Keyed by digest and length, so that equal bytes are copied once.
                 place = (digest, data.nbytes)
                 if place in self._blobs or self._fits(data.nbytes):
                     if place not in self._blobs:
-                        # The program may overwrite its tensor right after
-                        # the call.
+                        # The program may overwrite its tensor right after the call.
                         copy = data.copy()
                         copy.flags.writeable = False
                         self._blobs[place] = copy
@@ -60,13 +59,12 @@ class MemorySink:
                     blob = Blob("memory", 0, data.nbytes)
                 else:
                     lost = OVER_LIMIT
-            # A sink has one rank; what the record says of its own comes from another
-            # process.
+            # A sink has one rank, which replaces another rank or process in the record.
             key = record.key
             if key.rank != self.rank or key.process != 0:
                 key = key._replace(rank=self.rank, process=0)
             self._records.append(
-                Record(  # by place: `_replace` takes three times as long
+                Record(  # positional: `_replace` takes three times as long
                     key,
                     len(self._records),
                     record.dtype,
@@ -98,7 +96,7 @@ class MemorySink:
         self._tree = tree
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to a side file of this process."""
+        """Add text to a side file of this process."""
         with self._lock:
             self._sheets[name] = text if anew else self._sheets.get(name, "") + text
 
@@ -106,10 +104,10 @@ class MemorySink:
         self.event("step", f"step {step} done", step=step)
 
     def flush(self) -> None:
-        """There is nothing to write."""
+        """Nothing needs to be written."""
 
     def close(self) -> None:
-        """There is nothing to seal."""
+        """Nothing needs to be sealed."""
 
     def run(self) -> Run:
         """The records so far, as a run."""
@@ -174,7 +172,7 @@ class _MemoryRun(Run):
         return iter(self._events)
 
     def processes(self) -> list[Mapping[str, Any]]:
-        # What was not captured here was converted, or put together; no process made it.
+        # A run that was not captured here was converted or assembled; no process made it.
         if "capture" not in self._facts:
             return []
         rank = self._records[0].key.rank if self._records else 0

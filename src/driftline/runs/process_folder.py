@@ -1,7 +1,7 @@
-"""The small files of one process's part of a run: its folder, facts, tree, events, index.
+"""The small files of one process's part of a run: folder, facts, tree, events, index.
 
-Everything is written at once, and as far as possible even on a full disk. Shards are written by
-`journal`; the content of the small files is decided by `writer`.
+Each write goes to the disk at once, and succeeds on a full disk if possible. `journal` writes the
+shards; `writer` decides the content of the small files.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from driftline.runs.layout import (
 from driftline.runs.provenance import dump_json, ensure_manifest, process_facts
 from driftline.runs.sinks import JSON
 
-# Blanks behind the facts, enough for the numbers that are added when a part is closed.
+# Blanks after the facts, for the numbers that are added when the part is closed.
 _ROOM = 4096
 
 
 class Part:
-    """The folder `rankN` or `rankN.pM`, made by this process and written by no other."""
+    """The folder `rankN` or `rankN.pM`, which only this process writes."""
 
     def __init__(
         self, path: Path, rank: int, world_size: int, command: Sequence[str] | None
     ) -> None:
-        """Makes the folder, and the run around it unless somebody else has.
+        """Create the folder, and the run around it unless that exists.
 
         Raises:
-            OSError: It cannot be made or written.
+            OSError: The folder cannot be created or written.
         """
         ensure_manifest(path, command, world_size=world_size)
         process = 0
-        # Creating the folder is the race itself: whoever makes it owns it, on every file
+        # Creating the folder decides the race: the process that creates it owns it, on every file
         # system.
         while True:
             folder = path / folder_name(rank, process)
@@ -59,7 +59,7 @@ class Part:
         self._make_reserve()
 
     def append_index(self, text: memoryview) -> tuple[memoryview, OSError | None]:
-        """Appends lines; returns what the disk refused, and why."""
+        """Append lines; returns the text that the disk refused, and the reason."""
         try:
             while text:
                 text = text[self._index.append(text) :]
@@ -74,7 +74,7 @@ class Part:
             self._events.append(line)
 
     def append_sheet(self, name: str, text: bytes, *, anew: bool) -> None:
-        """Adds to the end of one of the other files of this folder, or replaces what is in it.
+        """Append to another file of this folder, or replace its content.
 
         Raises:
             OSError: The disk is full.
@@ -83,18 +83,18 @@ class Part:
             file.append_all(text)
 
     def write_facts(self, facts: Mapping[str, JSON]) -> None:
-        """Replaces process.json.
+        """Replace process.json.
 
         Raises:
             OSError: The disk is full, and the new text is longer than the old.
         """
         text = dump_json({**self._facts, **facts})
-        # Blanks at first, so that the final facts can be written in place on a full disk.
+        # Padded with blanks, so that the final facts can be written in place on a full disk.
         room = 0 if facts.get("sealed") else len(text) + _ROOM
         _replace(self.folder / PROCESS, text.ljust(room))
 
     def write_topology(self, tree: Mapping[str, JSON]) -> None:
-        """Replaces topology.json.
+        """Replace topology.json.
 
         Raises:
             OSError: The disk is full.
@@ -106,7 +106,7 @@ class Part:
             (self.folder / RESERVE).unlink(missing_ok=True)
 
     def take_away(self) -> list[bytes]:
-        """Removes the folder, which has no tensor; returns the lines of its events."""
+        """Remove the folder, which has no tensor; returns the lines of its events."""
         self.close()
         events: list[bytes] = []
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class Part:
         return events
 
     def close(self) -> None:
-        """Closes the files; events may still be appended afterwards."""
+        """Close the files; events may still be appended afterwards."""
         self._index.close()
         if self._events is not None:
             self._events.close()
@@ -130,8 +130,8 @@ class Part:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Replaces a small file in one step; on a full disk, in place if it fits."""
-    # Written beside and renamed: a reader sees the old or the new content, never a half.
+    """Replace a small file in one step; on a full disk, in place if it fits."""
+    # Written to a draft that is renamed: readers see the old or the new content, never half of it.
     draft = path.with_name(f".{path.name}.new")
     try:
         write_file(draft, content)
@@ -139,7 +139,7 @@ def _replace(path: Path, content: bytes) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             draft.unlink()
-        # On a full disk an existing file of this size can still be overwritten in place.
+        # On a full disk, an existing file that is large enough can still be overwritten in place.
         if not path.exists() or path.stat().st_size < len(content):
             raise
         with OwnedFile(path) as file:

@@ -1,9 +1,10 @@
-"""Provenance of a run: its manifest and process facts, the git commit, and who is writing it.
+"""Provenance of a run: its manifest and process facts, the git commit, and which process is writing
+it.
 
-`run.json` is written once, by the first process; every process writes its own `process.json`. The
-environment is stored by a list of allowed names, with secrets hidden. Whether a run is being
-written is seen by a lock of the system on its files, which ends with the process that holds it.
-Knows nothing about tensors.
+The first process writes `run.json` once; every process writes its own `process.json`. Only
+environment variables with allowed names are stored, with secrets hidden. A lock of the system on a
+run's files shows that the run is being written; the lock ends with the process that holds it. This
+file knows nothing about tensors.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ except ImportError:  # not on every system
     fcntl = None
 
 
-# Locks: no lock file is left behind, because a killed process's lock ends with it. Clocks and
-# process numbers are not used. File systems without locks (some network ones) refuse nobody.
+# Locks: no lock file remains, because a killed process's lock ends with the process. Clocks and
+# process numbers are not used. On file systems without locks (some network ones), nobody is
+# refused.
 
 
 def hold_path(path: Path) -> int | None:
     """Open and lock a file; None if another process holds the lock. Closing the file unlocks it.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if hold(file):
@@ -77,11 +79,11 @@ def is_held(path: Path) -> bool | None:
         os.close(file)
 
 
-# Git: the commit is read from `.git` directly; git itself is only started to see changed files.
+# Git: the commit is read from `.git` directly; git itself is started only to find changed files.
 
 
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-# A status of a huge repository on a network disk must not delay the captured program.
+# The status of a huge repository on a network disk must not delay the captured program.
 _SECONDS = 2.0
 
 
@@ -94,13 +96,13 @@ class Revision:
 
 
 def _first_line(path: Path) -> str:
-    # Bounded: these files are a line, but `.git` may be anything.
+    # Bounded: these files have one line, but `.git` may be anything.
     with path.open("rb") as file:
         return file.read(4096).split(b"\n")[0].decode("utf-8", "replace").strip()
 
 
 def _git_folder(place: Path) -> tuple[Path, Path] | None:
-    """The work tree around a folder, and its git folder."""
+    """The work tree that contains a folder, and its git folder."""
     for tree in (place, *place.parents):
         git = tree / ".git"
         if git.is_dir():
@@ -118,7 +120,7 @@ def _commit_of(git: Path) -> str:
         return head if _COMMIT.fullmatch(head) else ""
     name = head.removeprefix("ref:").strip()
     common = git
-    # Branches of a linked work tree are kept in the main repository.
+    # Branches of a linked work tree are stored in the main repository.
     if (git / "commondir").is_file():
         common = (git / _first_line(git / "commondir")).resolve()
     for folder in (git, common):
@@ -156,7 +158,7 @@ def _is_dirty(tree: Path) -> bool | None:
 
 
 def revision_of(place: Path) -> Revision | None:
-    """The commit checked out around a folder, or None where there is no repository."""
+    """The commit checked out in the repository of a folder; None if there is no repository."""
     try:
         folders = _git_folder(place.absolute())
         if folders is None:
@@ -170,7 +172,7 @@ def revision_of(place: Path) -> Revision | None:
 # Manifest and process facts.
 
 
-# Only these are stored, because an environment is full of secrets; each changes numbers or the
+# Only these are stored, because an environment is full of secrets. Each one changes numbers or the
 # placement of ranks.
 _ALLOWED = frozenset(
     {
@@ -220,7 +222,7 @@ _ALLOWED_PREFIXES = (
     "XLA_",
     "FLAGS_",
 )
-# Not imported for their versions: only what the program has loaded had a part in its numbers.
+# Versions of loaded modules only: a library that was not imported had no part in the numbers.
 _LIBRARIES = (
     "torch",
     "numpy",
@@ -245,7 +247,7 @@ def allowed_environment(variables: Mapping[str, str] | None = None) -> dict[str,
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries the program has imported by now."""
+    """Versions of the libraries that the program has imported so far."""
     versions: dict[str, str] = {}
     for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)
@@ -255,12 +257,12 @@ def library_versions() -> dict[str, str]:
 
 
 def plain_json(value: object, depth: int = 0) -> JSON:
-    """A value as JSON can hold it: non-finite numbers and unknown types become strings."""
+    """A value that JSON can hold: non-finite numbers and unknown types become strings."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
-    # Cycles and absurd nesting of a program's values end here.
+    # Cycles and excessive nesting in a program's values end here.
     if depth > 200:
         return "..."
     if isinstance(value, Mapping):
@@ -278,12 +280,12 @@ def now() -> str:
 def _working_folder() -> Path | None:
     try:
         return Path.cwd()
-    except OSError:  # it was deleted under us
+    except OSError:  # somebody deleted it
         return None
 
 
 def _without_home(path: Path) -> str:
-    # The name of the user's home folder is nobody's business in a bug report.
+    # The name of the user's home folder does not belong in a bug report.
     try:
         return "~/" + path.relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):
@@ -294,7 +296,7 @@ def provenance(command: Sequence[str] | None = None, *, world_size: int = 1) -> 
     """The content of a new `run.json`.
 
     Args:
-        command: The user's command; this process's own command line if not given.
+        command: The user's command; by default this process's own command line.
         world_size: Number of ranks of the job, as far as known.
     """
     place = _working_folder()
@@ -346,8 +348,9 @@ def dump_json(value: Mapping[str, JSON]) -> bytes:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Creates a file with its complete content; False if another process was first."""
-    # Linked into place when complete: a hard link fails if the name exists, a rename would not.
+    """Create a file with its complete content; returns False if another process was first."""
+    # The complete file is linked into place: a hard link fails if the name exists, a rename does
+    # not.
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
         write_file(draft, content)
@@ -370,14 +373,14 @@ def write_new(path: Path, content: bytes) -> bool:
 def ensure_manifest(
     path: Path, command: Sequence[str] | None = None, *, world_size: int = 1
 ) -> None:
-    """Makes the run's folder and its `run.json` unless they are there.
+    """Create the run's folder and its `run.json`, unless they exist.
 
     Raises:
-        OSError: The folder cannot be made or written.
+        OSError: The folder cannot be created or written.
     """
     if (path / MANIFEST).exists():
         return
-    # Collected before the folder is made: a kill in between would leave an empty folder.
+    # Collected before the folder is created: a kill in between would leave an empty folder.
     manifest = dump_json(provenance(command, world_size=world_size))
     path.mkdir(parents=True, exist_ok=True)
     write_new(path / MANIFEST, manifest)
@@ -390,24 +393,23 @@ def create_run(
     force: bool = False,
     world_size: int = 1,
 ) -> Path:
-    """Starts a new run: a folder with a manifest, for any number of processes to write into.
+    """Start a new run: a folder with a manifest, in which any number of processes can write.
 
     Args:
-        force: Replace a run that is there already. A folder that is not a run is never deleted.
+        force: Replace an existing run. A folder that is not a run is never deleted.
 
     Raises:
-        AlreadyThere: Something is there and may not be replaced, or somebody is writing it.
-        BadInput: The folder cannot be made or written.
+        AlreadyThere: The folder is not empty and may not be replaced, or a process is writing it.
+        BadInput: The folder cannot be created or written.
     """
     place = Path(path)
     refuse_addresses(path)
     try:
-        # Collected before the folder is made: a kill in between would leave an empty folder.
+        # Collected before the folder is created: a kill in between would leave an empty folder.
         manifest = dump_json(provenance(command, world_size=world_size))
         if check_room(place, force=force):
             refuse_living(place)
-            # The folder itself stays: it may be a mount or a link, and others may watch
-            # it.
+            # The folder itself stays: it may be a mount or a link, and others may watch it.
             for child in list(place.iterdir()):
                 shutil.rmtree(
                     child
@@ -427,10 +429,10 @@ def create_run(
 
 
 def refuse_addresses(path: str | os.PathLike[str]) -> None:
-    """Refuse an address: a capture writes to a folder of this machine.
+    """Refuse an address, because a capture writes to a local folder.
 
     Raises:
-        BadInput: It is an address.
+        BadInput: The path is an address.
     """
     if "://" in os.fspath(path):
         raise BadInput(
@@ -444,7 +446,7 @@ def refuse_living(place: Path) -> None:
     """Refuse to replace a run that a living process is writing.
 
     Raises:
-        AlreadyThere: A process is writing it.
+        AlreadyThere: A process is writing the run.
     """
     files = [place / MANIFEST, *(child / INDEX for child in place.iterdir())]
     for file in files:
@@ -456,10 +458,10 @@ def refuse_living(place: Path) -> None:
 
 
 def check_room(place: Path, *, force: bool) -> bool:
-    """Whether a run exists there that may be replaced; False if there is nothing.
+    """Whether a folder holds a run that may be replaced; False if it is empty or missing.
 
     Raises:
-        AlreadyThere: Something is there and may not be replaced.
+        AlreadyThere: The folder holds something that may not be replaced.
     """
     if place.exists() and not place.is_dir():
         raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")

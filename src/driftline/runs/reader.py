@@ -1,7 +1,7 @@
-"""Opening a run: the index is read at first use, shards are mapped when values are needed.
+"""Open a run: the index is read at first use, and shards are mapped when values are needed.
 
-Whatever a file of the run claims is checked: a damaged or hostile run gives losses, not crashes.
-Where the files are (a folder or a store) is hidden behind `Files`.
+Everything that a file of the run claims is checked: a damaged or hostile run gives losses, not
+crashes. `Files` hides whether the files are in a folder or in a store.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def no_folder(place: Path) -> BadRun:
-    """The error for a path that is no folder, with the nearest name as a hint."""
+    """The error for a path that is not a folder, with the nearest name as a hint."""
     if place.is_file():
         return BadRun(
             f"'{place}' is a file, not the folder of a run",
@@ -64,7 +64,7 @@ def no_folder(place: Path) -> BadRun:
     if place.exists():  # a pipe or a device: reading it could wait for ever
         return BadRun(f"'{place}' is neither a file nor a folder")
     if place.parent.is_dir():
-        import difflib  # at start it would cost every command a millisecond
+        import difflib  # a module import would cost every command a millisecond
 
         names = [child.name for child in place.parent.iterdir()]
         near = difflib.get_close_matches(place.name, names, n=2)
@@ -75,19 +75,19 @@ def no_folder(place: Path) -> BadRun:
 
 # Files of a process that are not side tables.
 _USUAL = frozenset({INDEX, EVENTS, TOPOLOGY, PROCESS, MODEL, STEPS, WEIGHTS})
-# Facts about models can be asked for like side tables, and are not listed among them.
+# Facts about models are read like side tables, but not listed among them.
 _FACTS = frozenset({MODEL, STEPS, WEIGHTS})
 _MOST_BAD_LINES = 1000
 _MOST_ALIKE = 100
 _FEW_PROCESSES = 64
 """With more processes, their facts are not kept in memory: each takes some kilobytes."""
-# A damaged index may have no line ends; no line of ours comes near this length.
+# A damaged index may have no line ends; none of our lines comes near this length.
 _LONGEST_LINE = 16 << 20
 _SMALL_FILE = 64 << 20
 _LARGE_FILE = 1 << 30
 _UNSEALED: Mapping[bool | None, str] = {
     True: "is still being written: this is what was complete when it was read",
-    # The last 0.2 s only as a rule: a program that holds the interpreter's lock stops our writing.
+    # Usually only the last 0.2 s: a program that holds the interpreter's lock delays our writing.
     False: "was not closed: it was killed, and its last 0.2 s may be missing, at most 64 MB",
     None: "was not closed (killed, or still running): its last 0.2 s may be missing, at most 64 MB",
 }
@@ -103,10 +103,10 @@ _NO_TENSOR: Mapping[bool | None, str] = {
 
 
 def open_run(path: str | os.PathLike[str]) -> DiskRun:
-    """Opens a run folder for reading. Cheap, because the index is read at first use.
+    """Open a run folder for reading. This is fast, because the index is read at first use.
 
     Raises:
-        BadRun: There is nothing, or something else, or a run of a newer format.
+        BadRun: There is nothing, something else, or a run of a newer format.
     """
     place = Path(path)
     if not place.is_dir():
@@ -143,10 +143,10 @@ def open_run(path: str | os.PathLike[str]) -> DiskRun:
 
 
 def check_schema(place: str, manifest: Mapping[str, Any]) -> None:
-    """Refuses a manifest of another or a newer format.
+    """Refuse a manifest of another or a newer format.
 
     Raises:
-        BadRun: It is.
+        BadRun: The manifest has another or a newer format.
     """
     schema = manifest.get("schema")
     if manifest.get("format") != FORMAT or type(schema) is not int or schema < 1:
@@ -195,18 +195,18 @@ class _Part:
         size = _size(file)
         decode = decoder(size)
         source, together = file, None
-        # Nearly every index is short, without damage, and can be decoded in one call.
+        # Nearly every index is short and undamaged, and can be decoded in one call.
         if size <= SHORT:
             content = file.read()
             source, together = io.BytesIO(content), decode_together(content)
-            if together is not None and self._take(together):
+            if together is not None and self._add_lines(together):
                 return
         # Each shard is opened once for its size, not once for every tensor in it.
         sizes: dict[str, int | str] = {}
         keep = self.lines.append
         by_reason: dict[str, int] = {}
         bad = end = 0
-        # Bounded: a file without line ends must not become one string.
+        # Bounded, because a file without line ends must not become one string.
         rows = iter(lambda: source.readline(_LONGEST_LINE), b"")
         for number, row in enumerate(rows, 1):
             start, end = end, end + len(row)
@@ -217,8 +217,7 @@ class _Part:
                 check_line(line)
             except (ValueError, RecursionError, OverflowError) as error:
                 bad += 1
-                # An index of somebody else may have a million bad lines; the first
-                # ones say enough.
+                # A foreign index may have a million bad lines; the first ones say enough.
                 if bad <= _MOST_BAD_LINES:
                     losses.append(self._bad_line(number, row, error))
                 continue
@@ -228,12 +227,12 @@ class _Part:
                     size = sizes[line.shard] = self.shards.size(line.shard)
                 if type(size) is str:
                     line.lost = size
-                # The process was killed after the line was written, but before its
-                # bytes were on disk.
+                # The process was killed after the line was written, but before its bytes were on
+                # disk.
                 elif line.offset + line.length > cast("int", size):
                     line.lost = f"{line.shard} ends before its last byte"
             if line.lost:
-                self._lost(line, by_reason, losses)
+                self._add_loss(line, by_reason, losses)
             keep(line, start, end - start, ended=row[-1:] == b"\n")
         self.lines.finish(file)
         if bad > _MOST_BAD_LINES:
@@ -243,8 +242,8 @@ class _Part:
             if count > _MOST_ALIKE:
                 losses.append(Loss(self.name, f"{count - _MOST_ALIKE} more tensors: {reason}"))
 
-    def _take(self, lines: list[Line]) -> bool:
-        """Takes a short index without faults; False if a fault must be located line by line."""
+    def _add_lines(self, lines: list[Line]) -> bool:
+        """Take a short index without errors; False if errors must be located line by line."""
         ends: dict[str, int] = {}
         try:
             for line in lines:
@@ -252,8 +251,7 @@ class _Part:
                 if line.lost:
                     return False
                 if line.shard:
-                    # The farthest byte of each shard is enough: it shows
-                    # whether any tensor is cut off.
+                    # The last byte of each shard is enough to show whether any tensor is cut off.
                     end = line.offset + line.length
                     ends[line.shard] = max(ends.get(line.shard, 0), end)
         except (ValueError, RecursionError, OverflowError):
@@ -263,8 +261,8 @@ class _Part:
             return False
         return self.lines.take(lines)
 
-    def _lost(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
-        """Adds one loss per tensor, up to a hundred for each reason, such as a full disk."""
+    def _add_loss(self, line: Line, by_reason: dict[str, int], losses: list[Loss]) -> None:
+        """Add one loss per tensor, up to a hundred for each reason, such as a full disk."""
         count = by_reason[line.lost] = by_reason.get(line.lost, 0) + 1
         if count <= _MOST_ALIKE:
             key = record_of(line, self.rank, self.process).key
@@ -282,13 +280,12 @@ class _Part:
 
     def _check_process(self, losses: list[Loss]) -> None:
         facts = self.facts()
-        # An unsealed part is what a killed or living process left; its numbers are not
-        # final.
+        # An unsealed part was left by a killed or living process; its numbers are not final.
         if facts.get("sealed") is not True:
             written = self.files.is_written(self.name)
             self.growing = written is True
             reason = (_UNSEALED if len(self.lines) else _NO_TENSOR)[written]
-            # A disk that was too full for the last facts is no kill.
+            # If the disk was too full for the last facts, the process was not killed.
             if not self.growing and (failure := self._failure()):
                 reason = f"was not closed: {failure}"
             elif not self.growing and not facts:
@@ -305,7 +302,7 @@ class _Part:
             losses.append(Loss(self.name, f"writing stopped before the end: {failure}"))
 
     def _failure(self) -> str:
-        """What the process said of a disk that took no more; empty if it said nothing."""
+        """The process's message about a full disk; empty if there is none."""
         try:
             text = self.files.read(f"{self.name}/{EVENTS}", _SMALL_FILE)
         except OSError:
@@ -357,8 +354,7 @@ class DiskRun(Run):
         self._parts = {(part.rank, part.process): part for part in parts}
         self._losses = list(losses)
         self._records: IndexRecords | None = None
-        # Only several parts can be of different runs; a single one is not read before it is
-        # needed.
+        # Only several parts can belong to different runs; a single part is read when it is needed.
         if len(parts) > 1:
             refuse_mixed(name, manifest, [(part.name, part.facts()) for part in parts])
 
@@ -399,7 +395,7 @@ class DiskRun(Run):
         return all(facts.get("sealed") is True for facts in self.processes())
 
     def processes(self) -> list[Mapping[str, Any]]:
-        """The facts each process left about itself: process.json, with rank and process."""
+        """The facts that each process stored: process.json, with rank and process."""
         return [
             {**part.facts(), "rank": part.rank, "process": part.process}
             for part in self._parts.values()
@@ -457,14 +453,13 @@ class DiskRun(Run):
             part.shards.release()
 
     def release_some(self) -> None:
-        if not self.fetched:  # what was fetched is bounded anyway
+        if not self.fetched:  # memory of fetched values is bounded anyway
             self.release()
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         parts = self._parts.values()
         places = [(f"{part.name}/{EVENTS}", part.rank, part.process) for part in parts]
-        # Events of processes without a folder come first: they were written before any
-        # tensor.
+        # Events of processes without a folder come first: they were written before any tensor.
         for name, rank, process in [(ORPHAN_EVENTS, None, None), *places]:
             try:
                 text = self._files.read(name, _LARGE_FILE)
@@ -500,8 +495,7 @@ class DiskRun(Run):
         return sheets_among(others)
 
     def sheet(self, name: str, rank: int = 0, process: int = 0) -> str:
-        # Names are checked against the listing, so that a caller's text never becomes a
-        # path.
+        # Names are checked against the listing, so that a caller's text never becomes a path.
         part = self._parts.get((rank, process))
         if part is None or (name not in _FACTS and name not in self.sheets(rank, process)):
             return ""

@@ -1,6 +1,6 @@
 """Keys and records: the address of a tensor inside a run, and one line of the run's index.
 
-Pure data. Execution order is the record's `order`; a key has none. Does not know files or values.
+Pure data, without files or values. The execution order is the record's `order`; a key has none.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PORTS: tuple[Port, ...] = (
     "grad_input",
     "grad_output",
     "param",
-    "param_grad",  # what one backward pass contributed, before it is accumulated
-    "optimizer_grad",  # what the optimizer sees: accumulated, reduced, clipped
+    "param_grad",  # the contribution of one backward pass, before accumulation
+    "optimizer_grad",  # the gradient that the optimizer uses: accumulated, reduced, clipped
 )
 
-# Left out of texts and index lines, because nearly every tensor has these values.
+# Omitted from texts and index lines, because nearly every tensor has these values.
 _USUAL: dict[str, tuple[Phase, Moment]] = {
     "input": ("forward", "before"),
     "param": ("forward", "before"),
@@ -50,12 +50,15 @@ def usual_moment(port: str) -> Moment:
 
 
 _MOST_ELEMENTS = 1 << 58
-"""numpy refuses an array whose sizes other than 0 multiply to more bytes than 2**63, even an empty
-one; the widest element has 16 bytes."""
+"""Limit for the product of a shape's non-zero sizes.
+
+numpy refuses an array, even an empty one, if this product exceeds 2**63 bytes; the widest element
+has 16 bytes.
+"""
 
 
 def shape_trouble(shape: tuple[int, ...]) -> str:
-    """Why a shape that a file claims can be no array's; empty for a believable one.
+    """Why no array can have a shape that a file claims; empty for a possible shape.
 
     >>> shape_trouble((0, 4)), shape_trouble((0, 2**63 - 1))
     ('', 'claims the shape (0, 9223372036854775807), which no array can have')
@@ -69,19 +72,19 @@ def shape_trouble(shape: tuple[int, ...]) -> str:
 
 
 class TensorKey(NamedTuple):
-    """The address of one tensor inside one run. Execution order is the record's, not the key's.
+    """The address of one tensor inside one run. The execution order is the record's, not the key's.
 
     Attributes:
         site: Place in the model: module path, graph node or op call.
-        port: Which side of the site.
-        slot: Which tensor of that port: an argument's name, a position, a path through nested
-            containers.
+        port: What the tensor is to the site: input, output, parameter or gradient.
+        slot: Which tensor of that port: the name of an argument, a position, or a path through
+            nested containers.
         step: Training step or generated token.
-        visit: The nth call of the site within the step.
+        visit: Number of the call of the site within the step.
         rank: Rank of the process in its distributed job.
-        process: Tells processes of one rank apart (a launcher script may start several).
+        process: Number of the process within its rank (a launcher script may start several).
         phase: forward, backward, or recompute for gradient checkpointing's second forward.
-        moment: Taken before or after the call.
+        moment: Whether it was captured before or after the call.
     """
 
     site: str
@@ -102,12 +105,12 @@ class TensorKey(NamedTuple):
         return cls(site, port, slot, step, visit, rank, 0, *usual(port))
 
     def same_call(self, other: TensorKey) -> bool:
-        """Whether two tensors, of whichever ports, belong to one call of one site."""
+        """Whether two tensors, of any ports, belong to one call of one site."""
         # site; step, visit, rank and process
         return self[0] == other[0] and self[3:7] == other[3:7]
 
     def __str__(self) -> str:
-        """`rank0/step0/model.layers.0.mlp#1/output/0`; what is usual is left out.
+        """`rank0/step0/model.layers.0.mlp#1/output/0`; usual values are omitted.
 
         >>> str(TensorKey.of("mlp", "input", "x", visit=2))
         'rank0/step0/mlp#2/input/x'
@@ -117,7 +120,7 @@ class TensorKey(NamedTuple):
 
     @property
     def within_rank(self) -> str:
-        """The same without the rank and the process."""
+        """The text of the key, without the rank and the process."""
         site, port, slot, step, visit, _, _, phase, moment = self
         nth = f"#{visit}" if visit else ""
         text = f"step{step}/{site}{nth}/{port}/{slot}"
@@ -147,20 +150,20 @@ class Record(NamedTuple):
     """One captured tensor: its address, type, shape, and how much of it was kept.
 
     Attributes:
-        key: Its address.
-        order: Position in the execution order of its process; the only thing to sort by.
+        key: Address of the tensor.
+        order: Position in the execution order of its process; sort records only by this.
         dtype: A name of `numerics.dtypes.DTYPES`.
-        shape: Logical shape (for packed 4-bit formats, of elements, not bytes).
-        alias: Another name of the slot: the position of an argument that is known by name.
+        shape: Logical shape (of packed 4-bit formats: in elements, not bytes).
+        alias: Another name of the slot: the position of an argument whose slot is its name.
         class_name: Class of the module, or name of the operator, at the site.
-        device: Where the tensor lived, as torch prints it.
+        device: Device of the tensor, as torch prints it.
         kept: How much of it was kept.
         digest: `algorithm:hex` of its bytes in C order.
-        blob: Where its bytes are, for `full` and `sample`.
+        blob: Location of its bytes, for `full` and `sample`.
         sample_stride: For `sample`: every nth element of the flattened tensor was kept.
-        summary: For `summary`, and wherever it was computed anyway.
-        placement: How a tensor is distributed over its ranks, in words; empty for a plain one.
-        lost: Why its bytes are missing although they should be stored: disk full, size limit.
+        summary: For `summary`, and whenever it was computed anyway.
+        placement: How the tensor is distributed over its ranks, in words; empty for a plain one.
+        lost: Why bytes that should be stored are missing: disk full, size limit.
     """
 
     key: TensorKey

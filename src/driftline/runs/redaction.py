@@ -1,8 +1,8 @@
 """Redaction: tokens, keys, secrets and passwords become `***` before they are stored or shown.
 
-Runs and reports get attached to bug reports, so this errs on the side of hiding: a harmless value
-with a suspicious name is lost from the provenance, and nothing else depends on it. A secret that
-has neither a telling name nor a known shape cannot be recognised.
+Runs and reports are attached to bug reports, so in doubt a value is hidden: the provenance loses a
+harmless value with a suspicious name, and nothing else depends on that value. A secret that has
+neither a telling name nor a known shape cannot be recognised.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Sequence
 
 HIDDEN = "***"
-# Some of the patterns take quadratic time, and a text of a program may be of any length.
+# Some of the patterns take quadratic time, and a program's text may have any length.
 _LONGEST = 4096
-# Values may hold assignments themselves; so deep inside it is hidden without looking.
+# Values may contain assignments themselves; deeper ones are hidden without looking.
 _DEEPEST = 6
 
-# Hidden whatever the value is, wherever in a name they stand.
+# Hidden whatever the value is, and wherever they occur in a name.
 _STRONG = (
     "secret",
     "password",
@@ -42,7 +42,8 @@ _STRONG = (
 _STRONG_WORDS = frozenset(
     ("pwd", "pw", "pass", "pat", "creds", "cred", "sas", "passw", "psw", "psk", "otp", "totp")
 )
-# Hidden unless more of the name follows and the value is only a number: `--pad-token-id 0` stays.
+# Hidden, unless they are not the last word of the name and the value is only a number:
+# `--pad-token-id 0` stays.
 _WEAK_WORDS = frozenset({"auth", "signature", "sig"})
 _PLURALS = ("tokens", "keys")
 _TRADE = ("key", "keys", "token", "tokens")
@@ -91,10 +92,10 @@ are rarer. Of 566 295 files of a Linux machine 4 would be hidden: digests of 32 
 _IDENTIFIES = frozenset(
     ("revision", "rev", "commit", "sha", "hash", "digest", "checksum", "md5", "sha256", "id")
 )
-"""Options whose value is as long as a key and is none: which version of something is meant."""
+"""Options whose value may be as long as a key, but only identifies a version of something."""
 _USERS = frozenset(("u", "user", "username", "login", "proxy", "account"))
 _LOGIN = re.compile(r"([^\s:/@]{1,64}):(\S+)")
-# What begins with -p and is a word of its own: `-path x`, `-precision fp16`.
+# Words that begin with -p and are options themselves: `-path x`, `-precision fp16`.
 _NO_PASSWORD = re.compile(
     r"-p(?:ath|re|ro|ort|rint|ara|art|lo|lug|ad|at|ag|ha|la|ip\Z|db\Z|y\Z|p\Z|er|oo|os|i[cpx]|ac)"
     r"[a-z0-9_-]*\Z|-p\Z"
@@ -106,7 +107,7 @@ _HEADER = re.compile(
 _SCHEME = re.compile(r"(?i)\b(bearer|(?:basic|token)(?=\s+\S*\d))(\s+)([A-Za-z0-9._~+/=-]{8,})")
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 # name=value, name: value, "name": "value", ["name"] = "value", -name value inside one string. A
-# value in brackets holds names of its own; if it is nested, only these are looked at.
+# value in brackets contains names of its own; if it is nested, only these are checked.
 _ASSIGNED = re.compile(
     rf"(?P<name>(?<![\w.\-])[\w.\-]+)(?P<between>[\"']?\]?\s*(?:=|:(?!//))\s*|[\"']?\s*:\s+)"
     rf"(?P<value>{_QUOTED}|[{{\[][^{{}}\[\]]*[}}\]]|(?![{{\[])[^\s,;&}})\]]+)"
@@ -149,7 +150,7 @@ def names_a_secret(name: str, value: str = "x") -> bool:
 
 
 def redact_text(text: str) -> str:
-    """A text in which everything is hidden that looks like a secret, by shape or by name.
+    """Hide everything in a text that looks like a secret, by its shape or its name.
 
     >>> redact_text("API_KEY=abc python x.py --password 'a b' https://me:pw@host/x")
     'API_KEY=*** python x.py --password *** https://***@host/x'
@@ -174,7 +175,7 @@ def redact_message(text: str, *, digests: bool = True) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A text cut to a readable length, because not every pattern here takes linear time."""
+    """A text cut to a limited length, because not every pattern here takes linear time."""
     if len(text) <= _LONGEST:
         return text
     return f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
@@ -191,10 +192,10 @@ def _redact(text: str, depth: int, *, prose: bool = False, digests: bool = False
             return name + between + inner(value)
         if not prose and name[:1] == "-" and (hidden := _short_secret(name, value)):
             return name + between + hidden
-        # In prose a number replaces the value, so that only a telling name hides what follows.
+        # In prose the value is judged as a number, so that only a telling name hides what follows.
         judged = "0" if prose and ":" in between else value
         if names_a_secret(name, judged) and not (judged != value and name.lower() in _TRADE):
-            # Quotes of JSON stay, so that the text remains readable as what it was.
+            # Quotes of JSON stay, so that the text remains readable as JSON.
             quote = value[0] if value[0] in "\"'" and not between.isspace() else ""
             return f"{name}{between}{quote}{HIDDEN}{quote}"
         if "=" in value or ":" in value or value[0] in "\"'":
@@ -225,16 +226,16 @@ def _redact(text: str, depth: int, *, prose: bool = False, digests: bool = False
 def _listed(match: re.Match[str]) -> str:
     name, between = match["name"], match["between"]
     word = name.strip("\"'")
-    # Lists of words, such as columns, hold these for what they mean elsewhere.
+    # In lists of words, such as columns, these words do not name a secret.
     if word.lower() in _TRADE or not names_a_secret(word):
         return match[0]
     return f"{name}{between}'{HIDDEN}'"
 
 
 def _attached(match: re.Match[str]) -> str:
-    """`-psecret`, as mysql takes it."""
+    """Hide the password of `-psecret`, as mysql takes it."""
     argument, value = match[0], match[0][2:]
-    # `-password x` and `-private-key x` are names; `-psecret` is the password "secret".
+    # `-password x` and `-private-key x` are options; `-psecret` is the password "secret".
     named = names_a_secret(argument) and not value.lower().startswith(_STRONG)
     if _NO_PASSWORD.match(argument) or _COUNT.fullmatch(value) or named:
         return argument
@@ -260,7 +261,8 @@ def _identifies(option: str) -> bool:
 
 
 def _short_secret(option: str, value: str) -> str:
-    """A value after an option of one letter or a user's name, hidden where that holds a password.
+    """The value after a one-letter option or a user option, hidden if it holds a password; else
+    empty.
 
     `-p x` may be a password, a port or a path: numbers stay, everything else is hidden.
     """
@@ -274,7 +276,7 @@ def _short_secret(option: str, value: str) -> str:
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line with its secrets hidden, argument for argument.
+    """A command line with its secrets hidden, argument by argument.
 
     >>> redact_argv(["x.py", "--hf-token", "abc", "--api_key=def", "--max-tokens", "5"])
     ['x.py', '--hf-token', '***', '--api_key=***', '--max-tokens', '5']
@@ -293,7 +295,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
                 shown.append(argument)
                 waiting = ""
                 continue
-        # The option before this argument may have announced a secret as its value.
+        # The option before this argument may take a secret as its value.
         if waiting and not _FLAG.match(argument) and names_a_secret(waiting, argument):
             shown.append(HIDDEN)
             waiting = ""
@@ -308,8 +310,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
                 shown.append(argument)
                 continue
         if argument.startswith("-") and not equals:
-            # An argument with blanks is a text, such as code for `python -c`, and
-            # announces no value.
+            # An argument with blanks is a text, such as code for `python -c`; no value follows it.
             waiting = argument if not any(c.isspace() for c in argument) else ""
         if equals and re.fullmatch(r"[\w.+\-/]+", name) and names_a_secret(name, value):
             # A key in base64 may end with an equals sign, and is no name.

@@ -1,8 +1,8 @@
 """The interface of a run for all readers: records in execution order, and their values.
 
 A run may be on disk in our format, in memory, or a dump of another program; a subclass of `Run`
-only has to give its records and `raw`. This file knows how bytes become numbers, not how they are
-stored.
+must only provide its records and `raw`. This file knows how bytes become numbers, but not how they
+are stored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Storage: TypeAlias = "npt.NDArray[np.generic]"
 
 
 class Loss(NamedTuple):
-    """Something that should be in a run and is not.
+    """Something that should be in a run, but is not.
 
     Attributes:
         where: The file, line or tensor concerned, inside the run.
-        reason: What is known about it, in words.
-        key: The tensor that cannot be read; None when the loss is not one tensor.
+        reason: The known reason, in words.
+        key: The tensor that cannot be read; None if the loss is not a single tensor.
     """
 
     where: str
@@ -44,7 +44,7 @@ class Loss(NamedTuple):
 
 
 class TensorHandle(NamedTuple):
-    """One captured tensor; its values are read when asked for."""
+    """One captured tensor; its values are read on demand."""
 
     run: Run
     record: Record
@@ -75,24 +75,24 @@ class TensorHandle(NamedTuple):
         return self.record.kept in ("full", "sample") and not self.lost
 
     def raw(self) -> Storage:
-        """The kept values as one flat read-only array of the storage type, without a copy.
+        """The kept values as a flat read-only array of the storage type, without a copy.
 
-        Foreign floats come as unsigned integers and 4-bit types as packed bytes; see
+        Floats that numpy lacks are unsigned integers, and 4-bit types are packed bytes; see
         `numerics.dtypes`.
         """
         return self.run.raw(self.record)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values as a read-only array of the tensor's shape; a sample's are flat.
+        """The values as a read-only array of the tensor's shape; those of a sample are flat.
 
-        bfloat16 and the 8- and 4-bit floats have ml_dtypes types; int4 and uint4 come unpacked as
-        int8 and uint8, one element each; complex32 comes as complex64. Everything else has numpy's
-        own type.
+        bfloat16 and the 8- and 4-bit floats have ml_dtypes types; int4 and uint4 are unpacked to
+        int8 and uint8, one element each; complex32 becomes complex64. All other types are numpy's
+        own.
         """
         return as_numpy(self.raw(), self.record)
 
     def float64(self) -> npt.NDArray[Any]:
-        """The values decoded to float64 (complex128 for complex types), shaped as `numpy()`."""
+        """The values decoded to float64 (or complex128 for complex types), shaped as `numpy()`."""
         record = self.record
         decoded = to_float64(self.raw(), DTYPES[record.dtype], kept_elements(record))
         return decoded if record.kept == "sample" else decoded.reshape(record.shape)
@@ -108,7 +108,7 @@ class Memory(NamedTuple):
     Attributes:
         address: Address of the first byte.
         length: Number of bytes.
-        owner: Keeps the memory alive.
+        owner: Object that keeps the memory alive.
     """
 
     address: int
@@ -117,14 +117,14 @@ class Memory(NamedTuple):
 
 
 class ReadAhead(Protocol):
-    """Reads the values of records in the background; to be used by one thread."""
+    """Reads the values of records in the background; only one thread may use it."""
 
     def begin(self, records: Sequence[Record]) -> None:
-        """Begin to read these records; memory handed out before the last `take` may be reused."""
+        """Begin to read these records; memory returned before the last `take` may be reused."""
         ...
 
     def take(self) -> list[Memory | None]:
-        """The values of the records that were begun; None means: ask `Run.memory`."""
+        """The values of the records that were begun; None means that `Run.memory` must be used."""
         ...
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def kept_elements(record: Record) -> int:
 
 
 def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
-    """Storage values as the type a person expects; see `TensorHandle.numpy`."""
+    """Storage values in the type that a person expects; see `TensorHandle.numpy`."""
     dtype = DTYPES[record.dtype]
     values: npt.NDArray[Any] = raw
     if dtype.bits == 4:
@@ -160,8 +160,7 @@ def as_numpy(raw: Storage, record: Record) -> npt.NDArray[Any]:
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
     if record.kept != "sample":
         values = values.reshape(record.shape)
-    # Mapped bytes cannot be written, and a caller must not be able to change copied ones
-    # either.
+    # Mapped bytes cannot be written; a caller must not be able to change copied ones either.
     if values.flags.writeable:
         values.flags.writeable = False
     return values
@@ -182,7 +181,7 @@ def no_values(record: Record) -> Storage:
     """The values of a record without bytes: an empty array for an empty tensor, else an error.
 
     Raises:
-        BadInput: The tensor had values, and they were not kept or are lost.
+        BadInput: The tensor had values, which were not kept or are lost.
     """
     if record.lost:
         raise BadInput(f"{record.key} has no values: {record.lost}")
@@ -199,7 +198,10 @@ def no_values(record: Record) -> Storage:
 
 
 class Run(ABC):
-    """The tensors of one execution. Subclasses give `records` and `raw`; the rest has defaults."""
+    """The tensors of one execution.
+
+    Subclasses define `records` and `raw`; the rest has defaults.
+    """
 
     name: str = "run"
     """Name in messages, usually a path."""
@@ -211,21 +213,24 @@ class Run(ABC):
     """Meaning of the records' order, unless the manifest or a process declares it."""
 
     fetched: bool = False
-    """Whether values come from another machine: reading a part of a tensor is then cheaper than
-    reading all of it, and parallel reads are faster than reads one after the other."""
+    """Whether values come from another machine.
+
+    Then reading a part of a tensor is cheaper than reading all of it, and parallel reads are faster
+    than sequential ones.
+    """
 
     _sites: dict[str, list[int]] | None = None
     _facts_read: RunFacts | None = None
 
     @property
     def facts(self) -> RunFacts:
-        """Facts about the whole run; a view has the same."""
+        """Facts about the whole run; a view has the same facts."""
         if self._facts_read is not None:
             return self._facts_read
-        from driftline.runs.facts import read_facts  # whoever only captures never asks
+        from driftline.runs.facts import read_facts  # a capture never needs them
 
         facts = read_facts(self, self._order)
-        if not self.growing:  # a process that still runs may say more
+        if not self.growing:  # a running process may add facts
             self._facts_read = facts
         return facts
 
@@ -241,17 +246,17 @@ class Run(ABC):
 
     @abstractmethod
     def raw(self, record: Record) -> Storage:
-        """The kept values of one of its records: flat, of the storage type, read-only.
+        """The kept values of a record: flat, of the storage type, read-only.
 
         Raises:
-            DriftlineError: They were not stored, or are lost; the message says why.
+            DriftlineError: The values were not stored, or are lost; the message says why.
         """
 
     def memory(self, record: Record) -> Memory | None:
-        """Address of the bytes that `raw` would show; None if `raw` must be used instead.
+        """Address of the bytes that `raw` would return; None if `raw` must be used instead.
 
         Raises:
-            DriftlineError: As `raw` does.
+            DriftlineError: As for `raw`.
         """
         del record
         return None
@@ -260,7 +265,7 @@ class Run(ABC):
         """As `memory`, for a caller that reads only the bytes from `start` to `stop`.
 
         Raises:
-            DriftlineError: As `raw` does.
+            DriftlineError: As for `raw`.
         """
         del start, stop
         return self.memory(record)
@@ -275,27 +280,28 @@ class Run(ABC):
 
     @property
     def growing(self) -> bool:
-        """Whether a process was still writing it when it was read."""
+        """Whether a process was still writing the run when it was read."""
         return False
 
     @property
     def losses(self) -> Sequence[Loss]:
-        """Tensors and files that should be in the run and are not."""
+        """Tensors and files that should be in the run, but are not."""
         return ()
 
     def lost(self, record: Record) -> str:
-        """Why a record's values cannot be read; empty if they can, or were not to be stored."""
+        """Why a record's values cannot be read; empty if they can, or should not be stored."""
         return record.lost
 
     def cut_off(self) -> Callable[[Record], str] | None:
-        """What became shorter while it was read: a function that says so of a record, or nothing.
+        """A function that says how a record was cut off while it was read; None if no file was.
 
-        Asked after reading, because a mapped file that is cut inside its last page reads as zeros.
+        Call it after reading, because a mapped file that is cut inside its last page reads as
+        zeros.
         """
         return None
 
     def source(self, record: Record) -> str:
-        """The file a record was read from, relative to the run; empty where many share one."""
+        """The file a record was read from, relative to the run; empty if many records share it."""
         del record
         return ""
 
@@ -303,7 +309,7 @@ class Run(ABC):
         """Unmap the files of values; a later read maps them again."""
 
     def release_some(self) -> None:  # noqa: B027 - most runs map nothing
-        """As `release`, while other threads are reading: what they use stays mapped."""
+        """As `release`, while other threads are reading: files that they use stay mapped."""
 
     def events(self) -> Iterator[Mapping[str, Any]]:
         """Warnings, findings and labels, each with its rank and process."""
@@ -332,7 +338,7 @@ class Run(ABC):
         return len(self.records)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """HTML for a notebook."""
         from driftline.reporting.notebook import run_html
 
         return run_html(self)
@@ -359,7 +365,7 @@ class Run(ABC):
         phase: str | None = None,
         moment: str | None = None,
     ) -> TensorHandle:
-        """One tensor by its address; the slot may be its name or its position.
+        """Return one tensor by its address; the slot may be its name or its position.
 
         Args:
             site: Module path, graph node or operator call.
@@ -369,11 +375,11 @@ class Run(ABC):
             rank: Rank of the process.
             visit: Number of the call within the step, from 0.
             process: Number of the process of that rank.
-            phase: forward, backward or recompute; the port's usual one if not given.
-            moment: before or after the call; the port's usual one if not given.
+            phase: forward, backward or recompute; by default the port's usual one.
+            moment: before or after the call; by default the port's usual one.
 
         Raises:
-            BadInput: There is no such tensor; the hint names the nearest.
+            BadInput: There is no such tensor; the hint names the nearest one.
         """
         positions = self._positions().get(site)
         if positions is None:
@@ -386,7 +392,7 @@ class Run(ABC):
         wanted["phase"] = phase if phase is not None else usual_phase(port)
         wanted["moment"] = moment if moment is not None else usual_moment(port)
         records = [self.records[p] for p in positions]
-        # By name first: an alias that is another slot's name must not hide it.
+        # Names first: an alias that is another slot's name must not hide that slot.
         by_name = [r for r in records if all(getattr(r.key, n) == v for n, v in wanted.items())]
         if by_name:
             return TensorHandle(self, by_name[0])
@@ -418,8 +424,7 @@ class Run(ABC):
 
     def _positions(self) -> dict[str, list[int]]:
         if self._sites is None:
-            # Positions instead of records, because a long run builds its records on
-            # demand.
+            # Positions instead of records, because a long run builds its records on demand.
             sites: dict[str, list[int]] = {}
             for position, site in enumerate(self._site_names()):
                 sites.setdefault(site, []).append(position)

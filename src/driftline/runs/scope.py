@@ -1,8 +1,8 @@
-"""How far a run reaches: how its program ended, which steps ran, what was left out or not seen.
+"""The scope of a run: how its program ended, which steps ran, and what was left out or not seen.
 
 A comparison stores these facts in its table, because they limit what agreement means; `show` prints
-them. The launcher notes the end of a program here (`note_end`); what happened inside a process,
-the process itself stores in `process.json` under `capture`.
+them. The launcher records the end of a program here (`note_end`); each process stores its own facts
+in `process.json` under `capture`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from driftline.runs.sinks import JSON
 
 VERSION = 1
-"""Of the JSON form; a reader passes over fields that it does not know."""
+"""Version of the JSON form; a reader ignores fields that it does not know."""
 ENDED = "ended"
-"""Kind of the event that the launcher leaves when the program has ended."""
+"""Kind of the event that the launcher writes when the program has ended."""
 LIMITING = (
     # Parts of the model that were not seen.
     *("compiled", "graph-unseen", "inside", "operators-unseen", "backward-unseen", "cuda-graph"),
-    # Tensors that ran past and were not kept, or not kept whole.
+    # Tensors that were not kept, or not kept completely.
     *("refused", "lost", "operator-lost", "gradient-lost", "parameters-lost", "too-large"),
     *("limit", "disk", "dropped", "degraded", "device-failed", "calls-limit", "capture-fault"),
 )
@@ -38,24 +38,24 @@ _MOST_STEPS = 1 << 40
 
 
 class RunScope(NamedTuple):
-    """How far one run reaches.
+    """The scope of one run.
 
     Attributes:
-        captured: Whether Driftline captured it; a dump of another tool says nothing of all this.
-        status: Exit status of its program as a shell reports it; None if it is not known.
-        exception: The exception that ended it, in words; empty for none.
+        captured: Whether Driftline captured it; dumps of other tools lack all other facts.
+        status: Exit status of its program as a shell reports it; None if unknown.
+        exception: The exception that ended the program, in words; empty if there was none.
         unfinished: Steps that a process began and did not finish, in words.
         unsealed: Processes that did not close their part: killed, or still running.
         growing: Whether a process was still writing when the run was read.
-        steps_ran: How many steps ran, captured or not; 0 if it is not known.
-        filters: What its selection left out on purpose, in words.
-        notes: What the capture said that it could not see or keep.
-        compiled: Modules that were compiled, whose parts were therefore not seen.
-        hidden: Modules in those, themselves included, each with the number of leaves inside it.
-        ranks: How many ranks the job had; 0 if it is not known.
-        engine: What computed it, as far as known: torch, paddle, onnxruntime.
-        updates: How many steps optimizers made; -1 if it is not known.
-        levels: What was captured besides calls: gradients, params.
+        steps_ran: Number of steps that ran, captured or not; 0 if unknown.
+        filters: What the selection left out on purpose, in words.
+        notes: What the capture reported that it could not see or keep.
+        compiled: Modules that were compiled, so that their parts were not seen.
+        hidden: These modules and all modules inside them, each with its number of leaves.
+        ranks: Number of ranks of the job; 0 if unknown.
+        engine: Framework that computed it, as far as known: torch, paddle, onnxruntime.
+        updates: Number of optimizer steps; -1 if unknown.
+        levels: What was captured in addition to calls: gradients, params.
     """
 
     captured: bool = False
@@ -76,7 +76,7 @@ class RunScope(NamedTuple):
 
     @property
     def has_modules(self) -> bool:
-        """Whether modules were called, and not nodes of a graph, or what another tool kept."""
+        """Whether its tensors belong to modules, and not to graph nodes or another tool's names."""
         return self.captured and self.engine in ("torch", "paddle")
 
     @property
@@ -93,7 +93,7 @@ class RunScope(NamedTuple):
         return ""
 
     def to_json(self) -> dict[str, JSON]:
-        """The facts that differ from what nothing is known of."""
+        """The facts that differ from their defaults."""
         facts: dict[str, JSON] = {
             name: list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
             for name, value in self._asdict().items()
@@ -103,7 +103,7 @@ class RunScope(NamedTuple):
 
     @classmethod
     def from_json(cls, shown: Any) -> RunScope:
-        """The inverse of `to_json`; values that make no sense are passed over."""
+        """The inverse of `to_json`; invalid values are ignored."""
         if not isinstance(shown, Mapping):
             return cls()
         facts = cast("Mapping[str, Any]", shown)
@@ -133,7 +133,7 @@ def ending_words(status: int) -> str:
     >>> ending_words(3), ending_words(137)
     ('ended with status 3', 'was ended by signal 9 (SIGKILL)')
     """
-    # A shell adds 128 to the signal; larger numbers may still be a plain status.
+    # A shell adds 128 to the signal; a larger number may still be a plain status.
     if status > 128:
         with contextlib.suppress(ValueError):
             return f"was ended by signal {status - 128} ({signal.Signals(status - 128).name})"
@@ -141,7 +141,7 @@ def ending_words(status: int) -> str:
 
 
 def note_end(folder: Path, status: int) -> None:
-    """Note the exit status of a program in its run; a disk that is full keeps it from that."""
+    """Record the exit status of a program in its run, unless the disk is full."""
     from driftline.runs.files.owned_file import OwnedFile
     from driftline.runs.provenance import event_line
 
@@ -151,16 +151,16 @@ def note_end(folder: Path, status: int) -> None:
 
 
 def scope_of(run: Run) -> RunScope:
-    """The facts of a run; those of a view are the run's own."""
+    """The scope of a run; that of a view is the run's own."""
     own = [facts for facts in run.processes() if _is_captured(run.manifest, facts)]
     if not own:
         return RunScope()
     captures = [object_of(facts.get("capture")) for facts in own]
-    status, raised, notes, compiled = _told_by_events(run)
+    status, raised, notes, compiled = _facts_of_events(run)
     unsealed = [facts for facts in own if facts.get("sealed") is not True]
     exceptions = (str(capture.get("exception") or "") for capture in captures)
     exception = next(filter(None, exceptions), "")
-    # A worker of a pool is killed by its parent once it has delivered; that is its usual end.
+    # The parent kills a worker of a pool when the worker has delivered; that is its usual end.
     killed = [facts for facts in unsealed if not _is_pool_worker(facts, status)]
     ended_well = status == 0 and not exception
     return RunScope(
@@ -178,12 +178,12 @@ def scope_of(run: Run) -> RunScope:
         run.facts.framework,
         max(map(_updates, captures), default=-1),
         tuple(_hidden_leaves(run, compiled)),
-        tuple(level for level in _BESIDE_CALLS if level in list_of(captures[0].get("levels"))),
+        tuple(level for level in _OTHER_LEVELS if level in list_of(captures[0].get("levels"))),
     )
 
 
 def _hidden_leaves(run: Run, compiled: Container[str]) -> Iterable[tuple[str, int]]:
-    """Modules in compiled regions with the number of leaves that each holds, as the tree has it."""
+    """Modules in compiled regions, each with its number of leaves in the module tree."""
     tree = (run.topology() or {}) if compiled else {}
     counts: dict[str, int] = {}
 
@@ -197,7 +197,7 @@ def _hidden_leaves(run: Run, compiled: Container[str]) -> Iterable[tuple[str, in
         return count or 1
 
     for root in _nodes(tree.get("roots")):
-        # A tree deeper than Python's stack is nobody's model.
+        # No model has a tree deeper than Python's stack.
         with contextlib.suppress(RecursionError):
             leaves_inside(root, False)
     return counts.items()
@@ -217,8 +217,8 @@ def _hidden(shown: Any) -> Iterable[tuple[str, int]]:
                 continue
 
 
-class _Told(NamedTuple):
-    """What the events of a run say of how far it reaches."""
+class _EventFacts(NamedTuple):
+    """What the events of a run say about its scope."""
 
     status: int | None
     raised: tuple[Mapping[str, Any], ...]
@@ -226,7 +226,7 @@ class _Told(NamedTuple):
     compiled: tuple[str, ...]
 
 
-def _told_by_events(run: Run) -> _Told:
+def _facts_of_events(run: Run) -> _EventFacts:
     status: int | None = None
     # Dictionaries keep the order, and each note once.
     notes: dict[str, None] = {}
@@ -244,11 +244,11 @@ def _told_by_events(run: Run) -> _Told:
                 notes.setdefault(str(event.get("message", ""))[:_LONGEST])
             if kind == "compiled" and isinstance(details.get("site"), str):
                 compiled.setdefault(details["site"])
-    return _Told(status, tuple(raised), tuple(notes), tuple(compiled))
+    return _EventFacts(status, tuple(raised), tuple(notes), tuple(compiled))
 
 
 def _is_captured(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Whether a process is one that Driftline watched, and no dump that it converted."""
+    """Whether Driftline captured a process, rather than converted its dump."""
     return "sealed" in facts and "converted_from" not in manifest and "converted_from" not in facts
 
 
@@ -277,9 +277,9 @@ def _unfinished(
 
 
 def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
-    """The selection in words, steps left out: those are told by their numbers."""
+    """The selection in words, without steps, which the step numbers show."""
     selection = dict(object_of(capture.get("selection")))
-    # A rank that is known only when a program has begun is filtered when its files are made.
+    # A selection of ranks may apply when files are made, if the rank is known only then.
     if facts.get("only_ranks"):
         selection["ranks"] = facts["only_ranks"]
     for name, value in selection.items():
@@ -289,7 +289,7 @@ def _filters(capture: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[s
         yield f"{_OPTIONS.get(name, name)} {shown}"[:_LONGEST]
 
 
-_BESIDE_CALLS = ("gradients", "params")
+_OTHER_LEVELS = ("gradients", "params")
 RANKS = "--rank"
 _OPTIONS = {
     "sites": "--site",

@@ -1,8 +1,8 @@
-"""Sinks: what a capture adapter writes to, and sinks that wrap another one.
+"""Sinks: where a capture writes tensors, and sinks that wrap another sink.
 
-A sink may write to disk, keep everything in memory, or be a test's list. The wrapping sinks decide
-when the real one is made (`Late`), and what happens at a size limit (`Limited`). Does not know how
-tensors are captured.
+A sink may write to disk, keep everything in memory, or be a list in a test. The wrapping sinks
+decide when the real sink is made (`Late`), and what happens at a size limit (`Limited`). This file
+does not know how tensors are captured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sheets(Protocol):
     """A sink that also stores side tables: lists of calls, of kernels, of times."""
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to the end of a file of this process; `anew` replaces what is in it."""
+        """Add text to the end of a file of this process; `anew` replaces its content."""
         ...
 
 
@@ -38,7 +38,7 @@ class Begins(Protocol):
     """A sink that leaves a trace of this process before its first tensor."""
 
     def begin(self) -> None:
-        """The first watched call is about to be made."""
+        """Called when the first watched call is about to be made."""
         ...
 
 
@@ -55,7 +55,7 @@ class Group(Protocol):
         ...
 
     def lines(self, order: int) -> bytes:
-        """Their index lines, the first with this order; may be called from any thread."""
+        """The index lines of the records; the first has this order. Any thread may call this."""
         ...
 
 
@@ -64,69 +64,70 @@ class TakesGroups(Protocol):
     """A sink that makes the index lines of a group when it writes them."""
 
     def put_group(self, group: Group) -> None:
-        """Takes the records of a group; their ranks and processes are the sink's."""
+        """Store the records of a group, under the sink's own rank and process."""
         ...
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Stores records and bytes; may be called from any thread of the process."""
+    """Stores records and bytes. Any thread of the process may call its methods."""
 
     @property
     def bytes_written(self) -> int:
-        """Bytes of tensors accepted so far, repeats not counted."""
+        """Number of bytes of tensors accepted so far, without repeats."""
         ...
 
     @property
     def tensors_written(self) -> int:
-        """Records accepted so far."""
+        """Number of records accepted so far."""
         ...
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        """Stores one record and, for `full` and `sample`, its bytes.
+        """Store one record and, for `full` and `sample`, its bytes.
 
         The sink assigns `order` and `blob`, and `digest` if the record has none and there are
-        bytes. `rank` and `process` of the key become the sink's own.
+        bytes. It replaces `rank` and `process` of the key by its own.
 
         Args:
-            record: What was captured.
-            data: The flat C-order bytes, in live memory; digested, and copied where new, before
-                this returns, so that an in-place operation may follow at once. For `sample`, the
-                bytes of the sampled elements. For `digest`, what is to be digested and not kept.
+            record: The captured tensor.
+            data: The flat C-order bytes, in live memory. They are digested, and copied if new,
+                before this returns, so that an in-place operation may follow at once. For `sample`,
+                the bytes of the sampled elements. For `digest`, the bytes to digest, which are not
+                kept.
         """
         ...
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
-        """A warning, finding or label, in words."""
+        """Store a warning, finding or label, in words."""
         ...
 
     def describe(self, **facts: JSON) -> None:
-        """Adds provenance known only later: device names, seeds, framework versions."""
+        """Add provenance that is known only later: device names, seeds, framework versions."""
         ...
 
     def topology(self, tree: Mapping[str, JSON]) -> None:
-        """The module tree of this process; a later call replaces it."""
+        """Store the module tree of this process; a later call replaces it."""
         ...
 
     def step_done(self, step: int) -> None:
-        """The program has finished a step."""
+        """Record that the program has finished a step."""
         ...
 
     def flush(self) -> None:
-        """Returns when everything put so far would survive a kill of the process."""
+        """Return when everything put so far would survive a kill of the process."""
         ...
 
     def close(self) -> None:
-        """No more records will come; may be called twice."""
+        """End the sink: no more records will follow. May be called twice."""
         ...
 
 
-# Events before the first tensor: more of them are a loop of warnings.
+# Events before the first tensor; more of them come from a loop of warnings.
 MOST_WAITING = 1000
 
 
 class Forwarding:
-    """A sink that passes everything to another one."""
+    """A sink that passes everything to another sink."""
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
@@ -172,7 +173,7 @@ class Forwarding:
 class Late:
     """Makes the real sink at the first watched call or tensor, when the rank is known.
 
-    A forked child starts again, with a sink of its own.
+    A forked child makes its own sink.
 
     Attributes:
         tree_is_enough: Make the sink for a module tree too, and let no tensor through.
@@ -184,7 +185,7 @@ class Late:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets the parent's sink, in a forked child."""
+        """Forget the parent's sink, in a forked child."""
         self._lock = threading.RLock()
         self._inner: Sink | None = None
         self._tree: Mapping[str, JSON] | None = None
@@ -206,7 +207,7 @@ class Late:
 
     @property
     def failure(self) -> str:
-        """Why the sink stores nothing more; empty if it does, or says nothing of it."""
+        """Why the sink stores nothing more; empty if it does, or gives no reason."""
         inner = self._inner.inner if isinstance(self._inner, Forwarding) else self._inner
         return str(getattr(inner, "failure", ""))
 
@@ -217,7 +218,7 @@ class Late:
 
     def event(self, kind: str, message: str, **details: JSON) -> None:
         with self._lock:
-            # Looked at again under the lock: another thread may be making the sink.
+            # Checked again under the lock, because another thread may be making the sink.
             if self._inner is None:
                 if len(self._events) < MOST_WAITING:
                     self._events.append((kind, message, details))
@@ -265,7 +266,7 @@ class Late:
         with self._lock:
             if self._inner is None:
                 inner = self._make()
-                # In the order in which they came: facts and tree before the events.
+                # In the order of their arrival: facts and tree before the events.
                 if self._facts:
                     inner.describe(**self._facts)
                 if self._tree is not None:
@@ -309,8 +310,8 @@ class Limited(Forwarding):
     """For `--max-bytes`: estimates the size after the first step, and stops after the step that
     reached the limit.
 
-    The inner sink enforces the limit on values, but lists the tensors that do not fit; without an
-    end that list alone would outgrow any limit.
+    The inner sink enforces the limit on values, but lists the tensors that do not fit; that list
+    alone would outgrow any limit if the capture did not stop.
     """
 
     def __init__(
@@ -325,15 +326,14 @@ class Limited(Forwarding):
     def put(self, record: Record, data: Bytes | None) -> None:
         size = 0 if data is None else data.nbytes
         if self._last_step is None:
-            # Asked before the tensor is put, because the inner sink counts it
-            # afterwards.
+            # Computed before the tensor is put, because the inner sink then counts it.
             beyond = bool(size) and self.inner.bytes_written + size > self._limit
             self.inner.put(record, data)
-            # Bytes that are there already, as parameters are after a step, take no room.
+            # Repeated bytes, such as parameters after a step, take no room.
             if beyond and getattr(self.inner, "over_limit", True):
                 self._last_step = record.key.step
             return
-        # The step that hit the limit is still listed to its end, so that it is complete.
+        # The step that reached the limit is still listed to its end, so that it is complete.
         if record.key.step > self._last_step:
             if not self._noted:
                 self._noted = True

@@ -1,6 +1,7 @@
 """Verification: are the bytes of a run still those that were captured?
 
-Computes digests again and compares them with those of the index. Does not know why bytes changed.
+It computes digests again and compares them with those of the index. It does not know why bytes
+changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _CLASH = "its bytes have digest"
 
 
 def verify(run: Run) -> Iterator[Loss]:
-    """Every tensor whose values cannot be read or do not have the stored digest.
+    """Yield every tensor whose values cannot be read or do not match the stored digest.
 
     Tensors whose digest cannot be computed on this machine are reported as not verified. Tensors
     without stored values are skipped. Shared bytes are read once.
@@ -45,7 +46,7 @@ def verify(run: Run) -> Iterator[Loss]:
 
 
 def is_damaged(raw: Storage, record: Record) -> bool:
-    """Whether values do not have their captured digest; False if that cannot be checked."""
+    """Whether values do not match their captured digest; False if that cannot be checked."""
     return bool(record.digest) and _clash(raw, record.digest).startswith(_CLASH)
 
 

@@ -1,8 +1,8 @@
-"""Views of runs: only some steps, ranks or tensors of a run, or tensors under other names.
+"""Views of runs: a selection of steps, ranks or tensors of a run, or tensors under other names.
 
-A view delegates everything that it does not change on purpose, so that facts of a run (framework,
-meshes, events) cannot be lost. `Run` gives most members a default, so every member is delegated by
-name here, and a test checks that none is forgotten.
+A view delegates everything that it does not change on purpose, so that no fact of a run (framework,
+meshes, events) is lost. `Run` has defaults for most members, so every member is delegated by name
+here, and a test checks that none is forgotten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def narrowed(run: Run, *, steps: Collection[int] = (), ranks: Collection[int] = 
     """
     if not steps and not ranks:
         return run
-    # Records of a long run are not built to leave out ranks.
+    # The records of a long run are not built only to leave out ranks.
     if isinstance(run.records, IndexRecords) and not steps:
         # Complete parts of the run, whose lines can stay in their files.
         parts = [part for part in run.records.parts if len(part.lines)]
@@ -57,7 +57,7 @@ def _require(run: Run, what: str, wanted: Collection[int], existing: Collection[
 
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:
-    """The run with only the wanted tensors."""
+    """The run with only the tensors for which `wanted` is true."""
     return NarrowedRun(run, [record for record in run.records if wanted(record)])
 
 
@@ -77,10 +77,10 @@ def of_ports(run: Run, globs: Sequence[str]) -> Run:
 
 
 class RunView(Run):
-    """A view of a run; what a subclass does not override is the run's own.
+    """A view of a run; members that a subclass does not override are those of the run.
 
     Attributes:
-        base: The run behind the view.
+        base: The run that is viewed.
     """
 
     def __init__(self, base: Run) -> None:
@@ -166,7 +166,7 @@ class NarrowedRun(RunView):
     @property
     def losses(self) -> Sequence[Loss]:
         """Losses of its own tensors, and those that are not about a tensor."""
-        # Walking all records is worth it only where a loss names a tensor.
+        # Iterating over all records is worthwhile only if a loss names a tensor.
         named = {loss.key for loss in self.base.losses if loss.key is not None}
         keys: set[TensorKey] = set()
         if named:

@@ -1,9 +1,9 @@
-"""Writing a run: the part of one process, `rankN/` with its index, shards, events and facts.
+"""Write a run: the part of one process, `rankN/` with its index, shards, events and facts.
 
 Bytes are written before the line that names them: a killed process leaves a run that can be opened,
-and loses at most what was still in buffers. A full disk or an unwritable folder never stops the
-captured program; the run then lists what is missing. Which tensors are stored is decided by the
-caller.
+and loses at most the bytes that were still in buffers. A full disk or an unwritable folder never
+stops the captured program; the run then lists what is missing. The caller decides which tensors are
+stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from driftline.runs.provenance import ensure_manifest, event_line, library_versi
 from driftline.runs.records import Blob, Record
 from driftline.runs.sinks import JSON, Bytes, Group
 
-# Digests that are remembered to store equal bytes once; each takes some hundred bytes.
+# Digests that are remembered, so that equal bytes are stored once; each takes some hundred bytes.
 _LONGEST_MEMORY = 500_000
 # A program may warn in an endless loop before its first tensor.
 _EARLY_EVENTS = 1000
@@ -35,9 +35,9 @@ OVER_LIMIT = "beyond the size limit of the dump"
 
 
 def digest_for(record: Record, data: Bytes | None) -> str:
-    """The record's own digest, or that of the bytes.
+    """The record's own digest, or the digest of the bytes.
 
-    A sample's is always that of the bytes it keeps.
+    The digest of a sample is always that of the bytes that are kept.
     """
     if data is None or record.kept == "describe" or (record.digest and record.kept != "sample"):
         return record.digest
@@ -47,9 +47,9 @@ def digest_for(record: Record, data: Bytes | None) -> str:
 class RunWriter:
     """The sink that writes the part of one process; see `Sink` for the contract of its methods.
 
-    The folder `rankN` (or `rankN.p1`, ... if that exists) is made at the first watched call or the
-    first tensor, so that launchers and helper processes leave nothing behind. After a fork, the
-    child's copy begins a folder of its own.
+    The folder `rankN` (or `rankN.p1`, ... if that exists) is created at the first watched call or
+    the first tensor, so that launchers and helper processes leave nothing behind. After a fork, the
+    child's copy creates its own folder.
 
     Attributes:
         first_header: Bytes reserved at the start of the first shard; tests make it small.
@@ -68,16 +68,17 @@ class RunWriter:
         shard_bytes: int = SHARD_BYTES,
         seal_at_exit: bool = True,
     ) -> None:
-        """Nothing is written before the first tensor.
+        """Write nothing before the first tensor.
 
         Args:
             path: The run's folder; other processes may be writing their parts of it.
             rank: Rank of this process in its job.
             world_size: Number of ranks of the job.
             command: The user's command, if it is not this process's own command line.
-            max_bytes: Limit of stored tensor bytes of this process; lines and summaries go on.
-            shard_bytes: Begin a new shard file beyond this size.
-            seal_at_exit: Close at interpreter exit; pass False if the owner does.
+            max_bytes: Limit of stored tensor bytes of this process; lines and summaries are still
+                written.
+            shard_bytes: Size beyond which a new shard file is started.
+            seal_at_exit: Close at interpreter exit; pass False if the owner closes the writer.
         """
         self.path = Path(path).absolute()
         self.rank = rank
@@ -96,7 +97,7 @@ class RunWriter:
             atexit.register(self.close)
 
     def _reset(self) -> None:
-        """Sets the state of a writer that has written nothing: a new one, or a forked child's."""
+        """Set the state of a writer that has written nothing: a new one, or a forked child's."""
         self._pid = os.getpid()
         self._no_folder = ""
         self._part: Part | None = None
@@ -120,7 +121,7 @@ class RunWriter:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of this process, once it has one."""
+        """The folder of this process; None before it is created."""
         return self._part.folder if self._part is not None else None
 
     @property
@@ -142,18 +143,18 @@ class RunWriter:
         return self._order
 
     def put(self, record: Record, data: Bytes | None) -> None:
-        # Before the lock: hashing takes longest, and threads can do it at the same time.
+        # Before the lock: hashing takes longest, and threads can do it in parallel.
         digest = digest_for(record, data)
         self._notice_fork()
         with self._lock:
             journal = self._journal
-            # After a failure tensors are still counted, so that the run can say how
-            # many are missing.
+            # After a failure, tensors are still counted, so that the run can say how many are
+            # missing.
             if self._closed or (journal is None and (journal := self._open()) is None):
                 self._unlisted += 1
                 return
             blob, lost = None, record.lost if data is None else ""
-            # Digest and summary records have bytes for their digest only, which are not
+            # Bytes of digest and summary records serve only to compute the digest, and are not
             # stored.
             if data is not None and data.nbytes and record.kept in ("full", "sample"):
                 blob, lost = self._store(journal, record, data, digest)
@@ -162,7 +163,7 @@ class RunWriter:
             self._dtypes.add(record.dtype)
 
     def put_group(self, group: Group) -> None:
-        """Stores several records without bytes; their lines are made when they are written."""
+        """Store several records without bytes; their lines are made when they are written."""
         self._notice_fork()
         with self._lock:
             journal = self._journal
@@ -177,7 +178,7 @@ class RunWriter:
         self._notice_fork()
         line = event_line(kind, message, self._order, details)
         with self._events_lock:
-            # No folder before the first tensor: events wait in memory.
+            # There is no folder before the first tensor: events wait in memory.
             if self._part is None:
                 if len(self._early) < _EARLY_EVENTS:
                     self._early.append(line)
@@ -199,7 +200,7 @@ class RunWriter:
             self._write_topology()
 
     def sheet(self, name: str, text: str, *, anew: bool = False) -> None:
-        """Adds text to a file next to the index, such as a list of calls."""
+        """Add text to a file next to the index, such as a list of calls."""
         self._notice_fork()
         with self._lock:
             if self._closed or (self._journal is None and self._open() is None):
@@ -219,16 +220,16 @@ class RunWriter:
             self.event("step", f"step {step} done", step=step)
 
     def open(self) -> None:
-        """Makes this process's folder without a tensor: a dump of module trees has none."""
+        """Create this process's folder without a tensor; a dump of module trees has none."""
         with self._lock:
             self._stays = True
             if not self._closed and self._journal is None:
                 self._open()
 
     def begin(self) -> None:
-        """Makes this process's folder at the first watched call, so that a kill leaves a word.
+        """Create this process's folder at the first watched call, so that a kill leaves a trace.
 
-        Without a tensor until the end, `close` takes it away again.
+        If there is no tensor until the end, `close` removes the folder again.
         """
         self._notice_fork()
         with self._lock:
@@ -236,7 +237,7 @@ class RunWriter:
                 self._open()
 
     def flush(self) -> None:
-        """Returns when everything put so far was given to the system and survives a kill."""
+        """Return when everything put so far has been given to the system, and survives a kill."""
         self._notice_fork()
         if self._journal is not None:
             self._journal.flush()
@@ -245,14 +246,12 @@ class RunWriter:
         self._notice_fork()
         with self._lock:
             if self._closed:
-                # Set first: what closing itself triggers must not open a new
-                # folder.
+                # Set first: what closing itself triggers must not create a new folder.
                 return
             self._closed = True
             if self._seal_at_exit:
                 atexit.unregister(self.close)
-            # Without a tensor there is no folder, but what was said is still worth
-            # keeping.
+            # Without a tensor there is no folder, but the events are still worth keeping.
             if self._part is None or self._journal is None:
                 self._leave_orphan_events()
                 return
@@ -271,7 +270,7 @@ class RunWriter:
     # ---- the program's thread
 
     def _open(self) -> Journal | None:
-        """Makes the folder of this process, at its first tensor."""
+        """Create the folder of this process, at its first tensor."""
         try:
             part = Part(self.path, self.rank, self.world_size, self._command)
         except OSError as error:
@@ -299,14 +298,15 @@ class RunWriter:
     def _store(
         self, journal: Journal, record: Record, data: Bytes, digest: str
     ) -> tuple[Blob | None, str]:
-        """Gives new bytes to the journal; returns their location, or why they are not stored."""
+        """Give new bytes to the journal; returns their location, or why they are not stored."""
         length = data.nbytes
         stored = self._stored.get(digest)
-        # Equal digests of different length are no repeat: the digest may be of a sample.
+        # Equal digests with different lengths are not a repeat: one may be the digest of a sample.
         if stored is not None and stored[2] == length:
             self._repeats += 1
             return Blob(*stored), ""
-        # The limit is not hit exactly: a later, smaller tensor may still fit.
+        # Larger tensors are refused before the limit is reached: a later, smaller one may still
+        # fit.
         if self._max_bytes is not None and self._bytes + length > self._max_bytes:
             if not self._over_limit:
                 self._over_limit = True
@@ -321,7 +321,7 @@ class RunWriter:
         if blob is None:
             return None, journal.failure
         if len(self._stored) >= _LONGEST_MEMORY:
-            self._stored.clear()  # forgetting costs only space on disk
+            self._stored.clear()  # forgetting them costs only disk space
         # A plain tuple of atoms: the garbage collector stops tracking it.
         self._stored[digest] = (blob.shard, blob.offset, blob.length)
         self._bytes += length
@@ -338,7 +338,7 @@ class RunWriter:
             "dtypes": sorted(self._dtypes),
             "sealed": self._closed,
         }
-        # Final numbers only at the end: a killed process's would be wrong.
+        # Final numbers are written only at the end: those of a killed process would be wrong.
         if self._closed:
             facts |= {
                 "ended": now(),
@@ -374,7 +374,7 @@ class RunWriter:
         return [*self._early, event_line("dropped", text, 0, {})]
 
     def _take_away(self) -> None:
-        """Removes the folder of a process that ended without a tensor; its events stay."""
+        """Remove the folder of a process that ended without a tensor; its events stay."""
         assert self._part is not None
         with self._events_lock:
             part, self._part = self._part, None
@@ -382,8 +382,9 @@ class RunWriter:
         self._leave_orphan_events()
 
     def _leave_orphan_events(self) -> None:
-        """Writes the events of a process without tensors, which has no folder, into the run's own
-        events.
+        """Write the events of a process without tensors to the events of the run.
+
+        Such a process has no folder.
         """
         if not self._early:
             return
@@ -395,18 +396,18 @@ class RunWriter:
     # ---- forks
 
     def _notice_fork(self) -> None:
-        """Notices a fork made in C, such as `daemon(3)`, which does not call Python's hooks."""
+        """Notice a fork made in C, such as `daemon(3)`, which does not call Python's hooks."""
         if self._pid != os.getpid():
             self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Forgets the parent's files, which the parent goes on writing."""
+        """Forget the parent's files, to which the parent continues to write."""
         if self._part is not None:
             self._part.close()
         if self._journal is not None:
             self._journal.forget()
-        # A writer that failed to make its folder may succeed in the child; a closed one
-        # stays closed.
+        # A writer that could not create its folder may succeed in the child; a closed one stays
+        # closed.
         was_closed = self._closed and not self._no_folder
         self._reset()
         self._closed = was_closed
@@ -421,7 +422,7 @@ def _forget_after_fork() -> None:
 
 
 def _close_with_multiprocessing(close: Callable[[], None]) -> None:
-    """Children of multiprocessing end without atexit; they run these finalizers instead."""
+    """Register with multiprocessing, whose children end without atexit but run finalizers."""
     process, util = (
         sys.modules.get("multiprocessing.process"),
         sys.modules.get("multiprocessing.util"),

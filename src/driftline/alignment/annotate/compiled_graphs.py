@@ -1,8 +1,9 @@
 """Annotations from compiled graphs: source lines, fused kernels, and the first faulty node.
 
-While kernels are recorded, torch also computes each operator of the program from the same inputs,
-and each node that the compiler decomposed it into. A node whose results disagree is faulty whatever
-the other run has: it is the culprit of everything computed from it. Reads lists and no tensor.
+While kernels are recorded, torch also computes each operator of the program, and each node that the
+compiler decomposed it into, from the same inputs. A node whose results disagree is faulty whatever
+the other run has: it is the culprit of everything computed from it. This file reads lists, but no
+tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _AS_KERNEL = (
 
 
 class Culprits:
-    """The faulty nodes upstream of the values of a process's graphs.
+    """The faulty nodes upstream of the values in a process's graphs.
 
     Args:
         graphs: The graphs.
@@ -41,8 +42,7 @@ class Culprits:
         self._by_number = {graph.number: graph for graph in graphs.graphs}
         self._off: dict[tuple[int, int], dict[str, NodeError]] = defaultdict(dict)
         for error in errors:
-            # A kernel's own error is more specific than that of the nodes it was made
-            # of.
+            # A kernel's own error is more specific than that of its nodes.
             previous = self._off[error.graph, error.step].get(error.node)
             if previous is None or (error.kernel and not previous.kernel):
                 self._off[error.graph, error.step][error.node] = error
@@ -54,9 +54,8 @@ class Culprits:
         if graph_step not in self._off:
             return ""
         if graph_step not in self._first:
-            # Spreading is done once per graph and step, because every value of the
-            # graph asks for it.
-            self._first[graph_step] = _spread(value.graph, self._off[graph_step])
+            # Computed once for each graph and step, because every value of the graph needs it.
+            self._first[graph_step] = _first_faults(value.graph, self._off[graph_step])
         names = [value.node.name] if value.node is not None else []
         if value.kept is not None:
             names += value.kept.nodes
@@ -65,29 +64,28 @@ class Culprits:
         ]
         if not faults:
             return ""
-        # Execution order decides who is first, not the order in which errors were listed.
+        # Execution order decides which fault is first, not the order in which errors were listed.
         order = {node.name: place for place, node in enumerate(value.graph.nodes)}
         return self._describe(value.graph, min(faults, key=lambda fault: order[fault.node]))
 
     def of_module(self, site: str, step: int) -> str:
-        """The first faulty node of a module in a step."""
+        """Description of the first faulty node of a module in a step; empty if there is none."""
         for error in self._errors:
             graph = self._by_number.get(error.graph)
             node = self._graphs.node(graph, error.node) if graph is not None else None
             if graph is None or node is None or error.step != step:
                 continue
-            # The root stands for every module; otherwise the node must be inside the
-            # site.
+            # The root stands for every module; otherwise the node must be inside the site.
             if site in _ROOTS or f"{node.module}.".startswith(f"{site}."):
                 return self._describe(graph, self._off[error.graph, step][error.node])
         return ""
 
     def of_gradients(self, step: int) -> str:
-        """The first faulty node of a step: all gradients are computed after it."""
+        """Description of the first faulty node of a step; all gradients are computed after it."""
         return self.of_module(_ROOTS[0], step)
 
     def all(self) -> Iterator[str]:
-        """Every faulty operator, once for all its steps."""
+        """Descriptions of all faulty operators, each once for all its steps."""
         seen: set[tuple[str, str]] = set()
         for error in self._errors:
             graph = self._by_number.get(error.graph)
@@ -110,8 +108,8 @@ class Culprits:
         return _AS_NODES.format(node=name, error=error.error)
 
 
-def _spread(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
-    """For every node, the first faulty node among it and the nodes it depends on."""
+def _first_faults(graph: Graph, off: Mapping[str, NodeError]) -> Mapping[str, NodeError]:
+    """For every node, the first faulty node among itself and its dependencies."""
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     first_fault: dict[str, NodeError] = {}
     for node in graph.nodes:
@@ -135,13 +133,13 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
     """The plan with source lines for pairs and unpaired tensors, and with fusions for pairs.
 
     Args:
-        plan: The pairs.
+        plan: The plan.
         reference: Graphs of the reference, by rank and process; empty if it was not compiled.
-        candidate: Graphs of the candidate.
+        candidate: Graphs of the candidate, likewise.
     """
     reference_values, candidate_values = _values(reference), _values(candidate)
     lone: dict[tuple[str, TensorKey], str] = {}
-    # Lone tensors get their lines too: the reader wants to know which code has no partner.
+    # Unpaired tensors get their lines too, which show the code that has no partner.
     for side, records, values in (
         ("reference", plan.missing, reference_values),
         ("candidate", plan.extra, candidate_values),
@@ -149,7 +147,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
         for record in records:
             if line := _line(values.get(record.key)):
                 lone[side, record.key] = line
-    blamed = _blamed(reference), _blamed(candidate)
+    blamed = _faulty_nodes(reference), _faulty_nodes(candidate)
     pairs = (_with_line(pair, reference_values, candidate_values) for pair in plan.pairs)
     return plan._replace(
         pairs=tuple(_with_culprit(pair, *blamed) for pair in pairs),
@@ -162,7 +160,7 @@ def with_lines(plan: Plan, reference: Owners, candidate: Owners) -> Plan:
     )
 
 
-def _blamed(owners: Owners) -> dict[tuple[int, int], Culprits]:
+def _faulty_nodes(owners: Owners) -> dict[tuple[int, int], Culprits]:
     """Faulty nodes by process, for processes that have any."""
     return {
         owner: Culprits(graphs, graphs.errors) for owner, graphs in owners.items() if graphs.errors
@@ -188,7 +186,7 @@ def _with_culprit(
     """Add the culprit to pairs of modules and gradients around compiled graphs."""
     if pair.culprit:
         return pair
-    # The candidate is usually the compiled run, so it is asked first.
+    # The candidate first, because it is usually the compiled run.
     for record, blamed in ((pair.candidate, candidate), (pair.reference, reference)):
         key = record.key
         culprits = blamed.get((key.rank, key.process))
@@ -197,7 +195,7 @@ def _with_culprit(
         culprit = ""
         if key.port == "output":
             culprit = culprits.of_module(key.site, key.step)
-        # Any forward fault of the step precedes all gradients.
+        # Any fault in the forward pass of the step precedes all gradients.
         elif key.port.endswith(("grad", "grad_input", "grad_output")):
             culprit = culprits.of_gradients(key.step)
         if culprit:
@@ -232,7 +230,8 @@ def _with_line(
         candidate_values.get(pair.candidate.key),
     )
     line = _line(reference) or _line(candidate)
-    # The line is the reference's if it has one; the fusion is the candidate's, the run in question.
+    # The line is the reference's if it has one; the fusion is the candidate's, which is the run in
+    # question.
     fused = _fused(candidate) or _fused(reference)
     culprit = next(
         (
@@ -258,14 +257,14 @@ def _line(described: _Described | None) -> str:
 
 
 def _fused(described: _Described | None) -> str:
-    """Operators in a kernel's result, module by module; empty for a single one."""
+    """Operators in a kernel's result, by module; empty for a single operator."""
     if described is None:
         return ""
     if described.value.inside:
         return f"{described.value.inside}, whose nodes were computed one by one"
     calls: dict[str, list[str]] = {}
     of_passes: list[str] = []
-    # Views and inputs compute nothing, so they are not part of what was fused.
+    # Views and inputs compute nothing, so they are not part of a fusion.
     for node in described.graphs.computed_for(described.value):
         if node.target in _NOT_COMPUTED or is_view(node):
             continue
@@ -276,22 +275,22 @@ def _fused(described: _Described | None) -> str:
     if more := [name for name in of_passes if name not in everywhere]:
         base = calls.setdefault(described.value.graph.base, [])
         base += [name for name in more if name not in base]
-    # One operator is no fusion, and naming it would repeat the site.
+    # A single operator is no fusion, and naming it would repeat the site.
     if sum(map(len, calls.values())) < 2:
         return ""
     return "; ".join(f"{module}: {', '.join(operators)}" for module, operators in calls.items())
 
 
 def _called(node: GraphNode) -> list[str]:
-    """The operators that a node comes from, or its own if that is unknown."""
+    """The operators that a node comes from, or its own operator if they are unknown."""
     names = [origin.operator for origin in node.origins] or [node.operator or node.target]
-    return [_short(name) for name in names]
+    return [_without_overload(name) for name in names]
 
 
-def _short(operator: str) -> str:
+def _without_overload(operator: str) -> str:
     """An operator without its library and overload.
 
-    >>> _short("aten.silu.default")
+    >>> _without_overload("aten.silu.default")
     'silu'
     """
     parts = operator.split(".")

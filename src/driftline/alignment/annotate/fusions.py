@@ -1,9 +1,9 @@
 """Annotations from exported graphs: tensors inside a fused node, and where they are compared.
 
-If several modules became one node, the outputs of the inner modules are computed nowhere. The
-node's output was computed from them, so they are compared there together: such a tensor has no
-partner, but a place. The graph says what is inside; in the model, equal bytes connect outputs and
-inputs.
+If several modules became one node, the outputs of the inner modules are not computed. The node's
+output was computed from them, so they are compared together there: such a tensor has no partner,
+but a place where it is compared. The graph says which tensors are inside; in the model, equal bytes
+connect outputs and inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from driftline.runs.records import Record
 _Call = tuple[int, int, int, str, int, str]
 """Rank, process, step, site, visit and port."""
 _Key = tuple[int, int, int, str, int, str, str]
-"""The same with the slot."""
+"""Rank, process, step, site, visit, port and slot."""
 _Side = tuple[str, str, Sequence[Record], ExportedGraph]
 """Side of the inner tensors, side with the fused nodes, unpaired tensors of the first, graph."""
 
@@ -37,8 +37,8 @@ def with_fusions(
     reasons = dict(plan.reasons)
     holds: dict[int, list[Record]] = defaultdict(list)
     matches: dict[str, list[tuple[Record, str, Pair]]] = {"reference": [], "candidate": []}
-    # Both sides may have fused something, if both are graphs: then the node that contains a tensor
-    # may itself be inside one of the other side's, which is known only when both were asked.
+    # If both sides are graphs, both may have fused nodes: the node that contains a tensor may
+    # itself be inside a node of the other side. That is known only after both sides were processed.
     for side, other, lone, graph in (*sides, *sides[: len(sides) - 1]):
         matches[side] = _inside(lone, graph, plan.pairs, matches[other], other == "reference")
     for side, other, _, graph in sides:
@@ -63,7 +63,7 @@ def _with_words(pair: Pair, held: Sequence[Record]) -> Pair:
     """The pair with the names of the sites that were fused into it, if there are several."""
     if not held:
         return pair
-    # Execution order, so that the text reads as the data flows.
+    # Execution order, so that the text follows the dataflow.
     owners = {r.key.site: r.class_name for r in sorted(held, key=lambda r: r.order)}
     owners.setdefault(pair.reference.key.site, pair.reference.class_name)
     text = "; ".join(f"{site}: {kind}" if kind else site for site, kind in owners.items())
@@ -87,7 +87,7 @@ def _inside(
         graph_first: Whether the graph is that of the reference.
     """
     wholes: dict[_Key, Pair] = {}
-    # What the other side calls a call: an exporter may number the calls of one module as modules.
+    # Calls in the other side's terms: an exporter may number the calls of a module as modules.
     called: dict[_Call, _Call] = {}
     for pair in pairs_known:
         own, other = pair.reference, pair.candidate
@@ -104,23 +104,23 @@ def _inside(
     enclosed: dict[int, tuple[Record, str, Pair]] = {}
     for place, node, tensors in (*_of_modules(graph), *_of_nodes(graph, lone)):
         for call, records in _calls(waiting, place, called):
-            # Two lone tensors of one port cannot be told apart inside a fusion.
+            # Two unpaired tensors of one port cannot be distinguished inside a fusion.
             if len(records) != 1 or id(records[0]) in enclosed:
                 continue
             pairs = [pair for w in tensors if (pair := wholes.get((*call[:3], *w))) is not None]
             if pairs:
-                pair = min(pairs, key=_first_given)
+                pair = min(pairs, key=_outputs_first)
                 enclosed[id(records[0])] = (records[0], node, pair)
-    # Bytes connect what one module gives with what the next one takes; only then are norms
-    # asked, and what they give is passed on the same way.
-    _spread_by_bytes(lone, enclosed)
+    # Equal bytes connect one module's output with the next one's input. Norms are added after that,
+    # and their outputs are spread in the same way.
+    _add_by_bytes(lone, enclosed)
     if graph.folded_norms:
         _norms(lone, enclosed, waiting)
-        _spread_by_bytes(lone, enclosed)
+        _add_by_bytes(lone, enclosed)
     return list(enclosed.values())
 
 
-def _first_given(pair: Pair) -> tuple[bool, int]:
+def _outputs_first(pair: Pair) -> tuple[bool, int]:
     """Sort key: outputs before inputs, innermost output first."""
     return pair.reference.key.port != "output", pair.reference.order
 
@@ -133,7 +133,7 @@ def _call(record: Record) -> _Call:
 def _calls(
     waiting: Mapping[_Call, list[Record]], place: Place, called: Mapping[_Call, _Call]
 ) -> Iterator[tuple[_Call, list[Record]]]:
-    # A place has no frame: the graph describes every step alike.
+    # A place has no rank, process and step, because the graph describes all steps.
     frames = dict.fromkeys(call[:3] for call in waiting)
     for frame in frames:
         call: _Call = (*frame, *place)
@@ -143,24 +143,24 @@ def _calls(
             yield call, waiting[call]
 
 
-_Held = tuple[Place, str, Sequence[Tensor]]
+_PlaceValues = tuple[Place, str, Sequence[Tensor]]
 """A place, the node that contains it, and the tensors of that node's result."""
 
 
-def _of_modules(graph: ExportedGraph) -> Iterator[_Held]:
+def _of_modules(graph: ExportedGraph) -> Iterator[_PlaceValues]:
     for fusion in graph.fusions:
         for place in fusion.holds:
             yield place, fusion.node, [*fusion.tensors, (fusion.node, 0, "output", "0")]
 
 
-def _of_nodes(graph: ExportedGraph, lone: Iterable[Record]) -> Iterator[_Held]:
+def _of_nodes(graph: ExportedGraph, lone: Iterable[Record]) -> Iterator[_PlaceValues]:
     """Nodes of a graph with fewer fusions, by value names."""
     for site in dict.fromkeys(record.key.site for record in lone):
         if "/" in site and (node := graph.inside.get(site)) is not None:
             yield (site, 0, "output"), node, [(node, 0, "output", "0")]
 
 
-def _spread_by_bytes(lone: Sequence[Record], enclosed: dict[int, tuple[Record, str, Pair]]) -> None:
+def _add_by_bytes(lone: Sequence[Record], enclosed: dict[int, tuple[Record, str, Pair]]) -> None:
     """Add tensors with the same bytes as an enclosed one: they are the same value."""
     nodes_of_bytes: dict[tuple[int, int, int, str], dict[str, Pair]] = defaultdict(dict)
     for record, node, pair in enclosed.values():
@@ -202,7 +202,7 @@ def _bytes(record: Record) -> tuple[int, int, int, str]:
 
 
 def _leaves(plan: Plan, side: str) -> Iterator[str]:
-    """A note: how many leaf modules of a model are compared, and where."""
+    """A note that says how many leaf modules of a model are compared, and where."""
     alone = plan.missing if side == "reference" else plan.extra
     records: list[Record] = [getattr(pair, side) for pair in plan.pairs]
     own = {r.key.site for r in records if r.key.port == "output"}

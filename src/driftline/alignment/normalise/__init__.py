@@ -1,5 +1,4 @@
-"""Normalisers: one run is seen in another way before matching, such as gathered ranks or mapped
-steps.
+"""Normalisers: change the view of one run before matching, such as gathered ranks or mapped steps.
 
-They know one run at a time; which tensors belong together is for `alignment.rules`.
+They know one run at a time; `alignment.rules` decides which tensors are paired.
 """

@@ -1,12 +1,12 @@
-"""Integers shown as the numbers they stand for: values of quantised graphs, and packed weights.
+"""Show integers as the numbers they represent: values of quantised graphs, and packed weights.
 
-A quantised graph says the scale and zero point of each tensor of integers (`decode_integers`).
+A quantised graph gives the scale and zero point of each tensor of integers (`decode_integers`).
 
-The rest is about weights packed into words of 32 bits (GPTQ, AWQ). Such a module has no `weight`.
-It has `qweight`, several codes to a word, `qzeros`, packed as well, `scales` for groups of inputs,
-and with GPTQ `g_idx`, the group of every input. The view replaces them by one `weight` of shape
-[out, in], with the recipe that computes it. Which tensor it is paired with is decided by the
-matching rules.
+The other functions handle weights that are packed into words of 32 bits (GPTQ, AWQ). Such a module
+has no `weight`. It has `qweight`, with several codes in a word; `qzeros`, packed as well; `scales`
+for groups of inputs; and with GPTQ `g_idx`, the group of every input. The view replaces them by one
+`weight` of shape [out, in], with the recipe that computes it. The matching rules decide with which
+tensor it is paired.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ _Parts = dict[str, Record]
 
 
 def unpack_weights(reference: Run, candidate: Run) -> tuple[Run, Run]:
-    """Both runs with packed weights as matrices, unless both sides packed them in the same way."""
+    """Both runs with packed weights as matrices, unless both sides are packed in the same way."""
     reference_modules, candidate_modules = _modules(reference), _modules(candidate)
     alike = reference_modules.keys() == candidate_modules.keys() and all(
-        # Codes of the same shape were packed by the same tool; they are compared as they
-        # are stored.
+        # Codes of the same shape were packed by the same tool; they are compared as stored.
         parts[CODES].shape == candidate_modules[place][CODES].shape
         for place, parts in reference_modules.items()
     )
@@ -52,7 +51,7 @@ def unpack_weights(reference: Run, candidate: Run) -> tuple[Run, Run]:
 
 
 def decode_integers(run: Run) -> Run:
-    """A run of a quantised graph with its integers as the numbers they stand for."""
+    """A run of a quantised graph, with its integers as the numbers they represent."""
     graph = exported_graph(run)
     if graph is None or not graph.integers:
         return run
@@ -69,7 +68,7 @@ def decode_integers(run: Run) -> Run:
         scale, zero = meaning
         step = Step("dequantise", factor=scale, zero=zero)
         origins[key] = Gathered(Recipe((stored,), (step,), record.shape))
-        # Equal integers with one scale are equal numbers: rules that ask for equal bytes still may.
+        # Equal integers with the same scale are equal numbers, so rules can still compare bytes.
         digest = record.digest and f"{record.digest} times {scale} minus {zero}"
         records.append(record._replace(dtype="float32", digest=digest, blob=None, summary=None))
     base = run.base if isinstance(run, AlignedView) else run
@@ -77,13 +76,13 @@ def decode_integers(run: Run) -> Run:
 
 
 WRAPPED = ".qdata"
-"""Ending of the slot that holds the integers of a weight which torchao has quantised."""
+"""Suffix of the slot that holds the integers of a weight quantised by torchao."""
 
 
 def decode_wrapped(reference: Run, candidate: Run) -> tuple[Run, Run]:
-    """Both runs with weights that a tensor subclass holds (torchao) as the matrices they are.
+    """Both runs with weights of a tensor subclass (torchao) as the matrices that they represent.
 
-    Where both sides hold the same weights that way, integers are compared as they are stored.
+    If both sides hold the same weights in that form, integers are compared as stored.
     """
     wrapped = [
         {r.key: r.shape for r in run.records if r.key.slot.endswith(WRAPPED)}
@@ -121,14 +120,14 @@ def _unwrapped(run: Run) -> Run:
 
 
 def _broadcasts(scale: tuple[int, ...], codes: tuple[int, ...]) -> bool:
-    """Whether every scale is that of a block of the codes."""
+    """Whether every scale belongs to a block of the codes."""
     return len(scale) == len(codes) and all(
         size and length % size == 0 for size, length in zip(scale, codes, strict=True)
     )
 
 
 def _modules(run: Run) -> dict[TensorKey, _Parts]:
-    """The parts of each packed weight, by the key of the matrix they stand for."""
+    """The parts of each packed weight, by the key of the matrix that they represent."""
     modules: dict[TensorKey, _Parts] = {}
     for record in run.records:
         if (name := _name(record.key)) in (CODES, ZEROS, SCALES, GROUPS):
@@ -160,8 +159,7 @@ def _seen(run: Run, modules: Mapping[TensorKey, _Parts]) -> Run:
             continue
         codes = parts[CODES]
         unpacked = codes._replace(
-            # float16 is what both tools compute with; the digest and summary of the
-            # codes say nothing of it.
+            # Both tools compute with float16; digest and summary of the codes do not apply to it.
             key=key,
             dtype="float16",
             shape=recipe.shape,
@@ -170,8 +168,8 @@ def _seen(run: Run, modules: Mapping[TensorKey, _Parts]) -> Run:
             summary=None,
         )
         origins[key] = Gathered(recipe)
-        # The codes' record is replaced in place, which keeps the order of execution; the
-        # others go.
+        # The record of the codes is replaced in place, which keeps the execution order; the others
+        # are removed.
         replacements |= {id(part): None for part in parts.values()}
         replacements[id(codes)] = unpacked
     if not replacements:
@@ -188,7 +186,7 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
         return None
     groups, outputs = scales.shape
     zeros = parts.get(ZEROS)
-    # Without zero points nothing says how wide a code is: four bits is what both tools write.
+    # Without zero points, nothing gives the width of a code; both tools write four bits.
     per_word = outputs // zeros.shape[1] if zeros is not None else 8
     if per_word not in (4, 8) or (
         zeros is not None and zeros.shape != (groups, outputs // per_word)
@@ -196,7 +194,7 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
         return None
     order = tuple(range(per_word))
     minus = 0.0
-    # GPTQ and AWQ differ in which axis is packed, which the shapes tell.
+    # GPTQ and AWQ pack different axes, which the shapes show.
     if codes.shape[1] == outputs:  # GPTQ: several inputs in a word
         inputs = codes.shape[0] * per_word
         values = Recipe((codes,), (Step("unpack", 0, numbers=order),), (inputs, outputs))
@@ -209,7 +207,7 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
     spread = _spread(run, parts.get(GROUPS), inputs, groups)
     if spread is None:
         return None
-    # Scales are spread over the inputs only where groups are not contiguous.
+    # Scales are spread over the inputs only if groups are not contiguous.
     rows = (inputs if spread else groups, outputs)
     scale: Source = Recipe((scales,), spread, rows) if spread else scales
     sources: list[Source] = [values, scale]
@@ -223,9 +221,9 @@ def _recipe(run: Run, parts: _Parts) -> Recipe | None:
 
 
 def _off_by(run: Run, zeros: Record | None, per_word: int) -> float:
-    """What is missing from the stored zero points: GPTQ stores them less one, its rare v2 does not.
+    """Number that is missing from the stored zero points: 1 for GPTQ, 0 for its rare version 2.
 
-    The two are told apart by symmetric zero points: in v2 these are exactly the middle code.
+    Symmetric zero points distinguish the two: in version 2 they are exactly the middle code.
     """
     if zeros is None:
         return 0.0
@@ -233,22 +231,22 @@ def _off_by(run: Run, zeros: Record | None, per_word: int) -> float:
     if words is None:
         return 1.0
     bits = 32 // per_word
-    # Every code of a word at the middle of its range.
+    # Every code of a word is the middle of its range.
     middle = sum((1 << (bits - 1)) << (bits * position) for position in range(per_word))
     return 0.0 if (words.astype(np.uint32) == np.uint32(middle)).all() else 1.0
 
 
 def _spread(run: Run, groups: Record | None, inputs: int, count: int) -> tuple[Step, ...] | None:
-    """The step that gives every input the scale of its group; none if groups are contiguous."""
+    """The step that gives every input the scale of its group; no step if groups are contiguous."""
     if inputs % count and groups is None:
         return None
     if groups is None:
         return ()
     numbers = _numbers(run, groups)
-    # Numbers of groups come from a file: one out of range would read beside the scales.
+    # Numbers of groups come from a file; one out of range would read beyond the scales.
     if numbers is None or numbers.size != inputs or not 0 <= numbers.min() <= numbers.max() < count:
         return () if inputs % count == 0 else None
-    # Group numbers that only count upwards say what the shape says already.
+    # Group numbers that only count upwards add nothing to the shape.
     if inputs % count == 0 and (numbers == np.arange(inputs) // (inputs // count)).all():
         return ()
     return (Step("select", 0, numbers=tuple(int(number) for number in numbers)),)
@@ -258,5 +256,5 @@ def _numbers(run: Run, record: Record) -> np.ndarray[tuple[int], np.dtype[np.int
     try:
         values = run.raw(record).reshape(-1).astype(np.int64)
     except (DriftlineError, OSError, ValueError):
-        return None  # comparing it will say why
+        return None  # comparing the tensor will report the reason
     return values if values.size == math.prod(record.shape) else None

@@ -1,9 +1,9 @@
 """The order of normalisers and reconcilers: what happens to two runs before and after matching.
 
-Before matching, ranks are gathered, steps renumbered, inputs brought to one moment and packed
-weights unpacked (`before_matching`). After it, the plan of the views becomes one of the runs, and
-pairs that differ in layout, size or scale get recipes (`after_matching`). Which tensors belong
-together is decided by `alignment.rules`.
+Before matching, ranks are gathered, steps renumbered, inputs brought to the same moment and packed
+weights unpacked (`before_matching`). After matching, the plan of the views becomes one of the runs,
+and pairs that differ in layout, size or scale get recipes (`after_matching`). `alignment.rules`
+decides which tensors are paired.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 CONFIDENCE = 0.8
-"""Confidence of a pair of inputs of different moments: an operator may write into its input."""
+"""Confidence of a pair of inputs of different moments; an operator may write into its input."""
 
-# Moments: one run stored its inputs before the call, the other after it. They are the same unless
-# the call writes into them. Outputs are never matched like this: before the call, an output is
-# memory that nobody has written yet.
+# Moments: one run stored its inputs before the call, the other after it. They are equal unless the
+# call writes into them. Outputs are never matched like this: before the call, an output is memory
+# that nothing has been written to.
 
 
 def align_moments(reference: Run, candidate: Run) -> tuple[Run, Run]:
     """Both runs, with inputs that were stored after the call shown as stored before it."""
     reference_moments, candidate_moments = _moments(reference), _moments(candidate)
-    # Only where every input of a run is of the one moment: a run with both has the right one
+    # Only if all inputs of a run have the same moment: a run with both moments has the right one
     # itself.
     if reference_moments == {"after"} and candidate_moments == {"before"}:
-        return _as_before(reference), candidate
+        return _with_inputs_before(reference), candidate
     if reference_moments == {"before"} and candidate_moments == {"after"}:
-        return reference, _as_before(candidate)
+        return reference, _with_inputs_before(candidate)
     return reference, candidate
 
 
 def note_moments(plan: Plan) -> Plan:
-    """The plan with pairs of different moments under a rule of their own, and a note."""
+    """The plan with pairs of different moments marked by a rule of their own, and a note."""
     apart = [pair.reference.key.moment != pair.candidate.key.moment for pair in plan.pairs]
     if not any(apart):
         return plan
@@ -55,12 +55,13 @@ def note_moments(plan: Plan) -> Plan:
         "what an operator writes into its own input cannot be compared"
     )
     pairs = tuple(
-        _weaker(pair) if differs else pair for pair, differs in zip(plan.pairs, apart, strict=True)
+        _paired_by_moment(pair) if differs else pair
+        for pair, differs in zip(plan.pairs, apart, strict=True)
     )
     return plan._replace(pairs=pairs, notes=(*plan.notes, note))
 
 
-def _weaker(pair: Pair) -> Pair:
+def _paired_by_moment(pair: Pair) -> Pair:
     return pair._replace(by="moment", confidence=min(pair.confidence, CONFIDENCE))
 
 
@@ -68,7 +69,7 @@ def _moments(run: Run) -> set[Moment]:
     return {record.key.moment for record in run.records if record.key.port == "input"}
 
 
-def _as_before(run: Run) -> Run:
+def _with_inputs_before(run: Run) -> Run:
     before = origins_of(run)
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}
@@ -77,7 +78,7 @@ def _as_before(run: Run) -> Run:
         if record.key.port == "input":
             seen = record._replace(key=record.key._replace(moment="before"))
         origin = before.get(record.key, record)
-        # An earlier view's origin is carried over; a record that is its own needs no entry.
+        # An earlier view's origin is kept; a record that is its own origin needs no entry.
         if origin is not seen:
             origins[seen.key] = origin
         records.append(seen)
@@ -107,21 +108,19 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
     """Views of both runs with common ranks, steps, moments and encodings.
 
     Raises:
-        BadInput: A placement or step map that does not fit the runs.
+        BadInput: A placement or step map does not fit the runs.
     """
     notes: list[str] = []
     reference_places, candidate_places = _places(reference), _places(candidate)
-    # Ranks come first: steps and moments are then looked at once, not once per rank.
-    if options.placements or _lie_differently(
-        reference, candidate, reference_places, candidate_places
-    ):
+    # Ranks come first, so that steps and moments are processed once, not once per rank.
+    if options.placements or _must_gather(reference, candidate, reference_places, candidate_places):
         reference, candidate = _gathered(reference, candidate, options, notes)
     elif reference_places != candidate_places and len(reference_places) == len(candidate_places):
         from driftline.alignment.normalise.steps import align_ranks
 
         candidate, more_notes = align_ranks(reference, candidate)
         notes += more_notes
-    # Steps before moments: inputs can only be compared once their steps have the same number.
+    # Steps before moments: inputs can be compared only if their steps have the same number.
     step_map = options.step_map
     if step_map or len(_steps(reference) | _steps(candidate)) > 1:
         from driftline.alignment.normalise.steps import align_steps, parse_step_map
@@ -129,7 +128,7 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
         declared_map = parse_step_map(",".join(step_map)) if step_map else None
         reference, candidate, more_notes = align_steps(reference, candidate, declared_map)
         notes += more_notes
-    if any(_late(record.key) for run in (reference, candidate) for record in run.records):
+    if any(_is_stored_late(record.key) for run in (reference, candidate) for record in run.records):
         reference, candidate = align_moments(reference, candidate)
     reference, candidate = _decoded(reference, candidate)
     if _may_add_residuals(reference) != _may_add_residuals(candidate):
@@ -140,8 +139,8 @@ def before_matching(reference: Run, candidate: Run, options: AlignOptions) -> Vi
 
 
 def _decoded(reference: Run, candidate: Run) -> tuple[Run, Run]:
-    """Both runs with numbers where one of them has packed, wrapped or plain integer codes."""
-    # Cheap looks at names decide whether a normaliser is imported at all.
+    """Both runs with numbers, if one of them has packed, wrapped or plain integer codes."""
+    # Cheap checks of names decide whether a normaliser is imported at all.
     if any(
         record.key.site[-7:] == "qweight" or record.key.slot == "qweight"
         for run in (reference, candidate)
@@ -166,7 +165,7 @@ def _decoded(reference: Run, candidate: Run) -> tuple[Run, Run]:
 
 
 def _may_add_residuals(run: Run) -> bool:
-    """Whether a norm is given a second tensor, which it may add to the first."""
+    """Whether a norm has a second input, which it may add to the first."""
     return any(
         record.key.port == "input"
         and "norm" in record.class_name.lower()
@@ -176,10 +175,10 @@ def _may_add_residuals(run: Run) -> bool:
 
 
 def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
-    """The plan of the runs themselves, with a recipe wherever a pair needs one.
+    """The plan of the runs themselves, with a recipe for every pair that needs one.
 
     Raises:
-        BadInput: A mask that cannot be read or fits no tensor.
+        BadInput: A mask cannot be read or fits no tensor.
     """
     from driftline.alignment.normalise.view import AlignedView, resolve_views
 
@@ -189,10 +188,12 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     )
     plan = resolve_views(plan, seen.reference, seen.candidate)
     plan = plan._replace(notes=(*plan.notes, *seen.notes))
-    if any(_late(pair.reference.key) != _late(pair.candidate.key) for pair in plan.pairs):
+    if any(
+        _is_stored_late(pair.reference.key) != _is_stored_late(pair.candidate.key)
+        for pair in plan.pairs
+    ):
         plan = note_moments(plan)
-    # Between frameworks a square weight may be stored transposed, which its shape does not
-    # show.
+    # Between frameworks, a square weight may be stored transposed, which its shape does not show.
     foreign = any(_is_square_weight(pair) for pair in plan.pairs) and (
         reference.facts.framework != candidate.facts.framework
     )
@@ -200,9 +201,10 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
     codes = operators and any(
         record.dtype in _CODES for run in (reference, candidate) for record in run.records
     )
-    # The reconciler reads whole runs, so it is made only if a pair needs it.
+    # The reconciler reads complete runs, so it is made only if a pair needs it.
     unlike = [
-        _unlike(pair, foreign) or (operators and _operands(pair, codes)) for pair in plan.pairs
+        _needs_reconciler(pair, foreign) or (operators and _operands(pair, codes))
+        for pair in plan.pairs
     ]
     if any(unlike):
         from driftline.alignment.reconcile.reconciler import Reconciler
@@ -212,10 +214,10 @@ def after_matching(plan: Plan, seen: Views, options: AlignOptions) -> Plan:
             rules.reconcile(pair) if apart else pair
             for pair, apart in zip(plan.pairs, unlike, strict=True)
         )
-        # Ranks are reconciled one by one, and many of them say the same.
+        # Ranks are reconciled one by one, and many give the same note.
         notes = tuple(dict.fromkeys((*plan.notes, *rules.notes)))
         plan = _without_sources(plan._replace(pairs=pairs, notes=notes, left_out=rules.left_out))
-    # Masks come last, because they must fit the shapes that are really compared.
+    # Masks come last, because they must fit the shapes that are compared.
     if options.masks:
         from driftline.alignment.reconcile.masks import masked
 
@@ -253,7 +255,7 @@ def _is_square_weight(pair: Pair) -> bool:
     return len(shape) == 2 and shape[0] == shape[1] and pair.reference.key.port in WEIGHTS
 
 
-def _unlike(pair: Pair, foreign: bool) -> bool:
+def _needs_reconciler(pair: Pair, foreign: bool) -> bool:
     """Whether two sides differ in shape, type or layout, so that they need a reconciler."""
     reference, candidate = pair.reference, pair.candidate
     reference_shape = (
@@ -290,7 +292,7 @@ def _operands(pair: Pair, codes: bool) -> bool:
     return reference.key.port == "input" and (square or (codes and len(shape) == 1))
 
 
-def _lie_differently(
+def _must_gather(
     reference: Run,
     candidate: Run,
     reference_places: list[tuple[int, int]],
@@ -299,7 +301,7 @@ def _lie_differently(
     """Whether the ranks of a side must be gathered before tensors can be paired."""
     ranks = {rank for rank, _ in reference_places}, {rank for rank, _ in candidate_places}
     if len(ranks[0]) != len(ranks[1]):
-        # Ranks that crashed, or were not captured, do not change what the other ranks hold.
+        # Ranks that crashed or were not captured do not change what the other ranks hold.
         subset = ranks[0] < ranks[1] or ranks[1] < ranks[0]
         if not subset or reference.facts.world != candidate.facts.world:
             return True
@@ -307,7 +309,7 @@ def _lie_differently(
         return True  # the only captured rank of a sharded job holds parts of tensors
     elif len(ranks[0]) == 1 or reference_places != candidate_places:
         return False
-    # Equally many ranks on both sides may still form another mesh: then placements or shapes of
+    # With equally many ranks, the meshes may still differ: then the placements or the shapes of
     # equal keys differ.
     if reference.facts.stages or candidate.facts.stages:
         return True  # other stages, or another order of micro-batches
@@ -319,13 +321,13 @@ def _lie_differently(
         if placement_kind(same.placement) != placement_kind(record.placement):
             return True
         if record.key.port == "param" and same.shape != record.shape:
-            return True  # one of them cut its weights itself
+            return True  # one program cut its weights itself
     return False
 
 
 def _cut_over_more_ranks(run: Run) -> bool:
-    """Whether a job of several ranks says in its placements that tensors are shards."""
-    # Records first: most runs have no placements, and the facts of processes are in files.
+    """Whether the placements of a job with several ranks say that tensors are shards."""
+    # Records first, because most runs have no placements, and the facts of processes are in files.
     return any("S(" in record.placement for record in run.records) and run.facts.world > 1
 
 
@@ -348,15 +350,14 @@ def _gathered(
             "--placement, but both runs have one rank only",
             hint="give the folder that holds all ranks of the sharded run",
         )
-    # The user's placements say how to gather; with as many ranks on both sides nothing is
-    # gathered.
+    # The user's placements say how to gather; with equally many ranks, nothing is gathered.
     if rules and len(reference_places) == len(candidate_places) > 1:
         notes.append(
             f"both runs have {len(reference_places)} ranks: compared rank by rank, the placements "
             "are not used"
         )
         return reference, candidate
-    # The side that has one rank gives the name under which the other is seen.
+    # The side with a single rank gives the rank under which the other side is seen.
     onto = (
         reference_places[0]
         if len(reference_places) == 1
@@ -370,7 +371,7 @@ def _gathered(
         gathered = gather_ranks(reference, rules, candidate, onto=onto)
         notes += gathered.notes
         return gathered.run, candidate
-    # Both runs are sharded: they are gathered into shapes that both can make.
+    # Both runs are sharded, so they are gathered into shapes that both can make.
     from driftline.alignment.placements.gather import common_shapes
 
     # The shapes are found from both sides first. Then the candidate is gathered towards the
@@ -414,8 +415,7 @@ def _explained(plan: Plan) -> Plan:
         ("reference", "candidate", plan.missing),
         ("candidate", "reference", plan.extra),
     ):
-        # What is paired counts too: a step without a single tensor on the other side is a
-        # missing step.
+        # Paired tensors count too: a step is missing only if the other side has no tensor of it.
         steps = {key.step for key in other_keys[side]}
         ranks = {key.rank for key in other_keys[side]}
         for record in records:
@@ -433,7 +433,7 @@ def why_alone(key: TensorKey, other: str, steps: set[int], ranks: set[int]) -> s
     return "" if key.rank in ranks else f"the {other} has no rank {key.rank}"
 
 
-def _late(key: TensorKey) -> bool:
+def _is_stored_late(key: TensorKey) -> bool:
     """Whether this is an input that was stored after the call."""
     return key.moment == "after" and key.port == "input"
 

@@ -1,9 +1,9 @@
 """Models as serving engines write them: sums that no tensor holds, and modules that do more.
 
-A norm that is given two tensors adds them and normalises the sum, and gives both on. Layers then
-hand on two tensors where the original has their sum. The view shows the sum (`add_residuals`).
-An activation that takes twice as many features multiplies as well: it is not the one of the same
-name (`release_wider`).
+If a norm gets two tensors, it adds them, normalises the sum, and returns both. Layers then pass two
+tensors where the original model passes their sum. The view shows the sum (`add_residuals`). An
+activation whose input has twice as many features also multiplies, so it is not the activation of
+the same name (`release_wider`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SUM = "the sum that is normalised, which the other run has as the input"
 def add_residuals(reference: Run, candidate: Run) -> tuple[Run, Run]:
     """Both runs, with two tensors that one of them adds in a norm shown as their sum.
 
-    Only where one run adds in norms and the other does not.
+    This is done only if one run adds in norms and the other does not.
     """
     ports = _ports(reference), _ports(candidate)
     sums = _fused_sums(ports[0]), _fused_sums(ports[1])
@@ -61,7 +61,7 @@ def _ports(run: Run) -> dict[_Port, list[Record]]:
 
 
 def _fused_sums(ports: Mapping[_Port, list[Record]]) -> set[frozenset[str]]:
-    """Digests of the two tensors that each norm adds: two in and two out, all of one shape."""
+    """Digests of the two tensors that each norm adds: two inputs and two outputs of one shape."""
     sums: set[frozenset[str]] = set()
     for place, given in ports.items():
         if (
@@ -87,7 +87,7 @@ def _with_sums(run: Run, ports: Mapping[_Port, list[Record]], sums: set[frozense
     excluded: list[Excluded] = list(excluded_of(run))
     replacements: dict[int, Record | None] = {}
     for place, held in ports.items():
-        # Containers are given other tensors besides: positions, masks.
+        # Containers also have other inputs, such as positions and masks.
         records = next((two for two in combinations(held, 2) if _digests(two) in sums), None)
         if records is None:
             continue
@@ -97,7 +97,7 @@ def _with_sums(run: Run, ports: Mapping[_Port, list[Record]], sums: set[frozense
             continue
         first, second = records
         origins[first.key] = Gathered(Recipe(parts, (Step("sum"),), first.shape))
-        # The same two tensors have the same sum wherever they are.
+        # The same two tensors have the same sum everywhere.
         digest = " + ".join(sorted(record.digest for record in records))
         replacements[id(first)] = first._replace(digest=digest, blob=None, summary=None)
         replacements[id(second)] = None
@@ -117,16 +117,16 @@ def _digests(records: Iterable[Record]) -> frozenset[str]:
 def _totals(
     place: _Port, records: tuple[Record, Record], ports: Mapping[_Port, list[Record]]
 ) -> list[Record]:
-    """What a norm gives besides what it has normalised: its second output."""
+    """The outputs of a norm after the first, which is the normalised one."""
     is_norm = place[5] == "input" and _is_norm(records[0])
     return ports.get((*place[:5], "output"), [])[1:] if is_norm else []
 
 
 def release_wider(plan: Plan) -> Plan:
-    """The plan without outputs of modules that take more features than their namesakes.
+    """The plan without outputs of modules whose input has more features than their namesake's.
 
-    The one multiplies two halves of what it is given, the other is an activation: what they give
-    has one shape and is not the same.
+    One module multiplies the two halves of its input, the other is an activation: their outputs
+    have the same shape, but different values.
     """
     inputs: dict[tuple[int, str, int], list[Pair]] = defaultdict(list)
     for pair in plan.pairs:
@@ -170,15 +170,15 @@ def _is_wider(pair: Pair) -> bool:
     if not reference or not candidate or pair.reference_recipe:
         return False
     more, rest = divmod(candidate[-1], reference[-1]) if reference[-1] else (0, 1)
-    # As many tokens, however they are: a batch in one axis has no more features.
+    # The same number of tokens, in any shape: a batch in one axis has no more features.
     return more > 1 and rest == 0 and math.prod(candidate) == more * math.prod(reference)
 
 
 def reassign_inputs(plan: Plan) -> Plan:
-    """The plan in which inputs paired by position alone are paired with the one that fits.
+    """The plan in which inputs that were paired by position get the partner that fits.
 
-    A serving engine gives a module the positions first, and the hidden states as flat tokens: the
-    one input of the same call with as many elements and features is the partner.
+    A serving engine passes the positions first, and the hidden states as flat tokens. The partner
+    is the only input of the same call with as many elements and features.
     """
     free: dict[tuple[int, str, int], list[Record]] = defaultdict(list)
     for record in plan.extra:
@@ -202,7 +202,7 @@ def reassign_inputs(plan: Plan) -> Plan:
 
 
 def _is_unfit(pair: Pair) -> bool:
-    """Whether a position has paired two inputs of which one has more elements than the other."""
+    """Whether two inputs were paired by position although they differ in number of elements."""
     is_input = pair.by == "alias" and pair.reference.key.port == "input"
     return is_input and math.prod(pair.reference.shape) != math.prod(pair.candidate.shape)
 

@@ -1,9 +1,9 @@
 """Step and rank numbers: the steps of one run get the numbers of the matching steps of the other.
 
-Runs count differently: a warm-up takes number 0, or a prefill graph and a decode graph have
+Runs count differently: a warm-up may be step 0, or a prefill graph and a decode graph may have
 separate counters. Steps are matched by the number of tokens of each execution, and if several
-matches fit, by the token ids. If those cannot decide either, the numbers stay as they are, and the
-plan says so. Ranks that only differ in their numbers are renumbered in order.
+matches fit, by the token ids. If these cannot decide either, the numbers stay unchanged, and a note
+says so. Ranks that differ only in their numbers are renumbered in order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from driftline.runs.run import Run
 
 ID_NAMES = frozenset({"input_ids", "ids", "token_ids", "tokens", "x_ids", "inputs_ids"})
 _COUNTER = re.compile(r"\d+_[^.]+")
-"""Site of an outermost operation in an ATB dump; each of these counts its own executions."""
-# Bounds on what is read and tried: ids of a long prompt, shifts that fit equally well.
+"""Site of an outermost operation in an ATB dump; each such operation counts its own executions."""
+# Limits on what is read and tried: ids of a long prompt, shifts that fit equally well.
 _MOST_IDS = 1 << 20
 _MOST_FITS = 32
 _MOST_EXECUTIONS = 256
-"""Most executions of a run that are compared: a warm-up comes early."""
+"""Largest number of executions of a run that are compared; a warm-up comes early."""
 
 
 class Execution(NamedTuple):
@@ -48,7 +48,7 @@ def parse_step_map(text: str) -> dict[int, int]:
     {0: 1, 1: 2}
 
     Raises:
-        BadInput: It is none.
+        BadInput: The text is not a step map.
     """
     step_map: dict[int, int] = {}
     for word in text.split(","):
@@ -68,20 +68,20 @@ def parse_step_map(text: str) -> dict[int, int]:
 
 
 def is_ids(record: Record) -> bool:
-    """Whether a tensor holds token ids, by its name or because an embedding takes it."""
+    """Whether a tensor holds token ids, by its name or because it is the input of an embedding."""
     if record.key.port != "input" or record.dtype not in ("int64", "int32") or not record.shape:
         return False
     if len(record.shape) > 2:
         return False
     return not ID_NAMES.isdisjoint((record.key.slot, record.alias)) or (
         "mbedding" in record.class_name
-        # An exported graph calls what an embedding takes by the name of the value.
+        # An exported graph names the input of an embedding after the value.
         and (record.key.slot in ("0", "input", "1") or record.class_name == "Embedding")
     )
 
 
 def timelines(run: Run) -> dict[str, Timeline]:
-    """Timelines of a run's counters: one called "", unless outermost operations have their own."""
+    """Timelines of a run's counters: one named "", unless outermost operations have their own."""
     counters: dict[str, dict[int, tuple[Record, Record | None]]] = {}
     for record in run.records:
         key = record.key
@@ -92,8 +92,8 @@ def timelines(run: Run) -> dict[str, Timeline]:
         steps = counters.setdefault(counter, {})
         entry = steps.get(key.step)
         if entry is None:
-            # The first tensor of a step shows its number of tokens; token ids, wherever
-            # they come, do better.
+            # The first tensor of a step shows its number of tokens; token ids anywhere in the step
+            # are better evidence.
             steps[key.step] = (record, record if is_ids(record) else None)
         elif entry[1] is None and is_ids(record):
             steps[key.step] = (entry[0], record)
@@ -107,7 +107,7 @@ def timelines(run: Run) -> dict[str, Timeline]:
 
 
 def counter_groups(run: Run) -> dict[str, str]:
-    """Every counter of a run → the representative of all counters that count like it."""
+    """Every counter of a run → the representative of all counters with the same timeline."""
     lines = timelines(run)
     return {counter: group[0] for group in _group_counters(lines) for counter in group}
 
@@ -119,7 +119,7 @@ def counter_of(site: str) -> str:
 
 
 def _tokens(record: Record) -> int:
-    """Number of tokens of an execution, all sequences together, by its first tensor."""
+    """Number of tokens of an execution, over all sequences, from its first tensor."""
     shape = record.shape
     if len(shape) < 2 or is_ids(record):
         return int(np.prod(shape)) if shape else 0
@@ -163,10 +163,10 @@ def align_steps(
 def _agree(reference: Run, candidate: Run) -> bool:
     """Whether both runs have the same names and shapes in every step, so that no step is moved.
 
-    Needed because in a dump that lost the order of execution the first tensor of a step, which
-    gives its number of tokens, may be another one.
+    This is needed because in a dump without execution order, the first tensor of a step, which
+    gives its number of tokens, may be a different one.
     """
-    # Equal lengths first: it is cheap, and most runs that differ do so here.
+    # Equal lengths first: the check is cheap, and most runs that differ do so here.
     if len(reference) != len(candidate):
         return False
     shapes = {record.key: record.shape for record in reference.records}
@@ -202,7 +202,7 @@ def _renumbered(
     side: str,
     notes: list[str],
 ) -> Run:
-    """The run with the step numbers of `model`; the run itself if they are the same already."""
+    """The run with the step numbers of `model`; the run itself if they are equal already."""
     changes: dict[tuple[str, int], int] = {}
     reasons: dict[tuple[str, int], str] = {}
     other = "candidate" if side == "reference" else "reference"
@@ -213,7 +213,7 @@ def _renumbered(
         if not goal:
             continue
         shift, doubt = _shift(model, goal, run, line, own)
-        # Several counters may have the same doubt; the user is told once.
+        # Several counters may have the same doubt; it is reported once.
         if doubt and doubt not in doubts:
             doubts.add(doubt)
             notes.append(doubt)
@@ -234,9 +234,9 @@ def _renumbered(
 def _goal(
     counters: Sequence[str], lines: Mapping[str, Timeline], model_lines: Mapping[str, Timeline]
 ) -> tuple[Timeline, bool]:
-    """The timeline of the other run that these counters are matched with; empty if there is none.
+    """The timeline of the other run with which these counters are matched; empty if there is none.
 
-    Also whether the counters are separate ones where the other run has a single counter.
+    Also returns whether these are separate counters while the other run has a single one.
     """
     for counter in counters:
         if goal := model_lines.get(counter):
@@ -252,7 +252,7 @@ def _goal(
 
 
 def _why_excluded(execution: Execution, partner: int, goal: Timeline, other: str) -> str:
-    """Why a step has no partner, in case it has none."""
+    """Why a step has no partner, if it has none."""
     if partner >= 0:
         return f"the {other} ended earlier"
     if all(execution.tokens != step.tokens for step in goal):
@@ -276,9 +276,9 @@ def _shift(
 ) -> tuple[int | None, str]:
     """Index in `goal` of the first execution of `line`, or None to keep the numbers; and a doubt.
 
-    The numbers of an `own` counter are no evidence: it counts other executions.
+    The numbers of an `own` counter are no evidence, because it counts other executions.
     """
-    # Bounded, because every shift of two timelines is tried against the other.
+    # Limited, because every shift of two timelines is tried.
     goal, line = goal[:_MOST_EXECUTIONS], line[:_MOST_EXECUTIONS]
     by_step = {execution.step: execution.tokens for execution in goal}
     common = [execution for execution in line if execution.step in by_step]
@@ -286,12 +286,12 @@ def _shift(
     varied = own or len({step.tokens for step in (*goal, *line)}) > 1
     fits = _fitting(goal, line)
     if agrees and not varied:
-        # Steps of training, all of one length: only their token ids can contradict the numbers.
+        # Training steps of equal length: only their token ids can contradict the numbers.
         by_number = [step.step for step in goal].index(common[0].step) - line.index(common[0])
         if len(fits) == 1 or _same_ids(model, goal, run, line, by_number):
             return None, ""
         return _only_shift_by_ids(model, goal, run, line, fits[:_MOST_FITS]), ""
-    # Several shifts fit the lengths: token ids choose, or the user is told that nothing can.
+    # Several shifts fit the lengths: token ids choose, or a doubt is reported.
     if len(fits) > 1 and varied:
         by_ids = _only_shift_by_ids(model, goal, run, line, fits)
         if by_ids is not None:
@@ -304,7 +304,7 @@ def _shift(
     if not fits:
         return None, ""
     shift = fits[0]
-    # A shift that changes no number is none, and needs no note.
+    # A shift that changes no number needs no note.
     same = not own and all(
         execution.step == goal[index + shift].step
         for index, execution in enumerate(line)
@@ -316,16 +316,16 @@ def _shift(
 def _only_shift_by_ids(
     model: Run, goal: Timeline, run: Run, line: Timeline, shifts: Sequence[int]
 ) -> int | None:
-    """The only shift under which both sides had the same token ids; None if several or none."""
+    """The only shift for which both sides have the same token ids; None if there are others."""
     equal = [shift for shift in shifts if _same_ids(model, goal, run, line, shift)]
     return equal[0] if len(equal) == 1 else None
 
 
 def _fitting(goal: Timeline, line: Timeline) -> list[int]:
-    """Of the shifts whose overlap has equal lengths throughout, those with the longest overlap."""
+    """The shifts whose overlap has equal lengths throughout; only the longest overlaps."""
     overlaps: list[tuple[int, int]] = []
-    # From the last of one against the first of the other to the reverse: every possible
-    # overlap.
+    # Every possible overlap: from the last execution of one against the first of the other, to the
+    # reverse.
     for shift in range(-len(line) + 1, len(goal)):
         first, last = max(0, -shift), min(len(line), len(goal) - shift)
         if all(line[index].tokens == goal[index + shift].tokens for index in range(first, last)):
@@ -335,7 +335,7 @@ def _fitting(goal: Timeline, line: Timeline) -> list[int]:
 
 
 def _same_ids(model: Run, goal: Timeline, run: Run, line: Timeline, shift: int) -> bool:
-    """Whether both sides had the same token ids in their first common execution."""
+    """Whether both sides have the same token ids in their first common execution."""
     index = max(0, -shift)
     own_ids, model_ids = line[index].ids, goal[index + shift].ids
     if own_ids is None or model_ids is None:
@@ -352,7 +352,7 @@ def read_ids(run: Run, record: Record) -> np.ndarray[tuple[int, ...], np.dtype[n
     """Values of a small integer tensor, in its shape; None if they were not kept."""
     if record.kept != "full" or np.prod(record.shape) > _MOST_IDS or run.lost(record):
         return None
-    # Codes of four bits are no token ids, and share bytes.
+    # Four-bit codes are not token ids, and share bytes.
     if DTYPES[record.dtype].bits == 4:
         return None
     try:
@@ -386,12 +386,11 @@ def _view(
             excluded.append((record, origin, why))
             continue
         moved = record if new == key.step else record._replace(key=key._replace(step=new))
-        # Only what differs from the run is noted: a record that is its own origin needs no
-        # entry.
+        # Only changed records are stored; a record that is its own origin needs no entry.
         if moved is not record or origin is not record:
             origins[moved.key] = origin
         records.append(moved)
-    # Views do not nest: one of a view is made of the run behind it, with the origins carried
+    # Views do not nest: a view of a view is made of the run behind it, with the origins carried
     # over.
     base = run.base if isinstance(run, AlignedView) else run
     return AlignedView(base, records, origins, excluded)
@@ -440,7 +439,7 @@ def align_ranks(reference: Run, candidate: Run) -> tuple[Run, list[str]]:
     reference_places, candidate_places = _places(reference.records), _places(candidate.records)
     if reference_places == candidate_places or len(reference_places) != len(candidate_places):
         return candidate, []
-    # In order: the nth rank of one run is taken for the nth of the other.
+    # In order: the nth rank of one run is matched with the nth rank of the other.
     numbers = dict(zip(candidate_places, reference_places, strict=True))
     records: list[Record] = []
     origins: dict[TensorKey, Origin] = {}

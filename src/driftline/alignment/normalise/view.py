@@ -1,8 +1,8 @@
 """A run as the matching rules see it: renumbered ranks and steps, shards joined into tensors.
 
-Every record of a view has an origin, the stored tensors it is made of, so that a plan of two views
-can be resolved into a plan of the runs themselves. This file does not decide which rank or step is
-which; the normalisers do.
+Every record of a view has an origin, the stored tensors that it is made of, so that a plan of two
+views can be converted to a plan of the runs themselves. This file does not decide which ranks or
+steps match; the normalisers do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.plan import Pair, Plan, execution
 from driftline.alignment.recipe import Recipe, Source, Step, start
 from driftline.errors import BadInput
 from driftline.runs.records import Record, TensorKey
@@ -28,7 +28,7 @@ class Replicas(NamedTuple):
 
 
 class Unjoinable(NamedTuple):
-    """Tensors of several ranks that cannot be joined, and why."""
+    """Tensors of several ranks that cannot be joined, and the reason."""
 
     records: tuple[Record, ...]
     reason: str
@@ -38,8 +38,8 @@ class Gathered(NamedTuple):
     """Shards (or partial sums) of several ranks, with the recipe that joins them.
 
     Attributes:
-        recipe: Joins the ranks.
-        replicas: Whether the ranks may be replicas instead, by their shapes. They are treated as
+        recipe: Recipe that joins the ranks.
+        replicas: Whether the ranks may instead be replicas, by their shapes. They are treated as
             replicas if the other side has the shape of one part rather than the recipe's.
     """
 
@@ -59,14 +59,14 @@ class Copies(NamedTuple):
 
 Origin = Record | Replicas | Gathered | Copies | Unjoinable
 Excluded = tuple[Record, Origin, str]
-"""A tensor that takes no part in the matching: its record in the view, its origin, and why."""
+"""A tensor that takes no part in the matching: its record in the view, its origin, the reason."""
 
 
 class AlignedView(RunView):
     """A run with some records replaced; everything else is the run's own.
 
     Attributes:
-        origins: What a record is made of, by its key; a record without an entry is the run's own.
+        origins: Key of a record → its origin; a record without an entry is the run's own.
         excluded: Tensors that take no part in the matching.
     """
 
@@ -81,7 +81,7 @@ class AlignedView(RunView):
         self.origins = origins
         self.excluded = excluded
         self._records = records
-        # Filled on first use: most views are never asked for side files.
+        # Filled on first use, because the side files of most views are never read.
         self._places: dict[tuple[int, int], tuple[int, int]] | None = None
 
     @property
@@ -103,7 +103,7 @@ class AlignedView(RunView):
         return self.base.window(origin, start, stop) if isinstance(origin, Record) else None
 
     def read_ahead(self) -> ReadAhead | None:
-        """None: rules read few tensors of a view, and the run has them under other keys."""
+        """None, because rules read few tensors of a view, and the run has them under other keys."""
         return None
 
     def lost(self, record: Record) -> str:
@@ -120,8 +120,7 @@ class AlignedView(RunView):
         tree = self.base.topology(*self._place(rank, process))
         if tree is not None:
             return tree
-        # A gathered run has no tree of its own: that of any process describes the same
-        # model.
+        # A gathered run has no tree of its own; that of any process describes the same model.
         places = sorted({(r.key.rank, r.key.process) for r in self.base.records})
         return next((tree for place in places if (tree := self.base.topology(*place))), None)
 
@@ -132,7 +131,7 @@ class AlignedView(RunView):
         return self.base.sheet(name, *self._place(rank, process))
 
     def _first(self, record: Record) -> Origin:
-        """Origin of a record of the view; the first one if there are copies."""
+        """Origin of a record of the view; the first origin if there are copies."""
         origin = self.origins.get(record.key, record)
         if isinstance(origin, Replicas):
             return origin.records[0]
@@ -142,7 +141,7 @@ class AlignedView(RunView):
         return origin
 
     def _place(self, rank: int, process: int) -> tuple[int, int]:
-        """The run's process behind a process of the view; the first of gathered ranks."""
+        """The run's process behind a process of the view; the first one of gathered ranks."""
         if self._places is None:
             self._places = {}
             for record in self._records:
@@ -154,10 +153,10 @@ class AlignedView(RunView):
 
 
 def resolve_views(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """Turn a plan of two views into a plan of the runs behind them."""
+    """Convert a plan of two views to a plan of the runs behind them."""
     reference_origins, candidate_origins = origins_of(reference), origins_of(candidate)
     excluded = excluded_of(reference), excluded_of(candidate)
-    # Without views the plan speaks of the runs already.
+    # Without views, the plan already contains records of the runs.
     if not reference_origins and not candidate_origins and not any(excluded):
         return plan
     pairs = [
@@ -168,7 +167,7 @@ def resolve_views(plan: Plan, reference: Run, candidate: Run) -> Plan:
     view_reasons, reasons = (
         plan.reasons,
         dict[tuple[str, TensorKey], str](),
-    )  # by views; by real keys
+    )  # by keys of views; by keys of runs
     missing = list(
         _real_records(plan.missing, reference_origins, "reference", view_reasons, reasons)
     )
@@ -177,20 +176,19 @@ def resolve_views(plan: Plan, reference: Run, candidate: Run) -> Plan:
         ("reference", missing, excluded[0]),
         ("candidate", extra, excluded[1]),
     ):
-        # Excluded tensors come back as unpaired ones, with the reason why they took no
-        # part.
+        # Excluded tensors become unpaired tensors, with the reason why they were excluded.
         for _, origin, reason in left:
             for record in _parts(origin):
                 reasons.setdefault((side, record.key), reason)
                 unpaired.append(record)
-        unpaired.sort(key=lambda record: (record.key.rank, record.key.process, record.order))
+        unpaired.sort(key=execution)
     stored_keys = {"reference": _keys(reference_origins), "candidate": _keys(candidate_origins)}
     lines = {
         (side, key): line
         for (side, seen_key), line in plan.lone_lines.items()
         for key in stored_keys[side].get(seen_key, (seen_key,))
     }
-    # Of what is compared on the other side the first stands for its copies, as it does in a pair.
+    # The first copy of a compared tensor represents all its copies, as in a pair.
     others = {"reference": stored_keys["candidate"], "candidate": stored_keys["reference"]}
     inside = {
         (side, key): others[side].get(partner, (partner,))[0]
@@ -218,7 +216,7 @@ def origins_of(run: Run) -> Mapping[TensorKey, Origin]:
 
 
 def excluded_of(run: Run) -> Sequence[Excluded]:
-    """Tensors that a view keeps out of the matching."""
+    """Tensors that a view excludes from the matching."""
     return run.excluded if isinstance(run, AlignedView) else ()
 
 
@@ -247,8 +245,8 @@ def _real_pairs(
         _ways(candidate_origin, pair.reference.shape, pair.candidate_recipe, candidate_origins)
     )
     for which, (left, left_recipe, trouble) in enumerate(left_side):
-        # With copies on both sides, the first of each is compared with all of the other: every
-        # copy is compared once, without every combination.
+        # With copies on both sides, the first copy of each side is compared with all of the other:
+        # every copy is compared once, without every combination.
         for right, right_recipe, more in right_side if which == 0 else right_side[:1]:
             yield pair._replace(
                 reference=left,
@@ -268,8 +266,8 @@ def _ways(
     """The stored records of one side of a pair, each with its recipe and its trouble."""
     if isinstance(origin, Gathered):
         parts = origin.recipe.records
-        # The other side has the shape of one part, not of the joined ones: then every rank
-        # holds it all.
+        # The other side has the shape of one part, not of the joined tensor, so every rank holds
+        # the complete tensor.
         as_replicas = origin.replicas and other == parts[0].shape != origin.recipe.shape
         if recipe is not None or not as_replicas:
             yield parts[0], _real_recipe(recipe, origins) or origin.recipe, ""
@@ -282,7 +280,7 @@ def _ways(
             stored_recipe = _real_recipe(recipe, origins, which)
             if isinstance(source, Recipe):
                 yield source.records[0], stored_recipe or source, ""
-            else:  # its placement is settled: this copy is complete
+            else:  # its placement is resolved: this copy is complete
                 yield source._replace(placement=""), stored_recipe, ""
     elif isinstance(origin, Replicas):
         for which, record in enumerate(origin.records):  # every replica gets the same recipe
@@ -295,8 +293,7 @@ def _real_recipe(
     recipe: Recipe | None, origins: Mapping[TensorKey, Origin], which: int = 0
 ) -> Recipe | None:
     """A recipe with stored sources; `which` chooses one of several copies."""
-    # A recipe of a view names records that no file holds; they are replaced by what they stand
-    # for.
+    # A recipe of a view names records that no file holds; they are replaced by their origins.
     if recipe is None or not origins:
         return recipe
     sources: list[Source] = []
@@ -309,8 +306,8 @@ def _real_recipe(
         if isinstance(origin, Gathered):
             sources.append(origin.recipe)
         elif isinstance(origin, Copies):
-            # Sides may have another number of copies; the last one stands for those
-            # that are lacking.
+            # The two sides may have different numbers of copies; the last copy replaces missing
+            # ones.
             sources.append(origin.sources[min(which, len(origin.sources) - 1)])
         elif isinstance(origin, Replicas):
             sources.append(origin.records[min(which, len(origin.records) - 1)])
@@ -330,7 +327,7 @@ def _real_records(
 ) -> Iterator[Record]:
     for record in records:
         origin = origins.get(record.key, record)
-        # A rule's reason says more than that the parts do not fit together.
+        # A rule's reason is more specific than the reason that the parts do not fit together.
         reason = seen.get((side, record.key), "")
         if isinstance(origin, Unjoinable):
             reason = reason or origin.reason

@@ -1,5 +1,5 @@
-"""Placements: how tensors are distributed over the ranks of a device mesh, and how they are
-joined.
+"""Placements: the distribution of tensors over the ranks of a device mesh, and how to join them.
 
-Knows shards, replicas and pipeline stages; does not know which tensors of two runs are paired.
+This package knows shards, replicas and pipeline stages, but not which tensors of two runs are
+paired.
 """

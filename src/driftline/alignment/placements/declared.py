@@ -2,11 +2,11 @@
 
     mlp.up=shard(1)          site (glob), every port of it (partial: its outputs)
     mlp.up/param=shard(0)    one port; `mlp.up/param/weight=shard(0)` one slot
-    attn.qkv=shard(-1, 4:1:1)   each rank has its piece of three parts of these shares
+    attn.qkv=shard(-1, 4:1:1)   each rank has its piece of three parts with these shares
     *.down/output=partial(sum)
 
-Tensors that no declaration covers are left to `gather.Gathering`, which concludes their placement.
-Replicas are all kept: one that differs from the others is a finding of the comparison.
+The placement of a tensor without a declaration is concluded by `gather.Gathering`. All replicas are
+kept: the comparison reports one that differs from the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLACEMENT = re.compile(r"(shard|replicate|partial)\s*(?:\(\s*([^()]*?)\s*\))?")
 
 
 class Placement(NamedTuple):
-    """One declared placement: a pattern of sites and how their tensors are distributed."""
+    """One declared placement: a pattern of sites, and the distribution of their tensors."""
 
     pattern: str
     kind: Kind
@@ -43,8 +43,8 @@ class Placement(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def covers(self, key: TensorKey) -> bool:
-        """Whether the pattern fits a tensor: by site, by site/port, or by site/port/slot."""
-        # A pattern that fits the site alone covers all its ports.
+        """Whether the pattern matches a tensor: by site, by site/port, or by site/port/slot."""
+        # A pattern that matches the site alone covers all its ports.
         if fnmatch.fnmatchcase(key.site, self.pattern):
             # A site leaves its output unreduced, never its input.
             return self.kind != "partial" or key.port == "output"
@@ -60,15 +60,15 @@ class Placement(NamedTuple):
 
 
 def parse_placement(text: str) -> Placement:
-    """Parse a placement as it is written on the command line.
+    """Parse a placement of the command line.
 
     >>> parse_placement("attn.*=shard(1)")
     Placement(pattern='attn.*', kind='shard', axis=1, parts=())
 
     Raises:
-        BadInput: It is none.
+        BadInput: The text is not a placement.
     """
-    # Split at the last `=`, because a site's name may hold one.
+    # Split at the last `=`, because a site's name may contain one.
     pattern, equals, declaration = text.rpartition("=")
     match = _PLACEMENT.fullmatch(declaration.strip())
     hint = "write SITE=shard(AXIS), SITE=replicate or SITE=partial(sum)"
@@ -79,7 +79,7 @@ def parse_placement(text: str) -> Placement:
         axis_text, comma, parts = (inside or "").partition(",")
         if not re.fullmatch(r"-?\d{1,2}\s*", axis_text):
             raise BadInput(f"'{text}' does not say along which axis", hint="such as shard(1)")
-        # Bounded, because positions are computed from these shares.
+        # Limited, because positions are computed from these shares.
         if comma and not re.fullmatch(r"\s*[1-9]\d{0,5}(:[1-9]\d{0,5}){1,63}\s*", parts):
             raise BadInput(
                 f"'{text}' does not say what the parts are",
@@ -97,7 +97,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def ranks_of(run: Run) -> list[tuple[int, int]]:
-    """The ranks of a run, each with its processes, in order."""
+    """The ranks of a run, each with its process, in order."""
     return sorted({(record.key.rank, record.key.process) for record in run.records})
 
 
@@ -106,7 +106,7 @@ class GatheredRun(NamedTuple):
 
     Attributes:
         run: The view.
-        notes: What was concluded, one sentence each.
+        notes: Conclusions, one sentence each.
         decided: Whether gradients of different data showed how they add up, or there are none.
     """
 
@@ -127,22 +127,23 @@ def gather_ranks(
 ) -> GatheredRun:
     """Show a run of several ranks as one rank.
 
-    The last rule that covers a tensor counts. Without one, the tensors themselves and the shapes of
-    the other side show the placement.
+    The last rule that covers a tensor applies. Without a rule, the tensors themselves and the
+    shapes of the other side show the placement.
 
     Args:
         run: A run of several ranks.
         rules: The user's placements.
-        other: The other side: where it has a tensor only in the shape that each rank has, the ranks
-            hold replicas, whatever a rule for their whole site says. None where it is sharded
-            itself, and its shapes are no evidence yet.
+        other: The other side. If it has a tensor only in the shape that each rank has, the ranks
+            hold replicas, even if a rule for their whole site says otherwise. None if it is sharded
+            itself, so that its shapes are no evidence yet.
         onto: Rank and process of the gathered tensors.
-        targets: Shapes of complete tensors, where they are known from elsewhere.
+        targets: Shapes of complete tensors, if they are known from elsewhere.
         calls: Whether the calls of a step are joined, too.
-        averaged: Whether gradients of different data are averaged, if no other side shows it.
+        averaged: Whether gradients of different data are averaged, if the other side does not show
+            it.
 
     Raises:
-        BadInput: A rule covers nothing.
+        BadInput: A rule covers no tensor.
     """
     from driftline.alignment.placements.gather import Gathering
 
@@ -159,7 +160,7 @@ def gather_ranks(
         counts[word] = counts.get(word, 0) + 1
         records.append(parts[0]._replace(key=key, shape=shape, placement="", digest=""))
     declared.check_all_used()
-    # The parts of one tensor may have any order; the first one stands for all.
+    # The parts of one tensor may have any order; the first part represents all.
     records.sort(key=lambda record: record.order)
     count = len(ranks_of(run))
     whose = "1 rank" if count == 1 else f"{count} ranks"
@@ -189,7 +190,7 @@ class _Declared:
 
     Args:
         run: A run of several ranks.
-        other: The other side; None where it says nothing about shapes.
+        other: The other side; None if it gives no evidence about shapes.
         groups: The parts of every tensor, by its key in the gathered run.
         rules: The user's placements.
     """
@@ -208,18 +209,18 @@ class _Declared:
         other_records: Sequence[Record] = () if other is None else other.records
         self._shapes = {record.key: record.shape for record in other_records}
         self._port_shapes = {(record.key.port, record.shape) for record in other_records}
-        # Fused projections are looked for by values, which is slow and needs a declared shard.
+        # Fused projections are recognised by values, which is slow and needs a declared shard.
         self._fused = None if other is None or not rules else _Fused(run, other, groups, rules)
 
     @property
     def notes(self) -> list[str]:
-        """What was concluded beyond the declarations."""
+        """Conclusions beyond the declarations."""
         return [] if self._fused is None else self._fused.notes
 
     def decide(
         self, key: TensorKey, parts: list[Record]
     ) -> tuple[Origin, tuple[int, ...], str] | None:
-        """Origin, shape and label of a tensor by the last rule that covers it; None without one."""
+        """Origin, shape and label of a tensor by the last rule that covers it, or None."""
         rule = next((rule for rule in reversed(self._rules) if rule.covers(parts[0].key)), None)
         if rule is None:
             return None
@@ -240,7 +241,7 @@ class _Declared:
     ) -> bool:
         """Whether the other side has a tensor only in the shape that every rank has.
 
-        A rule for a whole site covers its small tensors, too, which every rank holds complete.
+        A rule for a whole site also covers its small tensors, which every rank holds completely.
         """
         if key in self._shapes:
             return self._shapes[key] == part
@@ -248,10 +249,10 @@ class _Declared:
         return (port, joined_shape) not in self._port_shapes and (port, part) in self._port_shapes
 
     def check_all_used(self) -> None:
-        """Refuse a rule that covers no tensor: it is misspelt.
+        """Refuse a rule that covers no tensor, because it is misspelt.
 
         Raises:
-            BadInput: There is one.
+            BadInput: There is such a rule.
         """
         for rule in self._rules:
             if rule not in self._used:
@@ -274,7 +275,7 @@ class _Fused:
     ) -> None:
         self.notes: list[str] = []
         self._parts: dict[str, tuple[int, ...]] = {}
-        # Without rank and process: the other run has the tensor under its own.
+        # Without rank and process, because the other run has its own.
         other_records = {(r.key.step, r.key.site, r.key.visit, r.key.port, r.key.slot): r
                  for r in other.records}  # fmt: skip
         for key, shards in groups.items():
@@ -282,8 +283,8 @@ class _Fused:
                 continue
             rule = next((rule for rule in reversed(rules) if rule.covers(shards[0].key)), None)
             record = other_records.get((key.step, key.site, key.visit, key.port, key.slot))
-            # Values are read only for outputs that are cut along their last axis, where
-            # parts can be fused.
+            # Values are read only for outputs that are cut along their last axis, where parts can
+            # be fused.
             last = len(shards[0].shape) - 1
             if rule is None or rule.kind != "shard" or rule.parts or record is None:
                 continue
@@ -302,13 +303,13 @@ class _Fused:
             )
 
     def better(self, key: TensorKey, shards: Sequence[Record], rule: Placement) -> Placement:
-        """The rule with the fused parts of the site, where they apply to a tensor."""
+        """The rule with the fused parts of the site, if they apply to a tensor."""
         parts = self._parts.get(key.site)
         if not parts or rule.kind != "shard" or rule.parts:
             return rule
         axis = rule.axis % len(shards[0].shape) if shards[0].shape else 0
-        # What a projection takes is not fused; along the other axis its weight is cut like
-        # its input.
+        # The input of a projection is not fused. Along the other axis, its weight is cut like its
+        # input.
         is_input = key.port == "input" or (key.port == "param" and axis and "weight" in key.slot)
         return rule if is_input else rule._replace(parts=parts)
 
@@ -317,8 +318,8 @@ def _origin(parts: list[Record], rule: Placement, ranks: int) -> tuple[Origin, t
     """Origin of a tensor of several ranks, and the shape to look for on the other side."""
     first = parts[0]
     if len(parts) == 1 and rule.kind == "replicate":
-        return first, first.shape  # layers that live on one rank only: pipelines
-    # A replica needs no other rank, but shards and terms are only whole with all of them.
+        return first, first.shape  # layers that exist on one rank only: pipelines
+    # A replica needs no other rank, but shards and terms are complete only with all of them.
     if len(parts) < ranks and rule.kind != "replicate":
         have = ", ".join(str(part.key.rank) for part in parts)
         why = f"declared {rule}, but only rank {have} of {ranks} has it"
@@ -339,7 +340,7 @@ def _joined_shards(parts: list[Record], rule: Placement) -> tuple[Origin, tuple[
     shapes = {part.shape for part in parts}
     axis = rule.axis + len(first.shape) if rule.axis < 0 else rule.axis
     if not 0 <= axis < len(first.shape):
-        # A rule for a whole site covers its bias, too, or a scalar: each rank has all of it.
+        # A rule for a whole site also covers its bias or a scalar, which each rank has completely.
         return Replicas(tuple(parts)), first.shape
     # Numbers of axes are compared too: without its one axis, a vector has the shape of a scalar.
     if len({(len(shape), *shape[:axis], *shape[axis + 1 :]) for shape in shapes}) != 1:
@@ -354,7 +355,7 @@ def _joined_shards(parts: list[Record], rule: Placement) -> tuple[Origin, tuple[
             why = f"declared {rule}, but the ranks' shapes have no such parts: {_all(parts)}"
             return Unjoinable(tuple(parts), why), first.shape
         recipe = recipe.then(Step("select", axis, numbers=places), shape=shape)
-    # Equal shapes may also be replicas; the other side's shape decides that later.
+    # Equal shapes may also mean replicas; the other side's shape decides that later.
     return Gathered(recipe, len(shapes) == 1), shape
 
 

@@ -1,9 +1,9 @@
-"""Evidence from values about a distributed run, where shapes leave its placements open.
+"""Evidence from values about a distributed run, if shapes leave its placements open.
 
-Inputs show in which order ranks had the rows and tokens of a batch: samplers deal out rows, and
+Inputs show in which order ranks had the rows and tokens of a batch: samplers distribute rows, and
 context parallelism gives every rank two stretches of the text. Gradients show whether they are
-summed or averaged over ranks, and outputs whether they are terms of a sum. Reads values only where
-these questions arise, and never decides which tensors are paired.
+summed or averaged over ranks, and outputs show whether they are terms of a sum. Values are read
+only for these questions. This file never decides which tensors are paired.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Order = tuple[int, ...]
 def orders(
     made: npt.NDArray[Any], wanted: npt.NDArray[Any], parts: Mapping[int, int]
 ) -> dict[int, Order]:
-    """The orders, by axis, that turn joined inputs into the other run's; empty if none is needed
-    or none does it.
+    """The orders, by axis, that turn joined inputs into the other run's.
+
+    Empty if no reordering is needed, or none achieves it.
 
     Args:
-        made: Inputs, joined rank after rank.
-        wanted: The other run's.
-        parts: Axis of the inputs → among how many ranks it was split.
+        made: Inputs, joined rank by rank.
+        wanted: Inputs of the other run.
+        parts: Axis of the inputs → number of ranks among which it was split.
     """
     if made.shape != wanted.shape or np.array_equal(made, wanted):
         return {}
-    # Rows before tokens: samplers that deal out rows are the common case.
+    # Rows before tokens, because samplers that distribute rows are the common case.
     if 0 in parts and (rows := _matched(made, wanted)):
         return {0: rows}
     for axis, many in parts.items():
         if axis == 0 or axis >= made.ndim:
             continue
-        # The order of context parallelism is tried before a search, which needs distinct
-        # tokens.
+        # The order of context parallelism is tried before a search, which needs distinct tokens.
         for order in (from_both_ends(made.shape[axis], many), _distinct(made, wanted, axis)):
             if not order:
                 continue
@@ -62,8 +62,9 @@ def orders(
 
 
 def from_both_ends(length: int, ranks: int) -> Order:
-    """Order of context parallelism: rank r holds stretch r from the start and stretch r from the
-    end; empty if the length does not divide.
+    """The order of context parallelism; empty if the length does not divide.
+
+    Rank r holds stretch r from the start and stretch r from the end.
 
     >>> from_both_ends(8, 2)
     (0, 1, 4, 5, 6, 7, 2, 3)
@@ -71,8 +72,8 @@ def from_both_ends(length: int, ranks: int) -> Order:
     if ranks < 2 or length % (2 * ranks):
         return ()
     stretch_length = length // (2 * ranks)
-    # Two stretches a rank: one counted from the start, one from the end, so that all have equal
-    # work.
+    # Two stretches per rank, one counted from the start and one from the end, so that all ranks
+    # have equal work.
     stretches = [0] * (2 * ranks)
     for rank in range(ranks):
         stretches[rank], stretches[2 * ranks - 1 - rank] = 2 * rank, 2 * rank + 1
@@ -82,15 +83,17 @@ def from_both_ends(length: int, ranks: int) -> Order:
 
 
 def _matched(made: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> Order:
-    """Order that matches equal rows; interchangeable rows keep their order, as they give equal
-    results."""
+    """The order that matches equal rows.
+
+    Interchangeable rows keep their order, because they give equal results.
+    """
     rows: dict[bytes, list[int]] = {}
     row: Any
     for index, row in enumerate(np.ascontiguousarray(made)):
         rows.setdefault(row.tobytes(), []).append(index)
     order: list[int] = []
     for row in np.ascontiguousarray(wanted):
-        # Each row is used once, in order, so that equal rows keep theirs.
+        # Each row is used once, in order, so that equal rows keep their order.
         places = rows.get(row.tobytes())
         if not places:
             return ()
@@ -99,23 +102,25 @@ def _matched(made: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> Order:
 
 
 def _distinct(made: npt.NDArray[Any], wanted: npt.NDArray[Any], axis: int) -> Order:
-    """Order that matches tokens, if no two of them are equal: equal tokens give different results
-    at different positions."""
+    """The order that matches tokens; empty if two of them are equal.
+
+    Equal tokens give different results at different positions.
+    """
     made_tokens, wanted_tokens = (
         np.ascontiguousarray(np.moveaxis(values, axis, 0)) for values in (made, wanted)
     )
     tokens: Any = wanted_tokens
-    # Attention tells equal tokens apart by their position, so their order must not be guessed.
+    # Attention distinguishes equal tokens by position, so their order must not be guessed.
     if len({values.tobytes() for values in tokens}) < len(wanted_tokens):
         return ()
     return _matched(made_tokens, wanted_tokens)
 
 
 ACTIVATION_GRADIENTS = ("grad_input", "grad_output")
-# Relative distances: below the first two tensors are one, above the second they are not. Between
-# them is rounding that no rule should decide on.
+# Relative distances. Below the first, two tensors are equal; above the second, they are not. In
+# between is rounding that no rule should decide on.
 _AGREE, _APART = 0.02, 0.1
-# Gradients that are looked at before the convention counts as settled.
+# Number of gradients that are checked before the convention is certain.
 _VOTES = 6
 _SUM = AxisPlacement("sum")
 
@@ -123,17 +128,17 @@ F64 = npt.NDArray[np.float64]
 
 
 class Evidence:
-    """What the values of a distributed run and of the run it is compared with show.
+    """Evidence from the values of a distributed run and of the run it is compared with.
 
     Args:
         layouts: Placements of the tensors.
         averaged: Whether gradients are averaged, if the other run does not show it.
 
     Attributes:
-        averaged: Whether gradients of different data are averaged over ranks, not summed.
+        averaged: Whether gradients of different data are averaged over ranks, rather than summed.
         decided: Whether the gradients showed that, or there are none that could.
-        terms: Tensors that are terms of a sum, and the mesh axes they are summed over.
-        notes: What was concluded, one sentence each.
+        terms: Tensors that are terms of a sum, with the mesh axes over which they are summed.
+        notes: Conclusions, one sentence each.
     """
 
     def __init__(self, layouts: Layouts, *, averaged: bool) -> None:
@@ -141,7 +146,7 @@ class Evidence:
         self.decided = True
         self.notes: list[str] = []
         self._orders: dict[int, dict[int, Order]] = {}
-        # Summaries hold sketches instead of values; rows have no order in them.
+        # Summaries hold sketches instead of values, in which rows have no order.
         self._sketched = any(
             record.kept == "summary"
             for run in (layouts.run, layouts.other)
@@ -163,9 +168,8 @@ class Evidence:
             if len(along) != 1 or not isinstance(source, Recipe):
                 continue
             axis = along.pop()
-            # An axis may hold several elements for each row, such as tokens folded into
-            # it. That is allowed for rows only: the tokens of a row are not next to
-            # each other.
+            # An axis may hold several elements for each row, such as tokens folded into it. That is
+            # allowed for rows only, because the tokens of a row are not adjacent.
             block, rest = divmod(source.shape[axis], len(order))
             if rest or not block or (block > 1 and of_inputs):
                 continue
@@ -230,7 +234,7 @@ class Evidence:
         groups = self._layouts.groups
         weights = [group for group in groups if group.key.port == "param_grad"]
         others = [group for group in groups if group.key.port in ACTIVATION_GRADIENTS]
-        # Gradients of weights are asked first: they are terms themselves, while those of
+        # Gradients of weights are checked first: they are terms themselves, while gradients of
         # activations only carry the factor of the mean.
         for group in [*weights, *others]:
             if sum(votes.values()) >= _VOTES:
@@ -251,10 +255,10 @@ class Evidence:
                 continue
             self.decided = False
             added, averaged = distance(wanted, summed), distance(wanted, summed / many)
-            # Gradients that fit neither way are themselves wrong, and have no vote.
+            # Gradients that fit neither way are wrong themselves, and have no vote.
             if min(added, averaged) < _AGREE:
                 votes[averaged < added] += 1
-        # A split vote is no finding; the majority is used without a note.
+        # A split vote is not a conclusion; the majority is used without a note.
         if len(votes) == 1:
             word = "the mean" if True in votes else "the sum"
             self.notes.append(
@@ -273,7 +277,7 @@ class Evidence:
             wanted_record = self._layouts.counterpart(group)
             if placed is None or wanted_record is None or group.key.port in ("input", "param"):
                 continue
-            # A distributed tensor says itself whether it is a term.
+            # A distributed tensor declares whether it is a term.
             says = record_placement(group.first)
             if (says is not None and not says.local) or not _is_float(group.first):
                 continue
@@ -281,7 +285,7 @@ class Evidence:
             axes -= self.data_terms(group, placed)
             if axes and self._is_sum(group, placed, axes, wanted_record):
                 suspects[group.key] = axes
-            # Summaries cannot show that a sum agrees, so shared parts are believed.
+            # Summaries cannot show that a sum agrees, so shared parts are assumed to be terms.
             elif axes and self._sketched and self._is_shared_gradient(group, axes):
                 suspects[group.key] = axes
                 believed.add(group.key)
@@ -290,7 +294,8 @@ class Evidence:
         return {key: axes for key, axes in suspects.items() if key in reduced}
 
     def _is_shared_gradient(self, group: Group, axes: set[int]) -> bool:
-        """Whether a gradient belongs to a part that ranks share, so that each has a term of it.
+        """Whether a gradient belongs to a part that ranks share, so that each rank has a term of
+        it.
 
         Values would show whether the sum agrees; summaries of several parts cannot.
         """
@@ -306,7 +311,7 @@ class Evidence:
         )
         if summed is None or alone is None:
             return False
-        # Terms are believed only if their sum agrees and a single one does not.
+        # Terms are accepted only if their sum agrees and a single one does not.
         return any(
             distance(wanted, summed) < _AGREE and distance(wanted, alone) > _APART
             for wanted in (
@@ -319,14 +324,14 @@ class Evidence:
     def _reduced_later(self, suspects: Mapping[TensorKey, set[int]]) -> set[TensorKey]:
         """Suspected terms for which the run itself shows that they are added up later.
 
-        If nobody adds them up, the tensor that is computed next differs between ranks, or from the
-        other run where ranks have different tokens. A next tensor that is cut in another way
-        (heads, features) may have other sources and is no evidence.
+        If they are not added up, the tensor that is computed next differs between ranks, or differs
+        from the other run if ranks have different tokens. A next tensor that is cut differently
+        (into heads, features) may have other sources, and is no evidence.
         """
         reduced: set[TensorKey] = set()
         for backward in (False, True):
-            # Walked backwards, so that the tensor that follows in execution is known at
-            # every suspect.
+            # Iterated backwards, so that the tensor that follows in execution is known at every
+            # suspect.
             following: Group | None = None
             flow = [
                 group
@@ -355,7 +360,7 @@ class Evidence:
         placed, _ = self._layouts.placement_of(group)
         if placed is None:
             return False
-        # Copies that differ were computed from terms that nobody has added up.
+        # Copies that differ were computed from terms that were not added up.
         if _whole_axes(placed) & self._layouts.bytes.differ_along(group):
             return False
         wanted_record = self._layouts.counterpart(group)
@@ -374,7 +379,7 @@ class Evidence:
     def _has_the_size_of(
         self, group: Group, placed: Sequence[AxisPlacement], wanted_record: Record, many: int
     ) -> bool:
-        """Whether the norms of shards, known from summaries only, add up to the other run's."""
+        """Whether the norms of shards, known only from summaries, add up to the other run's."""
         try:
             source = join(group.parts, placed)[0]
         except DoesNotFit:
@@ -385,7 +390,7 @@ class Evidence:
             origin = origins_of(other).get(wanted_record.key, wanted_record)
             origin = origin.recipe if isinstance(origin, Gathered) else origin
         wanted = _size(origin) if isinstance(origin, Record | Recipe) else math.nan
-        # The other side may be stored in full although this one kept summaries.
+        # The other side may be stored completely although this one kept summaries.
         if (
             other is not None
             and math.isnan(wanted)
@@ -420,7 +425,7 @@ class Evidence:
         return values_of(other.base, total, sketched=self._sketched, thin=thin)
 
     def _wanted_values(self, record: Record, placed: Sequence[AxisPlacement]) -> F64 | None:
-        """Values of the other run's tensor, even if that is itself gathered from ranks."""
+        """Values of the other run's tensor, even if it is itself gathered from ranks."""
         other = self._layouts.other
         if other is None:
             return None
@@ -438,7 +443,7 @@ class Evidence:
 
 
 def _size(source: Source) -> float:
-    """Norm of joined shards by their summaries; NaN if one has no summary."""
+    """Norm of joined shards from their summaries; NaN if one has no summary."""
     parts = source.records if isinstance(source, Recipe) else (source,)
     sizes = [math.nan if part.summary is None else part.summary.l2 for part in parts]
     return math.nan if any(map(math.isnan, sizes)) else math.hypot(*sizes)

@@ -1,7 +1,7 @@
 """Gathering: the parts of a distributed run become tensors; shards are joined and terms added.
 
-`layouts` finds the placement of a tensor by shape, `evidence` adds what values show; this file
-turns both into the origins that a view needs. A replica that differs stays a replica: the
+`layouts` finds the placement of a tensor by shape, and `evidence` adds what values show. This file
+converts both to the origins that a view needs. A replica that differs stays a replica, so that the
 comparison reports it.
 """
 
@@ -34,10 +34,10 @@ _NO_TARGETS: Mapping[TensorKey, Shape] = {}
 
 
 class Decision(NamedTuple):
-    """What was decided about one tensor.
+    """The decision about one tensor.
 
     Attributes:
-        origin: What it is made of.
+        origin: Its origin.
         shape: Shape of the complete tensor.
         word: Label in the count that the plan prints.
     """
@@ -52,15 +52,15 @@ class Gathering:
 
     Args:
         run: The distributed run.
-        other: The run it is compared with; None where its shapes are no evidence.
+        other: The run it is compared with; None if its shapes are no evidence.
         onto: Rank and process of the joined tensors.
-        targets: Shapes of complete tensors, where they are known from elsewhere.
+        targets: Shapes of complete tensors, if they are known from elsewhere.
         calls: Whether the calls of a step are joined, too.
         averaged: Whether gradients of different data are averaged, if the other run does not show
             it.
 
     Attributes:
-        decided: Whether the other run showed that, or there was nothing to show.
+        decided: Whether the other run showed that, or nothing needed to be shown.
     """
 
     def __init__(
@@ -78,8 +78,7 @@ class Gathering:
         self.decided = self._evidence.decided
         self.mesh, self.groups = self._layouts.mesh, self._layouts.groups
         present = {record.key.rank for record in run.records}
-        # Ranks of the mesh of which no tensor was stored: they crashed, or were not
-        # captured.
+        # Ranks of the mesh without any stored tensor: they crashed, or were not captured.
         self._lost = [rank for rank in self.mesh.ranks if rank not in present]
         self._lost_by_cut: dict[frozenset[int], dict[Coordinate, int]] = {}
         self._fused: dict[str, tuple[int, ...]] = {}
@@ -87,21 +86,19 @@ class Gathering:
 
     @property
     def notes(self) -> list[str]:
-        """What was concluded about the whole run, one sentence each."""
+        """Conclusions about the whole run, one sentence each."""
         return [*self._layouts.notes, *self._evidence.notes, *self._fused_notes]
 
     def decide(self, group: Group) -> Decision:
         """Decide what a group is: one tensor, several copies of it, or parts that do not fit."""
-        # Flat pieces first: their shapes fit no axis of the tensor, so the usual search
-        # would fail.
+        # Flat pieces first: their shapes fit no axis of the tensor, so the usual search would fail.
         if (flat := self._layouts.flat(group)) is not None:
             return Decision(_origin([flat]), flat.shape, "joined from flat pieces (by shape)")
         placed, how = self._layouts.placement_of(group)
         if placed is None:
             return self._unjoinable(group)
         placed = self._with_terms(group, placed)
-        # Checked before joining, because the remaining parts may fit together and yet be
-        # too few.
+        # Checked before joining, because the remaining parts may fit together and still be too few.
         if why := self._why_incomplete(group, placed):
             return self._unjoinable(group, why)
         try:
@@ -118,19 +115,19 @@ class Gathering:
             return ""
         wanted_record = self._layouts.counterpart(group)
         cut = frozenset(n for n, how in enumerate(placed) if how.kind != "replicate")
-        # Looked up once for each set of cut axes: a lost rank takes a part from its
-        # neighbours along these axes, while replicas elsewhere are complete.
+        # Computed once for each set of cut axes. Along these axes, a lost rank removes a part from
+        # its neighbours; replicas elsewhere are complete.
         if cut not in self._lost_by_cut:
             places = ((self.mesh.coordinates[rank], rank) for rank in self._lost)
             self._lost_by_cut[cut] = {
-                _without(coordinate, cut): rank for coordinate, rank in places
+                _drop_axes(coordinate, cut): rank for coordinate, rank in places
             }
         lost_ranks, axes = self._lost_by_cut[cut], len(self.mesh.names)
         for coordinate in group.parts if cut else ():
-            if (rank := lost_ranks.get(_without(coordinate[:axes], cut))) is not None:
+            if (rank := lost_ranks.get(_drop_axes(coordinate[:axes], cut))) is not None:
                 axis = min(cut)
-                # Cut along several axes, or into micro-batches, a part has no
-                # single number.
+                # If it is cut along several axes, or into micro-batches, a part has no single
+                # number.
                 if len(cut) > 1 or axis >= axes:
                     return "a part is missing"
                 part = self.mesh.coordinates[rank][axis] + 1
@@ -146,8 +143,7 @@ class Gathering:
         if gone := [rank for rank in self.mesh.ranks if rank not in present]:
             shown = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
             who = f"rank{'s' if len(gone) > 1 else ''} {shown}"
-            # A rank that left nothing at all crashed; one that left other tensors only
-            # lacks this one.
+            # A rank without any tensor crashed; a rank with other tensors only lacks this one.
             lost = not {record.key.rank for record in self._layouts.run.records} & set(gone)
             why += f"; the values are lost with {who}" if lost else f"; {who} left nothing of it"
         return Decision(Unjoinable(records, why), records[0].shape, "that do not fit together")
@@ -174,12 +170,14 @@ class Gathering:
         )
 
     def _finished(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
-        """A joined source with rows and fused parts in order and gradients scaled."""
-        source = self._parted(group, self._evidence.in_order(group, source, placed), placed)
+        """A joined source with rows and fused parts in order, and with scaled gradients."""
+        source = self._in_projection_order(
+            group, self._evidence.in_order(group, source, placed), placed
+        )
         if not self._evidence.averaged:
             return source
-        # With averaged gradients, the gradient of an activation was divided by the number
-        # of ranks too.
+        # With averaged gradients, the gradient of an activation was divided by the number of ranks
+        # too.
         many = 1
         if group.key.port in ACTIVATION_GRADIENTS:
             many = self._evidence.rows_apart(group, placed)
@@ -191,9 +189,9 @@ class Gathering:
         return recipe.then(Step("times", factor=1 / many), shape=recipe.shape)
 
     def _losses_of_others(self, group: Group) -> int:
-        """How many ranks' losses add up in the gradients of a module that one rank has.
+        """Number of ranks whose losses add up in the gradients of a module that one rank has.
 
-        An expert is on one rank and takes tokens of all: each of these ranks has a mean of its own.
+        An expert is on one rank and gets tokens of all ranks, each of which has its own mean.
         """
         return math.prod(
             size
@@ -201,16 +199,18 @@ class Gathering:
             if n in self._layouts.data and len({coordinate[n] for coordinate in group.parts}) == 1
         )
 
-    def _parted(self, group: Group, source: Source, placed: Sequence[AxisPlacement]) -> Source:
-        """Shards of a fused projection in order: each rank has a piece of q, of k and of v."""
+    def _in_projection_order(
+        self, group: Group, source: Source, placed: Sequence[AxisPlacement]
+    ) -> Source:
+        """Put a fused projection's shards in order: each rank has a piece of q, of k and of v."""
         key = group.key
         cut = [how for how in placed if how.kind == "shard"]
         if len(cut) != 1 or not isinstance(source, Recipe) or not is_called_fused(key.site):
             return source
         axis, shards = cut[0].axis, source.sources
         records = [shard for shard in shards if isinstance(shard, Record)]
-        # Only a plain join of stored shards can be put in order; a join of joins has lost
-        # the ranks.
+        # Only a plain join of stored shards can be put in order; a join of joins has lost the
+        # ranks.
         if len(records) != len(shards) or [step.kind for step in source.steps] != ["concat"]:
             return source
         if key.port == "input" or (key.port == "param" and axis and "weight" in key.slot):
@@ -221,7 +221,7 @@ class Gathering:
         places = positions([shard.shape[axis] for shard in records], parts) if parts else None
         if places is None:
             return source
-        # One note for the run: all layers of a model are fused in the same way.
+        # One note for the run, because all layers of a model are fused in the same way.
         if not self._fused_notes:
             self._fused_notes.append(
                 f"each rank holds its piece of {len(parts)} parts of '{key.site}' and its like: "
@@ -252,7 +252,7 @@ class Gathering:
         return ()
 
 
-_LIKE = {
+_PLACED_LIKE = {
     "param_grad": "param",
     "optimizer_grad": "param",
     "grad_output": "output",
@@ -263,24 +263,26 @@ _LIKE = {
 def common_shapes(
     first: Run, second: Run, onto: tuple[int, int], *, calls: bool = False
 ) -> dict[TensorKey, Shape]:
-    """Shapes that the parts of both runs can make; of several, the one with the lowest cost.
+    """Shapes that the parts of both runs can make; of several shapes, the one with the lowest cost.
 
-    A gradient gets the shape of the tensor it belongs to, if its parts can make that.
+    A gradient gets the shape of the tensor that it belongs to, if its parts can make it.
     """
     first_costs, second_costs = (
         Layouts(run, None, onto, calls=calls).possible() for run in (first, second)
     )
     shapes: dict[TensorKey, Shape] = {}
     made: dict[tuple[object, ...], Shape] = {}
-    # Gradients come last, because they follow the shape of the tensor they belong to.
-    for key in sorted(first_costs.keys() & second_costs.keys(), key=lambda key: key.port in _LIKE):
+    # Gradients come last, because they follow the shape of the tensor that they belong to.
+    for key in sorted(
+        first_costs.keys() & second_costs.keys(), key=lambda key: key.port in _PLACED_LIKE
+    ):
         common = first_costs[key].keys() & second_costs[key].keys()
-        # Weights are the same in every call, so their shape is shared by all of them.
+        # Weights are equal in every call, so all calls share their shape.
         call = (0, 0) if key.port in WEIGHTS else (key.step, key.visit)
-        like = made.get((key.site, _LIKE.get(key.port, ""), key.slot, *call))
+        like = made.get((key.site, _PLACED_LIKE.get(key.port, ""), key.slot, *call))
         if like is None or like not in common:
-            # The shape itself breaks a tie, so that the choice does not depend on the
-            # order of a set.
+            # The shape itself breaks a tie, so that the choice does not depend on the order of a
+            # set.
             cost = {shape: first_costs[key][shape] + second_costs[key][shape] for shape in common}
             like = min(common, key=lambda shape: (cost[shape], shape), default=None)
         if like is not None:
@@ -288,7 +290,7 @@ def common_shapes(
     return shapes
 
 
-def _without(coordinate: Coordinate, axes: frozenset[int]) -> Coordinate:
+def _drop_axes(coordinate: Coordinate, axes: frozenset[int]) -> Coordinate:
     return tuple(place for n, place in enumerate(coordinate) if n not in axes)
 
 

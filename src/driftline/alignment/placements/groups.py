@@ -1,7 +1,8 @@
 """Groups: the records of one tensor on all ranks, each with its coordinate on the mesh.
 
-Micro-batches that the other run has in one call get one more axis, after those of the mesh. Bytes
-are compared by digest, within one run only. Does not know how a tensor is distributed.
+If the other run has several micro-batches in one call, they form one more axis after those of the
+mesh. Bytes are compared by digest, within one run only. This file does not know how a tensor is
+distributed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Group(NamedTuple):
 
 
 class Bytes:
-    """Digests of a run's tensors: which ranks hold the same bytes?"""
+    """Digests of a run's tensors, which show the ranks that hold the same bytes."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -55,8 +56,8 @@ class Bytes:
             return repr(record.summary)
         name = self._made.get(record.key)
         if name is None:
-            # Digests are computed only where the capture kept none: reading every
-            # tensor is slow.
+            # Digests are computed only if the capture kept none, because reading every tensor is
+            # slow.
             try:
                 raw = self._run.raw(record) if record.kept == "full" else None
             except (DriftlineError, OSError):
@@ -71,8 +72,8 @@ class Bytes:
         for axis in range(len(group.axes)):
             seen: dict[Coordinate, tuple[str, tuple[int, ...]]] = {}
             for coordinate, record in group.parts.items():
-                # Places are compared with the first one that differs from them
-                # along this axis only.
+                # Places are compared with the first place that differs from them only along this
+                # axis.
                 rest = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
                 content = (self.of(record), record.shape)
                 if seen.setdefault(rest, content) != content:
@@ -85,10 +86,10 @@ MICRO = "micro-batches"
 
 
 def processes_of(run: Run) -> dict[int, int]:
-    """The process of each rank that belongs to the job: the one of the largest world, then with
-    most tensors.
+    """The process of each rank that belongs to the job.
 
-    A script may run something else first, and a launcher may restart a rank.
+    It is the process of the largest world; among equals, the one with most tensors. A script may
+    run something else first, and a launcher may restart a rank.
     """
     worlds: dict[tuple[int, int], int] = {}
     for facts in run.facts.processes:
@@ -115,7 +116,7 @@ def groups_of(
     """Every tensor of a distributed run, in the order of the first rank that has it."""
     ranks = processes_of(run)
     parts: dict[TensorKey, dict[int, Record]] = {}
-    # What enters and leaves a stage is stored by its own layers as well; equal bytes show that.
+    # A stage's own layers also store its inputs and outputs; equal bytes show that.
     inside = (
         set[tuple[int, str]]()
         if stages is None
@@ -125,7 +126,7 @@ def groups_of(
         key = record.key if stages is None else stages.key(record.key)
         if is_border(key) and (record.key.rank, record.digest) in inside:
             continue  # the first or last layer of the stage has stored the same tensor
-        # Another process of the rank is not a part of the job, see `processes_of`.
+        # Another process of the rank is not a part of the job; see `processes_of`.
         if ranks.get(record.key.rank) != record.key.process:
             continue
         key = key._replace(rank=onto[0], process=onto[1])
@@ -136,7 +137,8 @@ def groups_of(
     axes_of: dict[TensorKey, tuple[str, ...]] = {}
     placed: dict[TensorKey, dict[Coordinate, Record]] = {}
     for key, members in parts.items():
-        # Calls that stand for one of the other run become places along one more axis.
+        # Several calls that correspond to one call of the other run become places along one more
+        # axis.
         many = micro.get(key._replace(visit=0), 1)
         group_key = key._replace(visit=key.visit // many)
         more = (key.visit % many,) if many > 1 else ()
@@ -155,8 +157,9 @@ def _without_repeats(
 ) -> dict[TensorKey, dict[int, Record]]:
     """Tensors of a pipeline without repeated gradients.
 
-    Schedules that compute the gradients of weights later walk a call's graph twice, so a site has
-    more gradients than calls. The second walk repeats gradients of the first, which are dropped.
+    Schedules that compute the gradients of weights later process a call's graph twice, so a site
+    has more gradients than calls. The second time repeats gradients of the first, which are
+    dropped.
     """
     calls = Counter(
         (key.step, key.site) for key in parts if (key.port, key.slot) == ("output", "0")
@@ -168,7 +171,7 @@ def _without_repeats(
     renamed: dict[TensorKey, TensorKey | None] = {}
     for first_visit, keys in visits.items():
         keys.sort(key=lambda key: key.visit)
-        # Of equal gradients the first is kept: `reversed` lets it overwrite the later ones.
+        # Of equal gradients, the first is kept: `reversed` lets it overwrite the later ones.
         if len(keys) > calls[first_visit.step, first_visit.site] > 0:
             new = {frozenset(r.digest for r in parts[key].values()): key for key in reversed(keys)}
             keys = [key for key in keys if key in new.values()]
@@ -181,9 +184,9 @@ def _without_repeats(
 def _micro_batches(
     keys: Iterable[TensorKey], other: Run | None, *, pipeline: bool, calls: bool
 ) -> dict[TensorKey, int]:
-    """Tensors of which the other run has one call for several here, and how many for each.
+    """Tensors for which the other run has one call instead of several, with the number of calls.
 
-    Pipeline schedules walk back through micro-batches in their own order. Without another run to
+    Pipeline schedules process micro-batches backwards in their own order. Without another run to
     compare with, the contributions of all micro-batches to a parameter's gradient are joined.
     """
     calls_of_key = Counter(key._replace(visit=0) for key in keys)
@@ -200,5 +203,5 @@ def _micro_batches(
 
 
 def in_execution(groups: Sequence[Group]) -> list[Group]:
-    """Groups in the order of execution of their first parts."""
+    """Groups in the execution order of their first parts."""
     return sorted(groups, key=lambda group: group.first.order)

@@ -1,7 +1,7 @@
 """Joining: the parts of one tensor on a mesh become a recipe for the complete tensor.
 
-Also computes the values that such a recipe gives, for rules that must look at them, and finds the
-parts of fused projections, of which each rank has a piece of q, of k and of v. The placements are
+This file also computes the values of such a recipe, for rules that must check them, and finds the
+parts of fused projections, of which each rank has a piece of q, of k and of v. Placements are
 decided elsewhere.
 """
 
@@ -28,18 +28,18 @@ from driftline.runs.run import Run
 Shape = tuple[int, ...]
 F64 = npt.NDArray[np.float64]
 _LARGEST = 1 << 22
-"""Most elements of a tensor that are looked at; of a larger one, about so many are sampled."""
+"""Largest number of elements that are read of a tensor; larger ones are sampled to about this."""
 
 
 _ALONG = ("concat", "select")
 
 
 class DoesNotFit(Exception):
-    """Raised if parts cannot be joined under a placement; the message says why."""
+    """Parts cannot be joined under a placement; the message gives the reason."""
 
 
 def join(parts: Mapping[Coordinate, Source], placed: Sequence[AxisPlacement]) -> list[Source]:
-    """Join parts; the result has one source for each place along axes that hold replicas.
+    """Join parts; returns one source for each place along axes that hold replicas.
 
     Raises:
         DoesNotFit: A part is missing, or shapes do not fit.
@@ -53,11 +53,11 @@ def join(parts: Mapping[Coordinate, Source], placed: Sequence[AxisPlacement]) ->
         for coordinate, source in sources_by_place.items():
             rest = (*coordinate[:axis], 0, *coordinate[axis + 1 :])
             groups.setdefault(rest, {})[coordinate[axis]] = source
-        # The size is counted from the parts, so a part missing at the end shows only
+        # The size is counted from the parts, so a part that is missing at the end is noticed
         # elsewhere.
         size = 1 + max(coordinate[axis] for coordinate in sources_by_place)
         sources_by_place = {}
-        # A hole is an error: the parts after it would move to its place.
+        # A gap is an error, because the parts after it would move to its place.
         for rest, members in groups.items():
             if lacking := [n for n in range(size) if n not in members]:
                 raise DoesNotFit(f"part {lacking[0] + 1} of {size} is missing")
@@ -84,7 +84,7 @@ def _join_axis(sources: Sequence[Source], how: AxisPlacement) -> Source:
         return joined(sources, how.kind, 0, first)
     if how.kind != "shard":
         raise DoesNotFit("how its parts are laid out over the ranks is not known")
-    # Where there are more ranks than rows, the last ones hold nothing.
+    # If there are more ranks than rows, the last ranks hold nothing.
     full = [source for source in sources if 0 not in source.shape] or [sources[0]]
     first, axis = full[0].shape, how.axis
     rest = {(*source.shape[:axis], *source.shape[axis + 1 :]) for source in full}
@@ -93,15 +93,17 @@ def _join_axis(sources: Sequence[Source], how: AxisPlacement) -> Source:
     if len(full) == 1:
         return full[0]
     length = sum(source.shape[axis] for source in full)
-    # One long concat instead of nested ones: the plan stays readable, and is carried out in one
-    # go.
+    # One concat with many sources instead of nested ones: the plan stays readable, and is executed
+    # in one step.
     full = [part for source in full for part in _flat(source, axis)]
     return joined(full, "concat", axis, (*first[:axis], length, *first[axis + 1 :]))
 
 
 def _flat(source: Source, axis: int) -> Sequence[Source]:
-    """The parts of a source that is only a join along this axis, so that they can be joined in one
-    step."""
+    """The parts of a source that is only a join along this axis; any other source alone.
+
+    So they can be joined in one step.
+    """
     if isinstance(source, Recipe) and [(s.kind, s.axis) for s in source.steps] == [
         ("concat", axis)
     ]:
@@ -115,18 +117,18 @@ def fitting_placements(
     fixed: Mapping[int, AxisPlacement],
     axes: int,
 ) -> list[tuple[AxisPlacement, ...]]:
-    """Every placement under which parts make tensors of a given shape.
+    """Every placement under which the parts make tensors of a given shape.
 
     Args:
         parts: The parts by coordinate.
-        target: The shape they must make.
-        fixed: Placements of mesh axes that are known already.
+        target: The shape of these tensors.
+        fixed: Placements of mesh axes that are already known.
         axes: Number of axes of the mesh.
     """
     shapes = {part.shape for part in parts.values() if 0 not in part.shape}
     if any(len(shape) != len(target) for shape in shapes):
         return []
-    # Axes whose size is the whole's already cannot have been cut.
+    # Axes that already have the complete size cannot have been cut.
     cut = [n for n in range(len(target)) if any(shape[n] != target[n] for shape in shapes)]
     choices: list[list[AxisPlacement]] = []
     for axis in range(axes):
@@ -155,7 +157,7 @@ class Thin(NamedTuple):
 
 
 def thinned(shape: Shape, placed: Sequence[AxisPlacement]) -> Thin | None:
-    """Sampling for a tensor of many elements; None if it is small enough to read all."""
+    """Sampling for a tensor with many elements; None if it is small enough to read completely."""
     many = -(-math.prod(shape) // _LARGEST)
     cut = {how.axis for how in placed if how.kind == "shard"}
     uncut = [axis for axis in range(len(shape)) if axis not in cut]
@@ -171,10 +173,10 @@ def values_of(
     """Values of a record or of a recipe of joins; None if they cannot be read.
 
     Args:
-        run: The run that holds them.
+        run: The run that holds the values.
         source: The record or recipe.
-        sketched: Return sketches instead, which are linear in the values: summaries have no more.
-        thin: Sampling of the elements; None for all of them.
+        sketched: Return sketches instead, which are linear in the values; summaries hold no values.
+        thin: Sampling of the elements; None for all elements.
     """
     try:
         return _values(run, source, sketched, thin)
@@ -187,7 +189,7 @@ def _values(run: Run, source: Source, sketched: bool, thin: Thin | None) -> F64:
         return _sketch(run, source) if sketched else _numbers(run, source, thin)
     parts = (_values(run, part, sketched, thin) for part in source.sources)  # one at a time
     joining = source.steps[0].kind if source.steps else ""
-    # Positions along a thinned axis do not mean what the recipe means by them.
+    # The recipe's positions along a thinned axis would select other elements.
     if thin is not None and any(
         step.axis == thin.axis for step in source.steps if step.kind in _ALONG
     ):
@@ -203,8 +205,7 @@ def _values(run: Run, source: Source, sketched: bool, thin: Thin | None) -> F64:
         if step.kind == "mean":
             values = values / len(source.sources)
         elif step.kind == "times":
-            # A sketch is linear in the values: sums and factors carry over, joins do
-            # not.
+            # A sketch is linear in the values, so it allows sums and factors, but not joins.
             values = values * step.factor
         elif sketched and step.kind != "sum":
             raise BadInput("sketches of parts are none of the whole")
@@ -226,7 +227,7 @@ def _numbers(run: Run, record: Record, thin: Thin | None = None) -> F64:
         raise BadInput("no plain numbers")
     words: Any = run.raw(record).reshape(record.shape)
     if thin is not None:
-        # Thinned before the conversion: float64 takes up to eight times the memory of the
+        # Thinned before the conversion, because float64 takes up to eight times the memory of the
         # stored words.
         words = words[(slice(None),) * thin.axis + (slice(None, None, thin.step),)]
     numbers: Any = to_float64(np.ascontiguousarray(words).reshape(-1), dtype, words.size)
@@ -242,11 +243,13 @@ def _sketch(run: Run, record: Record) -> F64:
 
 
 def distance(reference: F64, candidate: F64) -> float:
-    """Relative distance |candidate - reference| / |reference|; infinite if shapes differ or a value
-    is not finite."""
+    """Relative distance |candidate - reference| / |reference|.
+
+    Infinite if shapes differ or a value is not finite.
+    """
     if reference.shape != candidate.shape:
         return math.inf
-    # Overflows in broken tensors are findings of the comparison, not of this look.
+    # Overflows in broken tensors are reported by the comparison, not here.
     with np.errstate(all="ignore"):
         off = float(np.linalg.norm((candidate - reference).reshape(-1)))
         size = float(np.linalg.norm(reference.reshape(-1)))
@@ -259,13 +262,14 @@ def shapes_text(sources: Sequence[Source | Recipe]) -> str:
     return " and ".join("x".join(map(str, source.shape)) or "scalar" for source in sources)
 
 
-# Shares of elements that are off: so few mean agreement, so many that the order is wrong.
+# Limits of the relative distance: below the first, values agree; above the second, their order is
+# wrong.
 AGREE, APART = 0.05, 0.5
 FUSED = re.compile(
     r"(w?_?qkv|query_key_value|c_attn|w_?pack|in_proj|kv|key_value|gate_?up|up_gate|w13|fc1|"
     r"wi|dense_h_to_4h|linear_fc1)(_?(proj|linear|layer|operation))*"
 )
-# Equal thirds (q, k, v), halves (gate, up), and grouped queries with several heads for each key.
+# Equal thirds (q, k, v), halves (gate, up), and grouped queries with several heads per key.
 _WAYS = ((1, 1, 1), (1, 1), *((share, 1, 1) for share in (2, 3, 4, 5, 6, 7, 8, 12, 16)))
 
 
@@ -289,7 +293,7 @@ def positions(sizes: Sequence[int], parts: Sequence[int]) -> tuple[int, ...] | N
 
 
 def is_called_fused(site: str) -> bool:
-    """Whether a site's name is one that programs give to fused projections.
+    """Whether a site has a name that programs give to fused projections.
 
     >>> is_called_fused("layers.0.attn.qkv_proj"), is_called_fused("layers.0.attn.q_proj")
     (True, False)
@@ -307,7 +311,7 @@ def parts_by_values(
         run: The sharded run.
         shards: The shards of one tensor, in the order of ranks.
         other: The run that has the complete tensor.
-        other_record: The tensor there.
+        other_record: The tensor in the other run.
     """
     target = rows_of(other, other_record)
     pieces = [rows_of(run, shard) for shard in shards]
@@ -318,7 +322,7 @@ def parts_by_values(
     joined = np.concatenate([piece[:count] for piece in readable], axis=1)
     if not count or joined.shape[1] != target.shape[1]:
         return ()
-    # Rank after rank agrees already: nothing is fused in parts.
+    # If the shards agree rank after rank, no parts are fused.
     if not relative_distance(joined, target[:count]) > APART:
         return ()
     fitting: list[tuple[int, ...]] = []
@@ -326,5 +330,5 @@ def parts_by_values(
         places = positions([piece.shape[1] for piece in readable], parts)
         if places is not None and relative_distance(joined[:, places], target[:count]) < AGREE:
             fitting.append(parts)
-    # Several fitting splits mean that the values cannot tell, so none is used.
+    # If several splits fit, the values cannot decide, so none is used.
     return fitting[0] if len(fitting) == 1 else ()

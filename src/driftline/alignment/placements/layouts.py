@@ -2,8 +2,8 @@
 
 A tensor's own declaration comes first, then its shape: which ways of joining the parts give the
 shape of the other run? Ranks may share parts, such as key-value heads: with more ranks than parts,
-a place along a mesh axis is described by two numbers, the part and the copy (`Sharing`). Which
-ranks share is seen by the bytes of a site's parameters and outputs. Reads only digests of values.
+a place along a mesh axis is described by two numbers, the part and the copy (`Sharing`). The bytes
+of a site's parameters and outputs show which ranks share. Only digests of values are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shared(NamedTuple):
     Attributes:
         axis: Axis of the mesh.
         many: Size of a group of neighbours.
-        neighbours: Whether neighbours hold the same part; else they hold different parts.
+        neighbours: Whether neighbours hold the same part; otherwise they hold different parts.
     """
 
     axis: int
@@ -43,7 +43,7 @@ class Shared(NamedTuple):
 
 
 class Sharing:
-    """Finds ranks that share parts; the first tensors of a site decide for the rest.
+    """Finds ranks that share parts; the first tensors of a site decide for the others.
 
     Args:
         mesh_axes: Number of axes of the mesh.
@@ -64,21 +64,22 @@ class Sharing:
         fitting = [shared for shared in self._possible(group) if self._fits(group, shared, target)]
         if not fitting:
             return None
-        # Most equal bytes win: a shape alone often allows several fitting_placements to share.
+        # Most equal bytes decide, because several ways of sharing often fit the shape.
         most = max(fitting, key=lambda shared: self._equal(group, shared))
-        # The first tensor of a site whose bytes agree decides for its gradients, whose
-        # bytes do not.
+        # The first tensor of a site whose bytes agree decides for its gradients, whose bytes do
+        # not.
         if self._equal(group, most):
             self._by_site.setdefault(group.key.site, most)
         site_sharing = self._by_site.get(group.key.site)
         best = site_sharing if site_sharing is not None and site_sharing in fitting else most
-        separated = self._parted(group, best)
+        separated = self._split_axis(group, best)
         return separated, _copies(best, separated)
 
     def shapes(self, group: Group) -> Iterator[tuple[int, Shape]]:
         """Shapes that shared parts would make along each axis, if bytes show that ranks share them.
 
-        Gradients are terms and differ on all ranks: their site's parameters and outputs decide.
+        Gradients are terms and differ on all ranks, so the parameters and outputs of their site
+        decide.
         """
         if (site_sharing := self._by_site.get(group.key.site)) is None:
             visible = (shared for shared in self._possible(group) if self._is_seen(group, shared))
@@ -99,21 +100,21 @@ class Sharing:
     def _possible(self, group: Group) -> Iterator[Shared]:
         for axis in range(self._mesh_axes):
             size = _size(group, axis)
-            # At least two parts of at least two copies; less is a plain shard or a
-            # plain replica.
+            # At least two parts with at least two copies; anything less is a plain shard or
+            # replica.
             for many in range(2, min(size // 2, len(group.parts)) + 1):
                 if size % many == 0:
                     yield Shared(axis, many, True)
                     yield Shared(axis, many, False)
 
     def _fits(self, group: Group, shared: Shared, target: Shape) -> bool:
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         fixed = {_copies(shared, separated): AxisPlacement("replicate")}
         return bool(fitting_placements(separated.parts, target, fixed, len(separated.axes)))
 
     def _equal(self, group: Group, shared: Shared) -> int:
         """Number of copies that are equal to the first one."""
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         axis = _copies(shared, separated)
         first: dict[Coordinate, str] = {}
         equal = 0
@@ -127,13 +128,13 @@ class Sharing:
 
     def _is_seen(self, group: Group, shared: Shared) -> bool:
         """Whether the bytes show the sharing: copies are equal and parts are not."""
-        separated = self._parted(group, shared)
+        separated = self._split_axis(group, shared)
         copies = _copies(shared, separated)
         parts = shared.axis if copies != shared.axis else len(separated.axes) - 1
         differ = self._bytes.differ_along(separated)
         return copies not in differ and parts in differ
 
-    def _parted(self, group: Group, shared: Shared) -> Group:
+    def _split_axis(self, group: Group, shared: Shared) -> Group:
         axis, many, micro = shared.axis, shared.many, self._mesh_axes
         parts = {
             (
@@ -145,8 +146,8 @@ class Sharing:
             ): record
             for coordinate, record in group.parts.items()
         }
-        # The new axis goes last, behind that of micro-batches, so that the numbers of mesh
-        # axes stay.
+        # The new axis goes last, after that of micro-batches, so that the numbers of mesh axes
+        # stay.
         axes = (*group.axes[:micro], MICRO, f"neighbours on {group.axes[axis]}")
         return Group(group.key, dict(sorted(parts.items())), axes)
 
@@ -162,7 +163,7 @@ def _size(group: Group, axis: int) -> int:
 
 Placements = tuple[AxisPlacement, ...]
 WEIGHTS = frozenset({"param", "param_grad", "optimizer_grad"})
-# Inputs of the first layers show where the data differ; later ones repeat it.
+# Inputs of the first layers show where the data differ; later inputs repeat that.
 _FIRST_INPUTS = 4
 _SHARED, _TERMS, _ODD = 20, 20, 40
 """Costs of unlikely explanations: shared parts, terms of a sum, any other placement."""
@@ -174,9 +175,9 @@ class Layouts:
 
     Args:
         run: The distributed run.
-        other: The run it is compared with; None where that is distributed, too.
+        other: The run it is compared with; None if that is distributed, too.
         onto: Rank and process of the joined tensors.
-        targets: Shapes of complete tensors, where they are known from elsewhere.
+        targets: Shapes of complete tensors, if they are known from elsewhere.
         calls: Whether the calls of a step are joined, too.
 
     Attributes:
@@ -185,7 +186,7 @@ class Layouts:
         wholes: Tensors of the other run, by every name of their slots.
         data: Mesh axes along which the first inputs differ, and the axis of micro-batches.
         split: Mesh axis of `data` → axis of the inputs that is cut along it.
-        notes: What was concluded about the whole run.
+        notes: Conclusions about the whole run.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class Layouts:
         self.wholes: dict[TensorKey, Record] = {}
         if other is not None:
             self.wholes = {record.key: record for record in other.records}
-            # The other run may know a slot by position where this one knows it by name.
+            # The other run may identify a slot by position while this run identifies it by name.
             for record in other.records:
                 if record.alias:
                     self.wholes.setdefault(record.key._replace(slot=record.alias), record)
@@ -217,21 +218,20 @@ class Layouts:
         self._cut_by_site: dict[str, set[int]] = {}
         self._copies: dict[TensorKey, int] = {}
         self._sharing = Sharing(len(self.mesh.names), self.bytes)
-        # Shared parts are separated before data axes are looked for, which need the final
-        # places.
-        self.groups = [self._separated(group) for group in self.groups]
+        # Shared parts are separated before data axes are determined, which need the final places.
+        self.groups = [self._by_part_and_copy(group) for group in self.groups]
         self.data, self.split = self._data_axes()
         self._placed = {group.key: self._find_placement(group) for group in self.groups}
 
     def counterpart(self, group: Group) -> Record | None:
-        """The other run's tensor of a group, which may have the slot under its other name."""
+        """The other run's tensor for a group, which may have the other name of the slot."""
         record = self.wholes.get(group.key)
         if record is None and (alias := group.first.alias):
             record = self.wholes.get(group.key._replace(slot=alias))
         return record
 
     def placement_of(self, group: Group) -> tuple[Placements | None, str]:
-        """Placement of a tensor by mesh axis, None if unknown; and where it was taken from."""
+        """Placement of a tensor by mesh axis, None if unknown; and its source."""
         return self._placed[group.key]
 
     def shared(self, group: Group) -> set[int]:
@@ -242,7 +242,7 @@ class Layouts:
         return set() if not cut else set(range(len(self.mesh.names))) - cut
 
     def flat(self, group: Group) -> Recipe | None:
-        """Recipe of a weight in flat pieces, as FSDP1 keeps them; some ranks may hold nothing."""
+        """Recipe of a weight in flat pieces, as FSDP1 stores them; some ranks may hold nothing."""
         target = self._target(group)
         if (
             target is None
@@ -254,7 +254,7 @@ class Layouts:
         sizes = [part.shape[0] for part in pieces if len(part.shape) == 1]
         if len(sizes) < len(pieces) or sum(sizes) != math.prod(target) or not sizes:
             return None
-        # A join along an axis that fits is the simpler explanation.
+        # A join along an axis is the simpler explanation, if it fits.
         if self._fitting_placements(group, target, {}):
             return None
         joined_up = joined(pieces, "concat", 0, (sum(sizes),))
@@ -267,15 +267,14 @@ class Layouts:
     def _possible(self, group: Group) -> dict[Shape, int]:
         says = record_placement(group.first)
         declared = {} if says is None else self._known(says)
-        # Equal bytes along a mesh axis mean replicas; only the rest is open.
+        # Equal bytes along a mesh axis mean replicas; only the other axes are open.
         differ = self.bytes.differ_along(group) - set(declared)
         alike = (n for n in range(len(group.axes)) if n not in differ and n not in declared)
         fixed = {**declared, **dict.fromkeys(alike, REPLICATE)}
-        costs = dict.fromkeys(self._made(group, fixed), _ODD)
+        costs = dict.fromkeys(self._possible_shapes(group, fixed), _ODD)
         shape, last = group.first.shape, len(group.first.shape) - 1
         if differ and not declared and all(part.shape == shape for part in group.records):
-            # Equal shapes that differ in bytes may be terms of a sum; a parameter is
-            # none.
+            # Equal shapes with different bytes may be terms of a sum, unless they are parameters.
             costs[shape] = _ODD if group.key.port == "param" else _TERMS
         for axis, made in () if declared else self._sharing.shapes(group):
             costs[made] = _SHARED + self._unusual(group, axis, last)
@@ -292,14 +291,14 @@ class Layouts:
         return costs
 
     def _cut_along(self, axis: int, of_mesh: int) -> AxisPlacement:
-        """Different data are cut into rows, everything else along one axis of the tensor."""
+        """Different data are cut into rows, all other tensors along one axis."""
         return AxisPlacement("shard", 0 if of_mesh in self.data else axis)
 
     def _unusual(self, group: Group, axis: int, last: int) -> int:
         """Cost of a cut: weights are usually cut into rows, activations into features."""
         return axis if group.key.port in WEIGHTS else last - axis
 
-    def _made(self, group: Group, fixed: Mapping[int, AxisPlacement]) -> set[Shape]:
+    def _possible_shapes(self, group: Group, fixed: Mapping[int, AxisPlacement]) -> set[Shape]:
         """Shapes that result from cuts along all mesh axes whose placement is open."""
         shapes: set[Shape] = set()
         rank = len(group.first.shape)
@@ -307,8 +306,8 @@ class Layouts:
         tries: list[dict[int, AxisPlacement]] = [dict(fixed)]
         for n in free:
             cuts = [REPLICATE, *(AxisPlacement("shard", axis) for axis in range(rank))]
-            # Every combination is tried, which stays small: meshes have few axes. The
-            # bound is for strangers' files.
+            # Every combination is tried. There are few, because meshes have few axes; the limit is
+            # for foreign files.
             tries = [{**placements, n: cut} for placements in tries for cut in cuts]
         for placements in tries[:256]:
             try:
@@ -325,7 +324,7 @@ class Layouts:
             target = record.shape
         return target
 
-    def _separated(self, group: Group) -> Group:
+    def _by_part_and_copy(self, group: Group) -> Group:
         """The group with places given by part and copy, if some ranks hold the same part."""
         target = self._target(group)
         if (
@@ -351,8 +350,8 @@ class Layouts:
             declared = {copies: REPLICATE}
         if target is not None and (best := self._best(group, target, declared)) is not None:
             return best, how
-        # Without a target, or with one that nothing makes: declared axes count, all others
-        # are replicas.
+        # Without a target, or if nothing makes it, declared axes count, and all others are
+        # replicas.
         default = tuple(declared.get(axis, REPLICATE) for axis in range(len(group.axes)))
         if declared or len({part.shape for part in group.records}) == 1:
             return default, how
@@ -375,7 +374,7 @@ class Layouts:
     ) -> Placements | None:
         """The cheapest fitting placement in which places with equal bytes are copies.
 
-        Where all places differ (gradients are terms), a site's other tensors show the copies.
+        If all places differ (gradients are terms), a site's other tensors show the copies.
         """
         candidates = self._fitting_placements(group, target, fixed)
         if len(candidates) < 2:
@@ -384,16 +383,16 @@ class Layouts:
         usual = self._cut_by_site.get(site)
 
         def cost(placements: Placements) -> tuple[int, int]:
-            # Six outweighs any usual cut: copies whose bytes differ are the least
-            # likely explanation.
+            # Six exceeds any usual cut: copies with different bytes are the least likely
+            # explanation.
             replicated = {n for n, how in enumerate(placements) if how.kind == "replicate"}
             return self._cost_of(placements) + 6 * len(
                 replicated & differ
             ), usual is not None and _cut(placements) != usual
 
         best = min(candidates, key=cost)
-        # Where all places differ the bytes have not decided, so the site learns nothing
-        # from it.
+        # If all places differ, the bytes have not decided, so the result is not stored for the
+        # site.
         if differ != set(range(len(group.axes))):
             self._cut_by_site.setdefault(site, _cut(best))
         return best
@@ -404,8 +403,8 @@ class Layouts:
         if not axes:
             return {}
         placed_on: dict[int, AxisPlacement] = {}
-        # From the last axis to the first, because late cuts (FSDP over tensor parallelism)
-        # are undone in that order.
+        # From the last axis to the first, because late cuts (FSDP over tensor parallelism) are
+        # undone in that order.
         for turn, (together, how) in enumerate(
             zip(reversed(axes), reversed(says.placed), strict=True)
         ):
@@ -424,7 +423,7 @@ class Layouts:
         return cost
 
     def _data_axes(self) -> tuple[set[int], dict[int, int]]:
-        # Micro-batches are data by definition; they have the axis behind those of the mesh.
+        # Micro-batches are different data by definition; their axis comes after those of the mesh.
         self.data = data_axes = {len(self.mesh.names)}
         split: dict[int, int] = {}
         inputs = [g for g in self.groups if g.key.port == "input" and not g.first.placement]

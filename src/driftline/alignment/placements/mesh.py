@@ -1,7 +1,7 @@
 """The device mesh of a run, and the placement that a record declares.
 
-Reads facts of processes and the text of placements, no tensor. A run without a described mesh gets
-a flat one with a single axis called `ranks`.
+This file reads facts of processes and the text of placements, but no tensors. A run without a
+described mesh gets a flat one with a single axis named `ranks`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACED = re.compile(r"(S|_S|R|P|MaskP|[A-Za-z_]+)(?:\(([^()]*)\))?(?:,\s*|$)")
 
 
 _MOST_AXES = 8
-"""Most axes of a mesh that are searched: it comes from a file, and real ones have fewer."""
+"""Largest number of mesh axes that are searched; real meshes have fewer."""
 
 
 class Mesh(NamedTuple):
@@ -62,11 +62,10 @@ class Mesh(NamedTuple):
     def axes_of(self, placement: RecordPlacement) -> tuple[tuple[int, ...], ...]:
         """The axes of this mesh that correspond to each axis of a record's placement.
 
-        An axis of the placement may be several axes flattened into one. Empty if the placement's
-        mesh cannot be expressed by this one.
+        An axis of the placement may consist of several flattened axes. The result is empty if the
+        placement's mesh cannot be expressed by this one.
         """
-        # By name first; only a mesh that was flattened or sliced needs the search over
-        # coordinates.
+        # By name first; only a mesh that was flattened or sliced needs the search over coordinates.
         if plain := self.plain_axes(placement):
             return tuple((axis,) for axis in plain)
         standing = self.others.get((placement.names, placement.sizes), {})
@@ -75,7 +74,7 @@ class Mesh(NamedTuple):
             axes = self._counting_as(
                 {rank: coordinate[position] for rank, coordinate in standing.items()}, size
             )
-            # Two axes of a placement cannot stand for the same axis of the mesh.
+            # Two axes of a placement cannot correspond to the same axis of the mesh.
             if axes is None or any(set(axes) & set(other) for other in axes_by_position):
                 return ()
             axes_by_position.append(axes)
@@ -86,7 +85,7 @@ class Mesh(NamedTuple):
         if not places or not set(places) <= set(self.coordinates):
             return None
         usable = [axis for axis, many in enumerate(self.sizes) if many > 1][:_MOST_AXES]
-        # The fewest axes first: a flattened axis seldom stands for more than two.
+        # The fewest axes first, because a flattened axis rarely consists of more than two.
         for many in range(len(usable) + 1):
             for axes in itertools.combinations(usable, many):
                 if math.prod(self.sizes[axis] for axis in axes) == size and all(
@@ -117,11 +116,11 @@ class AxisPlacement(NamedTuple):
     """How a tensor is distributed along one axis of a mesh.
 
     Attributes:
-        kind: In shards, complete, or as terms of a sum (of a mean).
+        kind: In shards, complete, or as terms of a sum (or of a mean).
         axis: The axis of the tensor that is cut.
-        late: Not 0 if this mesh axis was cut after the ones to its right (FSDP over a tensor that
-            tensor parallelism had cut already). The largest number was cut last; of equal numbers,
-            the first axis.
+        late: Not 0 if this mesh axis was cut after the axes to its right (FSDP over a tensor that
+            tensor parallelism had already cut). The largest number was cut last; among equal
+            numbers, the first axis.
     """
 
     kind: Literal["shard", "replicate", "sum", "mean", "unknown"]
@@ -140,11 +139,12 @@ class RecordPlacement(NamedTuple):
     """The placement that a record declares for itself.
 
     Attributes:
-        placed: Placement by axis of its mesh.
+        placed: Placement for each axis of its mesh.
         shape: Shape of the complete tensor.
         sizes: Sizes of the mesh's axes.
         names: Names of the mesh's axes; empty if they have none.
-        local: The record is a plain local tensor: the program computes on with the part alone.
+        local: Whether the record is a plain local tensor, so that the program continues with the
+            part alone.
         coordinate: Coordinate of the record's rank on that mesh; empty if not given.
     """
 
@@ -172,7 +172,7 @@ def record_placement(record: Record) -> RecordPlacement | None:
         return None
     placed = tuple(_placed(*entry.groups()) for entry in _PLACED.finditer(match[2]))
     sizes = _numbers(match[4])
-    # The text is from a file: a placement whose numbers do not match is ignored, not guessed.
+    # The text comes from a file: a placement whose numbers do not match is ignored, not guessed.
     if len(placed) != len(sizes):
         return None
     names = tuple(name.strip() for name in (match[5] or "").split(",") if name.strip())
@@ -189,7 +189,7 @@ def _placed(kind: str, inside: str | None) -> AxisPlacement:
         return AxisPlacement("shard", int(first), int(kind == "_S"))
     if kind == "R":
         return REPLICATE
-    # Masked terms of a sharded embedding add up like any others.
+    # Masked terms of a sharded embedding add up like other terms.
     if kind in ("P", "MaskP") and first in ("sum", "avg"):
         return AxisPlacement("sum" if first == "sum" else "mean")
     return AxisPlacement("unknown")
@@ -202,18 +202,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 def mesh_of(run: Run) -> Mesh:
     """The mesh over which a run's ranks are gathered.
 
-    Of the described meshes that hold all ranks, the one that expresses most placements, then most
-    of them by name, then with most axes.
+    Among the described meshes that hold all ranks, it is the one that expresses most placements,
+    then most of them by name, then with most axes.
     """
     facts = run.facts.processes
     ranks = sorted({record.key.rank for record in run.records})
-    # A job that lost ranks still has its size from the processes; without it the largest rank
+    # The processes of a job that lost ranks still give its size; without them the largest rank
     # counts.
     world = max(run.facts.world, ranks[-1] + 1, len(ranks))
     described = [_mesh(shown, world) for process in facts for shown in process.meshes]
     meshes = [mesh for mesh in described if mesh is not None]
     placements, standing = _record_meshes(run)
-    # A placement that names the coordinates of every rank describes a mesh, too.
+    # Placements that name the coordinates of every rank describe a mesh, too.
     meshes += [
         _named(Mesh(names, sizes, coordinates))
         for (names, sizes), coordinates in standing.items()
@@ -223,8 +223,7 @@ def mesh_of(run: Run) -> Mesh:
     meshes = [mesh._replace(others=standing) for mesh in meshes]
     best = max(meshes, key=lambda mesh: mesh.fit(placements), default=None)
     if best is None:
-        # Programs without a mesh may still have process groups, of which neighbours form
-        # one axis.
+        # Programs without a mesh may still have process groups; groups of neighbours form one axis.
         best = _of_groups([list(process.groups) for process in facts], world)
     if best is not None and set(ranks) <= set(best.coordinates):
         return best
@@ -280,7 +279,7 @@ def _of_groups(groups: Sequence[Sequence[Any]], world: int) -> Mesh | None:
         for process_groups in groups
         for ranks in process_groups
     }
-    # The smallest groups first: they are the innermost axis, whose ranks are neighbours.
+    # The smallest groups first: they form the innermost axis, whose ranks are neighbours.
     for size in sorted({len(ranks) for ranks in rank_sets}):
         if not 1 < size < world or world % size:
             continue

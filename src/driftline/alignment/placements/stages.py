@@ -1,9 +1,9 @@
 """Stages of a pipeline: every rank has some of the layers, and may count them from 0.
 
-A rank may run several stages (interleaved schedules); each is a model of its own with a prefix in
-the site names. The number of a stage is declared by its process, or concluded from layer numbers:
-if the layers of all ranks add up to those of the complete model, the stages follow one another.
-Looks at names only, never at tensors.
+A rank may run several stages (interleaved schedules); each is a separate model with a prefix in the
+site names. The process declares the number of a stage, or it is concluded from layer numbers: if
+the layers of all ranks add up to those of the complete model, the stages follow one another. This
+file reads only names, never tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Chunk(NamedTuple):
     """One stage on one rank.
 
     Attributes:
-        under: Site of the stage's own model on its rank; empty if all sites of the rank belong.
+        under: Site of the stage's own model on its rank; empty if all sites of the rank belong to
+            it.
         stage: Number of the stage.
     """
 
@@ -44,12 +45,12 @@ class Chunk(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """The stages of a pipeline and how their layers are numbered.
+    """The stages of a pipeline, and how their layers are numbered.
 
     Attributes:
         chunks: Rank → its stages, those with the longest names first.
         stages: Number of stages.
-        shifts: (stage, path before a number) → path in the complete model, and what to add.
+        shifts: (stage, path before a number) → path in the complete model, and the number to add.
     """
 
     chunks: Mapping[int, Sequence[Chunk]]
@@ -65,8 +66,7 @@ class Stages(NamedTuple):
 
     def _site(self, site: str, stage: int, port: str) -> str:
         if site == ROOT:
-            # The whole model's input enters the first stage, and its output leaves the
-            # last one.
+            # The complete model's input enters the first stage, and its output leaves the last one.
             ends = ("input", "grad_input") if stage == 0 else ()
             ends += ("output", "grad_output") if stage == self.stages - 1 else ()
             return site if port in ends else f"(stage {stage})"
@@ -96,7 +96,7 @@ def _listed(stages: Sequence[int]) -> str:
 
 
 def _abbreviated(words: Sequence[str]) -> str:
-    """All words if there are few, else the first three and the last.
+    """All words if there are few; otherwise the first three and the last.
 
     >>> _abbreviated(["a", "b"]), _abbreviated(list("abcdefgh"))
     ('a; b', 'a; b; c; ...; h')
@@ -115,14 +115,14 @@ def stages_of(run: Run, other: Run | None) -> Stages | None:
 
     Args:
         run: A run of several ranks.
-        other: The run it is compared with; None where its names are no evidence.
+        other: The run it is compared with; None if its names are no evidence.
     """
     sites: dict[int, dict[str, None]] = {}
     for record in run.records:
         sites.setdefault(record.key.rank, {})[record.key.site] = None
     names = dict.fromkeys(record.key.site for record in (() if other is None else other.records))
     model_numbers = _numbers(names)
-    # What the processes declared wins; counting is for programs that declared nothing.
+    # Declarations of the processes come first; counting is for programs without declarations.
     chunks_of_rank = _declared(run, sites, model_numbers) or _by_counting(sites, model_numbers)
     if not chunks_of_rank:
         return None
@@ -132,7 +132,7 @@ def stages_of(run: Run, other: Run | None) -> Stages | None:
     }
     by_stage: dict[int, dict[str, None]] = {}
     for rank, chunks in chunks_of_rank.items():
-        # The longest name first: a stage inside another one must not be counted with it.
+        # The longest name first, because a stage inside another one must not be counted with it.
         for site in sites.get(rank, {}):
             for chunk in chunks:
                 if (inner := chunk.inside(site)) is not None:
@@ -151,7 +151,7 @@ def _fitting(
 ) -> Sequence[Chunk]:
     """Chunks, longest prefix first; a single chunk loses its prefix if full names fit better."""
     if len(chunks) == 1 and chunks[0].under:
-        # Numbers are blanked out, because a stage may count its layers from 0.
+        # Numbers are replaced, because a stage may count its layers from 0.
         model_names = {_NUMBER.sub("#", name) for name in model_sites}
         own_sites = [site for site in sites if chunks[0].inside(site) is not None]
         inner_sites = [chunks[0].inside(site) or "" for site in own_sites]
@@ -168,7 +168,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def _declared(run: Run, sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chunk]]:
-    """Stages as the processes declared them."""
+    """The stages that the processes declared."""
     chunks_of_rank: dict[int, Sequence[Chunk]] = {}
     for rank, declared in run.facts.stages.items():
         under = [None if site is None else site.removeprefix(ROOT) for _, site in declared]
@@ -181,7 +181,7 @@ def _declared(run: Run, sites: Sites, model_numbers: Numbers) -> dict[int, Seque
         chunks_of_rank[rank] = [
             Chunk(u or "", stage) for u, stage in zip(under, stages, strict=True)
         ]
-    # One stage is no pipeline.
+    # A single stage is not a pipeline.
     return (
         chunks_of_rank
         if len({c.stage for chunks in chunks_of_rank.values() for c in chunks}) > 1
@@ -210,7 +210,7 @@ def _under(sites: Iterable[str], path: str, model_numbers: Numbers) -> dict[str,
 
 
 def _by_counting(sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chunk]]:
-    """Stages in the order of ranks, if these share the layers of the complete model.
+    """Stages in the order of ranks, if the ranks share the layers of the complete model.
 
     If every rank has several models, the first models of all ranks come first.
     """
@@ -219,11 +219,11 @@ def _by_counting(sites: Sites, model_numbers: Numbers) -> dict[int, Sequence[Chu
         models_of_rank = {rank: _under(sites[rank], path, model_numbers) for rank in ranks}
         counts = [len(numbers) for models in models_of_rank.values() for numbers in models.values()]
         many = {len(models) for models in models_of_rank.values()}
-        # All ranks must have equally many models, or nothing says which belongs to which
+        # All ranks must have equally many models; otherwise it is unknown which model is which
         # stage.
         if len(layers) < 2 or len(many) != 1 or not all(models_of_rank.values()):
             continue
-        # Experts of one layer are dealt out while every rank has all layers: no pipeline.
+        # If every rank has all layers and part of the experts of each, this is not a pipeline.
         if any(_all_have(sites, outer, model_numbers) for outer, _, _ in _numbered(path)):
             continue
         if sum(counts) == len(layers) and all(count < len(layers) for count in counts):
@@ -255,14 +255,14 @@ def _shifts(
         layer_numbers = [stages[stage][path] for stage in holders]
         total = sum(map(len, layer_numbers))
         if len(holders) < 2 or total == len(set[int]().union(*layer_numbers)):
-            continue  # these are numbers of the complete model already
+            continue  # these already are numbers of the complete model
         # Numbers that do not count from 0 are not a stage's own; nothing is added to them.
         if any(layers != set(range(len(layers))) for layers in layer_numbers):
             continue
         target = path
         if model_numbers and len(model_numbers.get(path, ())) != total:
-            # The whole model may keep its layers under another path, if only one has so
-            # many of them.
+            # The complete model may have its layers under another path, if only one path has so
+            # many.
             fitting = [name for name, layers in model_numbers.items() if len(layers) == total]
             if len(fitting) != 1:
                 continue
@@ -288,7 +288,7 @@ def _numbered(site: str) -> Sequence[tuple[str, int, str]]:
     return [
         (".".join(words[:n]), int(word), "".join(f".{later}" for later in words[n + 1 :]))
         for n, word in enumerate(words)
-        # Seven digits and more are no layer, and would make huge numbers of a stranger's
-        # text.
+        # Numbers of seven or more digits are not layers, and a hostile text could contain huge
+        # numbers.
         if word.isdecimal() and len(word) < 7
     ]

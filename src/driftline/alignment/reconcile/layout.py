@@ -1,8 +1,8 @@
 """Layout: weights that are stored transposed, tensors that differ in shape only, padding to tiles.
 
-How a weight is stored follows from its class and framework. The weight that an operator library
-takes as an input of a product follows from its sizes, or if it is square, from the operator's
-parameter (`transposeB`, which ATB has on by default). Never looks at values.
+The class and framework of a weight determine how it is stored. For a weight that an operator
+library takes as the input of a product, its sizes show that, or for a square weight the operator's
+parameter (`transposeB`, which is on by default in ATB). Values are never read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OperandLayouts:
         self._any = steps.run.facts.operator_sites
 
     def is_operand(self, record: Record) -> bool:
-        """Whether an input is the weight of a product, or is passed on to one."""
+        """Whether an input is the weight of a product, or is passed on to a product."""
         return self._operand(record) is not None
 
     def of(self, record: Record) -> Layout:
@@ -39,7 +39,7 @@ class OperandLayouts:
             return ""
         calls, flow = self._steps.at(operand)
         call = calls[operand.key.site]
-        # Unequal sides: the operator's number of features tells which axis is the output.
+        # For unequal sides, the operator's number of features shows which axis is the output.
         if operand.shape[0] != operand.shape[1]:
             return "out_in" if operand.shape[0] == call.features else "in_out"
         param = flow.params.get(call.site)
@@ -48,12 +48,12 @@ class OperandLayouts:
         return "in_out" if param.get("transposeB", True) is False else "out_in"
 
     def _operand(self, record: Record) -> Record | None:
-        """The weight that a product takes: this input, or the inner one it is passed on as."""
+        """The weight that a product takes: this input, or the inner input to which it is passed."""
         key = record.key
         if not self._any or (key.port, key.phase, len(record.shape)) != ("input", "forward", 2):
             return None
         calls, _ = self._steps.at(record)
-        if key.site not in calls:  # a container's, or that of an operation's kernel
+        if key.site not in calls:  # the input of a container, or of an operation's kernel
             around = (calls[site] for site in enclosing(key.site) if site in calls)
             operator = next(around, None)
             inner = self._steps.taken(record)
@@ -63,10 +63,10 @@ class OperandLayouts:
                 return None
             record = inner
         call = calls[record.key.site]
-        # The activation of a product is an input too, and is no weight.
+        # The activation of a product is an input too, but not a weight.
         if call.kind != "linear" or record is main_tensor(call.records, "input"):
             return None
-        # Both sizes must fit: a third input may be a bias or a scale of two axes.
+        # Both sizes must fit, because a third input may be a bias or a scale with two axes.
         return record if sorted(record.shape) == sorted((call.features, call.width)) else None
 
 
@@ -80,7 +80,7 @@ WEIGHT_PORTS = ("param", "param_grad", "optimizer_grad")
 _TILE = 16
 """Ascend's private formats pad the last two axes of a matrix to multiples of this size."""
 
-# Classes whose weight is [out, in] in PyTorch, and [in, out] in Paddle. Others are not assumed.
+# Classes whose weight is [out, in] in PyTorch, and [in, out] in Paddle. No others are assumed.
 _OUT_IN = (
     "Linear",
     "NonDynamicallyQuantizableLinear",
@@ -105,7 +105,7 @@ def layout(framework: str, class_name: str) -> Layout:
     """
     if "Embedding" in class_name:
         return "rows"
-    if class_name == "Conv1D":  # that of Hugging Face (GPT-2), which is a linear layer
+    if class_name == "Conv1D":  # Hugging Face's Conv1D (GPT-2) is a linear layer
         return "in_out"
     if framework == "torch" and class_name in _OUT_IN:
         return "out_in"
@@ -128,7 +128,7 @@ def are_weights(pair: Pair) -> bool:
 
 
 class Layouts:
-    """Knows which weights of two runs are stored transposed to each other."""
+    """Determines which weights of two runs are stored transposed to each other."""
 
     def __init__(
         self,
@@ -142,8 +142,8 @@ class Layouts:
         crossed: set[tuple[str, str]] = set()
         for pair in pairs:
             reference_shape, candidate_shape = shapes_of(pair)
-            # Matrices with unequal sides show how their classes store weights; square
-            # ones of the same classes follow them.
+            # Matrices with unequal sides show how their classes store weights; square ones of the
+            # same classes follow them.
             if (
                 len(reference_shape) == 2
                 and reference_shape[0] != reference_shape[1]
@@ -154,7 +154,7 @@ class Layouts:
                     straight.add(classes)
                 elif reference_shape == candidate_shape[::-1]:
                     crossed.add(classes)
-        # Classes that were seen both ways decide nothing.
+        # Classes that occurred both ways decide nothing.
         self._crossed = crossed - straight
 
     def are_weights(self, pair: Pair) -> bool:
@@ -214,7 +214,7 @@ def reshaped(pair: Pair) -> Pair | None:
 
 
 def merges(fine: Shape, coarse: Shape) -> bool:
-    """Whether `coarse` is `fine` with neighbouring axes merged; axes of size 1 do not count.
+    """Whether `coarse` is `fine` with neighbouring axes merged; axes of size 1 are ignored.
 
     >>> merges((2, 5, 8), (10, 8)), merges((2, 5, 8), (8, 10)), merges((4, 6), (6, 4))
     (True, False, False)
@@ -253,8 +253,7 @@ def cropped(pair: Pair) -> Pair | None:
         if a == b:
             continue
         longer, shorter = max(a, b), min(a, b)
-        # Tiles pad to the next multiple only; any other surplus is a difference of the
-        # programs.
+        # Tiles pad to the next multiple only; any other surplus is a difference of the programs.
         if axis < length - 2 or longer != -(-shorter // _TILE) * _TILE or not shorter:
             return None
         kept["reference" if a > b else "candidate"].append(Step("trim", axis, 0, shorter))

@@ -1,9 +1,10 @@
 """Masks: padding takes no part in any metric.
 
-A mask has the shape [rows, tokens], or one that broadcasts to it, and is non-zero where a position
-counts. It comes from a file, or is the attention_mask that a run captured. Parameters are never
-masked. In tensors with a query and a key axis, padded queries are left out, and padded keys if they
-are the same in every row: an attention mask has made them zero, or minus infinity, on both sides.
+A mask has the shape [rows, tokens], or one that broadcasts to it, and is non-zero for positions
+that count. It comes from a file, or is the attention_mask that a run captured. Parameters are never
+masked. In tensors with a query and a key axis, padded queries are left out. Padded keys are left
+out if they are the same in every row: an attention mask has made them zero, or minus infinity, on
+both sides.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from driftline.runs.run import Run
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
 CAPTURED = "captured"
-# Positions end up in the plan as numbers: four million is a batch that still fits there.
+# The plan stores positions as numbers: four million are a batch that still fits into it.
 _MOST = 1 << 22
 
 
@@ -35,8 +36,8 @@ def masked(plan: Plan, reference: Run, candidate: Run, masks: Sequence[str]) -> 
     """The plan with a recipe on both sides of every tensor that a mask fits.
 
     Raises:
-        BadInput: A mask fits no tensor, or leaves nothing over; none was captured.
-        BadFile: A file that holds no mask.
+        BadInput: A mask fits no tensor, or leaves nothing; or none was captured.
+        BadFile: A file holds no mask.
     """
     files = [read_mask_file(Path(name)) for name in masks if name != CAPTURED]
     book = StepBatches(reference, candidate) if CAPTURED in masks else None
@@ -50,7 +51,7 @@ def masked(plan: Plan, reference: Run, candidate: Run, masks: Sequence[str]) -> 
 def without_pads(pairs: Sequence[Pair], reference: Run, candidate: Run) -> list[Pair]:
     """The pairs that a captured attention_mask shortens, without their padding.
 
-    Pairs of runs with different masks are left out: that is a difference of its own.
+    Pairs of runs with different masks are left out, because that is another difference.
     """
     book = StepBatches(reference, candidate)
     chosen = _MaskChoice((), book)
@@ -70,7 +71,8 @@ def read_mask_file(path: Path) -> Mask:
     """Read the mask in a file, as two axes.
 
     Raises:
-        BadFile: No .npy file of one or two axes of numbers, or nothing in it counts.
+        BadFile: The file is not an .npy file with one or two axes of numbers, or no position
+            counts.
     """
     from driftline.formats.registry import open_run
 
@@ -114,8 +116,7 @@ class _MaskChoice:
             return
         for mask in self._of_step(pair, self._book):
             self._captured = True
-            # A mask without zeros leaves out nothing: it is noted as captured, and not
-            # applied.
+            # A mask without zeros leaves out nothing: it counts as captured, but is not applied.
             if mask.all():
                 continue
             self._zeros = True
@@ -130,8 +131,7 @@ class _MaskChoice:
             if batch is None or batch.mask is None:
                 continue
             mask = batch.mask
-            # The pair is already cut to common rows and tokens, so the mask is cut the
-            # same way.
+            # The pair is already cut to common rows and tokens, so the mask is cut in the same way.
             if common is not None and not common.packed:
                 begin, end = common.reference if side == "reference" else common.candidate
                 mask = mask[: common.rows, begin:end]
@@ -173,7 +173,7 @@ class _MaskChoice:
 def _fit(mask: Mask, shape: Shape) -> tuple[Mask, tuple[int, ...]] | None:
     """The mask broadcast to a tensor, and the tensor's row and token axes; None if it does not fit.
 
-    Accepted are [rows, tokens, ...], [rows, heads, tokens, size] and [rows * tokens, ...].
+    Accepted shapes are [rows, tokens, ...], [rows, heads, tokens, size] and [rows * tokens, ...].
     """
     rows, tokens = mask.shape
     for axes in ((0, 1), (0, 2)):
@@ -183,8 +183,8 @@ def _fit(mask: Mask, shape: Shape) -> tuple[Mask, tuple[int, ...]] | None:
         if axes == (0, 2) and shape[1] == goal[1] and shape[1] > 1:
             continue  # as many heads as tokens: the shape does not show which axis is which
         if all(size in (1, length) for size, length in zip(mask.shape, goal, strict=True)):
-            # One axis alone may broadcast: a mask of one row for all, or of one token
-            # for whole rows.
+            # Only one axis may broadcast: a mask with one row for all rows, or with one token for
+            # whole rows.
             wide = goal[1] == tokens and (rows == goal[0] or rows == 1)
             if wide or (tokens == 1 and rows == goal[0] > 1 and axes == (0, 1)):
                 return np.broadcast_to(mask, goal), axes
@@ -237,7 +237,7 @@ def _steps(
     result = (len(positions), *rest)
     columns = mask.any(axis=0)
     with_keys = axes == (0, 2) and rest[-1] == mask.shape[1] and len(shape) == 4
-    # Queries and keys: the same keys must be pads in every row to be taken out of all.
+    # Queries and keys: keys are removed only if the same keys are padding in every row.
     if with_keys and bool((mask == columns).all()):
         keys = tuple(int(position) for position in np.flatnonzero(columns))
         steps.append(Step("select", len(result) - 1, numbers=keys))

@@ -1,10 +1,10 @@
-"""Quantised tensors: recipes that turn integer codes back into numbers with captured scales.
+"""Quantised tensors: recipes that convert integer codes back to numbers with captured scales.
 
-Scales are found by name next to the values (`Scales`), or in dumps of an operator library, where no
-name tells, by the operator that wrote or takes the codes (`OperatorScales`). A quantising operator
-has its scale among its parameters or takes it as an input. A product of two quantised matrices
-takes one scale for both (a float, or a float in the low half of 64 bits); the weight's own scale is
-what remains when the input's is divided out.
+Scales are found by name next to the values (`Scales`). In dumps of an operator library, where names
+do not show them, they are found by the operator that wrote or takes the codes (`OperatorScales`). A
+quantising operator has its scale among its parameters or takes it as an input. A product of two
+quantised matrices takes one scale for both (a float, or a float in the low half of 64 bits);
+dividing it by the input's scale gives the weight's own scale.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCALE_INPUTS = ("inputScale", "quantInputScale")
 _OFFSET_INPUTS = ("inputOffset", "quantInputOffset")
 _SCALE_TYPES = ("float32", "float16", "bfloat16", "uint64", "int64")
 CODES = ("int8", "int4", "uint4")
-"""Integer types that, paired with a float, can only be codes of a quantised tensor."""
+"""Integer types that, if paired with a float, can only be codes of a quantised tensor."""
 _FOR_BOTH = (
     "its operator takes one scale for the weight and the input, and nothing says the input's"
 )
@@ -38,7 +38,7 @@ _BY_COLUMN = (
 
 
 class _Quantisation(NamedTuple):
-    """How codes were made from numbers: one scale for all of them, or a tensor of scales."""
+    """How codes were made from numbers: with one scale for all of them, or a tensor of scales."""
 
     factor: float = 1.0
     zero: float = 0.0
@@ -52,8 +52,8 @@ class WeightScale(NamedTuple):
     Attributes:
         record: The tensor of scales.
         packed: Whether it is a float in the low half of 64 bits.
-        factor: Factor that divides out the input's scale, if that is included.
-        why: Why the input's scale cannot be divided out; empty if it can.
+        factor: Factor that removes the input's scale, if that is included.
+        why: Why the input's scale cannot be removed; empty if it can.
     """
 
     record: Record
@@ -70,7 +70,7 @@ class OperatorScales:
         self._steps = steps
 
     def recipe(self, record: Record, earlier: Recipe | None) -> Recipe | None:
-        """Recipe that turns codes into numbers; None if no operator shows the scale."""
+        """Recipe that converts codes to numbers; None if no operator shows the scale."""
         calls, flow = self._steps.at(record)
         call = calls.get(record.key.site)
         if call is None:
@@ -78,8 +78,8 @@ class OperatorScales:
         values: Source = record if earlier is None else earlier
         shape = record.shape if earlier is None else earlier.shape
         is_input = record.key.port == "input" and record is main_tensor(call.records, "input")
-        # Activations were quantised during the run, by an operator; a weight was quantised
-        # before it.
+        # Activations were quantised during the run, by an operator; weights were quantised before
+        # it.
         if is_input or record.key.port == "output":
             made = self._quantisation(record, calls, flow)
             return None if made is None else _recipe_of_operator(values, shape, made)
@@ -98,14 +98,14 @@ class OperatorScales:
     def _quantisation(
         self, codes: Record, calls: Mapping[str, Call], flow: Dataflow
     ) -> _Quantisation | None:
-        """How the operator that wrote the codes has quantised them."""
+        """How the operator that wrote the codes quantised them."""
         key = codes.key
         place = (key.site, key.slot)
         maker = flow.makers.get(place) if key.port == "input" else place
         call = None if maker is None else calls.get(maker[0])
         if maker is None or call is None:
             return None
-        # Tensors first: an operator that takes its scale as one still has a parameter, at its
+        # Tensors first: an operator that takes its scale as a tensor also has a parameter, at its
         # default of 1.
         if call.kind != "linear" and (tensors := self._scale_tensors(call, codes)) is not None:
             return tensors
@@ -114,7 +114,7 @@ class OperatorScales:
         return _Quantisation(scale, _number(param, _OFFSET_INPUTS) or 0.0) if scale else None
 
     def _scale_tensors(self, call: Call, codes: Record) -> _Quantisation | None:
-        """The scale, and perhaps the zero point, that a quantising operator takes or returns."""
+        """The scale, and optionally the zero point, that a quantising operator takes or returns."""
         token_scales = [
             record
             for record in call.records
@@ -122,14 +122,14 @@ class OperatorScales:
             and record is not codes
             and record.dtype in ("float32", "float16")
         ]
-        # One float for each token, returned beside the codes: dynamic quantisation.
+        # One float for each token, returned together with the codes: dynamic quantisation.
         rows = math.prod(codes.shape[:-1])
         if len(token_scales) == 1 and math.prod(token_scales[0].shape) == rows:
             return _Quantisation(scale=token_scales[0])
         scale, offset = _operand_scale(call, codes)
         if scale is None:
             return None
-        # A single scale goes into the recipe as a number, which any plan file can hold.
+        # A single scale becomes a number in the recipe, which any plan file can hold.
         if math.prod(scale.shape) == 1 and (number := self._value(scale)):
             zero = self._value(offset) if offset is not None else 0.0
             return None if zero is None else _Quantisation(number, zero)
@@ -153,14 +153,13 @@ class OperatorScales:
         if (
             codes.shape[0] == codes.shape[1]
             and flow.params.get(call.site, {}).get("transposeB") is False
-        ):  # [in, out], which the shape does not say
+        ):  # [in, out], which the shape does not show
             axis = 1
         if own.packed:
             scale = Recipe((own.record,), (Step("lowfloat"),), own.record.shape)
         if earlier is not None:
             cut = next((step for step in earlier.steps if step.kind == "split"), None)
-            # Of a part of the weight, only one that was cut along the scaled axis has
-            # its own scales.
+            # A part of the weight has its own scales only if it was cut along the scaled axis.
             if cut is None or len(earlier.steps) != 1 or cut.axis != axis:
                 return None
             if math.prod(own.record.shape) > 1:  # the same columns of the scales
@@ -189,7 +188,7 @@ class OperatorScales:
             and math.prod(record.shape) in (call.features, 1)
             and record is not main_tensor(call.records, "input")
         ]
-        if len(scales) > 1:  # beside a bias, whose type is that of the result
+        if len(scales) > 1:  # a bias has the type of the result
             scales = [r for r in scales if r.dtype in ("uint64", "int64")] or [
                 r for r in scales if r.dtype == "float32"
             ]
@@ -197,22 +196,20 @@ class OperatorScales:
             return None
         packed = scales[0].dtype in ("uint64", "int64")
         fed = main_tensor(call.records, "input")
-        # The input is no code: the scale belongs to the weight alone.
+        # If the input is not a code, the scale belongs to the weight alone.
         if fed is None or fed.dtype not in CODES:
             return WeightScale(scales[0], packed)
         made = self._quantisation(fed, calls, flow)
         if made is None:
             return WeightScale(scales[0], packed, why=_FOR_BOTH)
-        # Scales by column of the input are folded into the product and cannot be divided
-        # out.
+        # Scales by column of the input are folded into the product and cannot be divided out.
         if made.scale is not None and made.scale.key.port == "input":
             return WeightScale(scales[0], packed, why=_BY_COLUMN)
-        # A scale for each token is applied after the product, so it is not part of the
-        # weight's.
+        # A scale for each token is applied after the product, so it is not part of the weight's.
         return WeightScale(scales[0], packed, 1.0 / made.factor if made.scale is None else None)
 
     def weight_scale(self, record: Record) -> WeightScale | None:
-        """A tensor as the scale of a product's weight; None if it is no such scale."""
+        """The scale of a product's weight, if a tensor is one; otherwise None."""
         calls, flow = self._steps.at(record)
         operand = record if record.key.site in calls else self._steps.taken(record)
         call = None if operand is None else calls.get(operand.key.site)
@@ -262,7 +259,7 @@ def _operand_scale(call: Call, codes: Record) -> tuple[Record | None, Record | N
     single = [record for record in floats if math.prod(record.shape) == 1]
     zeros = [record for record in vectors if record.dtype in ("int8", "int32")]
     scale = single[0] if len(single) == 1 else None
-    # A norm's weights have the same shape as scales, so there only a single number is believed.
+    # A norm's weights have the same shape as scales, so only a single number is accepted there.
     if scale is None and not call.kind.startswith("norm") and len(floats) == 1:
         scale = floats[0]
     if scale is None:
@@ -300,22 +297,22 @@ def _number(param: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
     for level in levels:
         for name in names:
             value = level.get(name)
-            # A bool is an int in Python, but no scale.
+            # A bool is an int in Python, but not a scale.
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return float(value) if math.isfinite(value) else None
     return None
 
 
-# Integers without a sign: what a rectifier leaves of a value.
+# Unsigned integers store the output of a rectifier.
 
 
 def with_rectified(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> Plan:
-    """The plan with what is below zero left out where the other side does not store it.
+    """The plan with negative values set to zero wherever the other side does not store them.
 
-    Where a rectifier follows a module, or is its end, nothing says any more. Of what it gave
-    nothing is below zero, so that leaving it out once more changes nothing.
+    The graph no longer shows whether a rectifier follows a module or is its end. The rectifier's
+    output has no negative values, so rectifying again changes nothing.
     """
     stored = [graph.rectified if graph else frozenset[Tensor]() for graph in (reference, candidate)]
     if not any(stored):
@@ -339,7 +336,7 @@ def _rectified(record: Record, earlier: Recipe | None) -> Recipe:
     return Recipe(values, (*steps, Step("rectify")), shape)
 
 
-# Scales by name: writers of checkpoints and captures keep them next to the values.
+# Scales by name: writers of checkpoints and captures store them next to the values.
 
 Shape = tuple[int, ...]
 
@@ -351,7 +348,7 @@ _MAYBE_CODES = (
     "float8_e5m2",
     "float8_e5m2fnuz",
 )
-"""Types that are codes if a scale is found for them, and plain numbers if not."""
+"""Types that are codes if a scale is found for them, and plain numbers otherwise."""
 # Names in the order in which they are tried, the most specific first.
 _SCALES = {
     "weight": ("weightscale", "weightscales", "scales", "scale", "weightscaleinv", "wscale"),
@@ -379,12 +376,12 @@ class Scales:
                     self._by_name.setdefault(key, []).append(record)
 
     def find(self, values: Record, words: Iterable[str]) -> Record | None:
-        """The first tensor with one of these names next to the values, of the same step if any."""
+        """The first tensor with one of these names next to the values, preferably of their step."""
         key = values.key
         for word in words:
             for place in _places(values):
                 named = self._by_name.get((key.rank, key.process, place, word), ())
-                # Activations have a scale in every step, weights one for all.
+                # Activations have a scale in every step, weights have one for all steps.
                 best = [record for record in named if record.key.step == key.step] or list(named)
                 for record in best:
                     if record.key != key:
@@ -440,15 +437,14 @@ def dequantised(
             continue
         record = pair.reference if side == "reference" else pair.candidate
         earlier = pair.reference_recipe if side == "reference" else pair.candidate_recipe
-        # Packed weights come with their own recipe already.
+        # Packed weights already have their own recipe.
         if earlier is not None and any(step.kind == "dequantise" for step in earlier.steps):
             continue
-        # Names first: they are exact, and need no dataflow.
+        # Names first, because they are exact and need no dataflow.
         recipe = _recipe(record, earlier, scales) or more.recipe(record, earlier)
         if recipe is not None:
             return pair._replace(**{f"{side}_recipe": recipe})
-        # Types that may be numbers stay as they are; codes without a scale cannot be
-        # compared.
+        # Types that may be numbers stay unchanged; codes without a scale cannot be compared.
         if is_code:
             why = f"{dtype.name} against {other.name}, and "
             if obstacle := more.why_not(record):
@@ -463,9 +459,10 @@ def dequantised(
 
 
 def as_numbers(pair: Pair, operators: tuple[OperatorScales, OperatorScales]) -> Pair:
-    """Codes of both sides as the numbers they stand for, because their scales may differ.
+    """Codes of both sides as the numbers they represent, because their scales may differ.
 
-    Only for codes that were computed in the run: the codes of two weights are compared directly.
+    This applies only to codes that were computed in the run; codes of two weights are compared
+    directly.
     """
     if pair.reference.dtype not in CODES or pair.candidate.dtype not in CODES:
         return pair
@@ -484,7 +481,7 @@ def comparable_scales(pair: Pair, operators: tuple[OperatorScales, OperatorScale
     )
     if reference_scale is None or candidate_scale is None:
         return pair
-    # Both may include the scale of an input: then the two are in the same terms.
+    # If both include the scale of an input, they are in the same terms.
     unlike = reference_scale.factor != candidate_scale.factor
     if unlike and (reference_scale.why or candidate_scale.why):
         why = reference_scale.why or candidate_scale.why
@@ -530,7 +527,7 @@ def _role(record: Record) -> str:
     if "weight" in (_plain(key.slot), _plain(record.alias)):
         return "weight"
     if _plain(key.site.rpartition(".")[2]).endswith("weight"):
-        return "weight"  # a file of weights: everything is a value there, none has a port
+        return "weight"  # in a file of weights, all tensors are values without ports
     return "input" if key.port == "input" else "output"
 
 
@@ -539,7 +536,7 @@ def _axis(shape: Shape, scale: Shape, role: str) -> int | None:
     count = math.prod(scale)
     if count == 1:
         return 0
-    # A weight's scales usually run along its outputs (the first axis), an output's along
+    # A weight's scales usually follow its outputs (the first axis), an output's follow its
     # features.
     if len([size for size in scale if size != 1]) == 1 and len(scale) != len(shape):
         last = len(shape) - 1

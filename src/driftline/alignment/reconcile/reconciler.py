@@ -1,8 +1,8 @@
 """The reconcilers, in order: pairs that differ in scale, layout or size get recipes.
 
-Scales come first, because they apply to the values as they are stored; then transposed weights,
-tokens and batches, plain reshapes, and tile padding. A pair that no reconciler explains keeps its
-different shapes, with a reason if one is known.
+Scales come first, because they apply to the stored values; then transposed weights, tokens and
+batches, plain reshapes, and tile padding. A pair that no reconciler explains keeps its different
+shapes, with a reason if one is known.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reconciler:
     """The reconcilers with what they have collected from both runs.
 
     Attributes:
-        notes: What was concluded about whole steps, one sentence each.
+        notes: Conclusions about whole steps, one sentence each.
     """
 
     def __init__(self, reference: Run, candidate: Run, plan: Plan) -> None:
@@ -42,8 +42,7 @@ class Reconciler:
         operands = OperandLayouts(steps[0]), OperandLayouts(steps[1])
         frameworks = (reference.facts.framework, candidate.facts.framework)
         self._layouts = Layouts(frameworks, operands, plan.pairs)
-        # Made on first use: collecting scales walks all records, and most runs quantise
-        # nothing.
+        # Made on first use: collecting scales reads all records, and most runs quantise nothing.
         self._scales: tuple[Scales, Scales] | None = None
         self._operators = (OperatorScales(steps[0]), OperatorScales(steps[1]))
         self._takes_weights = all(run.facts.operator_sites for run in self._runs)
@@ -53,7 +52,7 @@ class Reconciler:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Rows and tokens that were cut off although they are no pads."""
+        """Rows and tokens that were cut off although they are not padding."""
         return tuple(self._tokens.left_out())
 
     def reconcile(self, pair: Pair) -> Pair:
@@ -66,10 +65,10 @@ class Reconciler:
             pair = as_numbers(pair, self._operators)
         if self._takes_weights and len(pair.reference.shape) == 1:
             pair = comparable_scales(pair, self._operators)
-        # With a reason why the values cannot be had, shapes do not matter any more.
+        # If the values are unavailable for a known reason, shapes do not matter any more.
         if pair.trouble:
             return pair
-        # Before shapes are compared: a transposed square weight has the same shape.
+        # Before shapes are compared, because a transposed square weight has the same shape.
         turned = transposed(pair, self._layouts)
         if turned is not None:
             return turned
@@ -83,7 +82,7 @@ class Reconciler:
             if reconciled is not None:
                 return reconciled
         reconciled = reshaped(pair)
-        # Tile padding last: another number of tokens may look the same, and is a finding.
+        # Tile padding last: a different number of tokens may look the same, but must be reported.
         if reconciled is None and self._tiled and not trouble and not self._tokens_differ(pair):
             reconciled = cropped(pair)
         if reconciled is not None:
@@ -94,7 +93,7 @@ class Reconciler:
         return pair
 
     def _tokens_differ(self, pair: Pair) -> bool:
-        """Whether the steps have different numbers of tokens, which is no padding of a tile."""
+        """Whether the steps have different numbers of tokens, which is not tile padding."""
         if self._layouts.are_weights(pair):
             return False
         reference, candidate = self._tokens.batches(pair)

@@ -1,8 +1,8 @@
-"""Tokens: padded against unpadded sequences, packed ones, and batches of different size.
+"""Tokens: padded against unpadded sequences, packed ones, and batches of different sizes.
 
-A pair is cut only if the inputs of its step explain the difference: a single site with another
+A pair is cut only if the inputs of its step explain the difference; a single site with another
 shape is a finding. The side of the padding is read from the captured attention_mask or from equal
-token ids; without either, nothing is cut. `StepBatches` looks up what each step worked on.
+token ids; without either, nothing is cut. `StepBatches` finds the batch of each step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Mask: TypeAlias = "npt.NDArray[np.bool_]"
 MASK_NAME = "attention_mask"
 _MOST_STEPS = 8
 _MOST_ELEMENTS = 1 << 26
-"""Elements of a model's input that are read to see whether its rows are repeated."""
+"""Largest number of elements of a model's input that are read to check for repeated rows."""
 
 
 class Batch(NamedTuple):
-    """What one side worked on in one step.
+    """The batch of one side in one step.
 
     Attributes:
         rows: Number of sequences.
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
 
 class _StepInputs(NamedTuple):
-    """The tensors of one step that show what it worked on.
+    """The tensors of one step that show its batch.
 
     Attributes:
         first: The first input, or an output with a token axis.
@@ -91,7 +91,7 @@ def batch_of(run: Run, records: Iterable[Record]) -> Batch | None:
     rows, tokens = int(shape[0]), int(shape[1])
     cached = mask
     if mask is not None:
-        # In a decode step the mask also covers the tokens in the cache, which come first.
+        # In a decode step, the mask also covers the tokens in the cache, which come first.
         mask = mask[:, -tokens:] if tokens else mask
         mask = mask if mask.shape == (rows, tokens) else None
     return Batch(rows, tokens, flat, ids, mask, cached)
@@ -125,7 +125,7 @@ def read_mask(run: Run, record: Record) -> Mask | None:
     """A captured mask; None if its values were not kept."""
     if record.dtype not in ("int64", "int32", "int8", "uint8", "bool", "float32", "float16"):
         return None
-    # Bounded, because a mask becomes positions in the plan.
+    # Limited, because a mask becomes positions in the plan.
     if record.kept != "full" or run.lost(record) or math.prod(record.shape) > 1 << 22:
         return None
     raw: npt.NDArray[Any] = run.raw(record)
@@ -133,18 +133,19 @@ def read_mask(run: Run, record: Record) -> Mask | None:
 
 
 class Common(NamedTuple):
-    """What two batches share, and how each side is cut to it.
+    """The common part of two batches, and how each side is cut to it.
 
     Attributes:
         rows: Number of sequences that both have, counted from the first.
         reference: First and last-plus-one token of the reference to keep.
         candidate: The same for the candidate.
-        packed: The side that is a plain list of the other's unmasked tokens; empty for none.
-        trouble: Why tokens cannot be compared with each other although they should.
-        note: What is done, in words.
-        left: What of the reference and of the candidate has no partner and is no pad, in words.
-        repeated: The rows of the smaller side, as often as the larger side has them in its own
-            order; empty where rows are cut instead.
+        packed: The side that is a plain list of the other's unmasked tokens; empty if there is
+            none.
+        trouble: Why tokens that should be compared with each other cannot be.
+        note: The cut, in words.
+        left: For the reference and the candidate, what has no partner and is not padding, in words.
+        repeated: The rows of the smaller side, as often as the larger side has them, in its order;
+            empty if rows are cut instead.
     """
 
     rows: int
@@ -157,8 +158,8 @@ class Common(NamedTuple):
     repeated: tuple[int, ...] = ()
 
 
-def _unlisted(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
-    """Both batches; a plain list of all tokens of the other side is that side's rows."""
+def _with_rows_of_other(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
+    """Both batches; a plain list of all tokens of the other side gets that side's rows."""
     if reference.flat == candidate.flat:
         return reference, candidate
     flat, full = (reference, candidate) if reference.flat else (candidate, reference)
@@ -169,8 +170,8 @@ def _unlisted(reference: Batch, candidate: Batch) -> tuple[Batch, Batch]:
 
 
 def common_part(reference: Batch, candidate: Batch) -> Common | None:
-    """How two steps of different size are cut to what both have; None if nothing shows it."""
-    reference, candidate = _unlisted(reference, candidate)
+    """How two steps of different sizes are cut to their common part; None if nothing shows it."""
+    reference, candidate = _with_rows_of_other(reference, candidate)
     rows = min(reference.rows, candidate.rows)
     uncut = Common(rows, (0, reference.tokens), (0, candidate.tokens))
     # One side is a plain list of tokens: all of the other's, or those that its mask keeps.
@@ -185,8 +186,8 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     if reference.tokens == candidate.tokens:
         first = "the first row" if rows == 1 else f"the first {rows} rows"
         note = "" if reference.rows == candidate.rows else f"{first} of the larger batch"
-        return uncut._replace(note=note, left=_rows_left(reference, candidate))
-    # A transposed batch has the same number of tokens, and nothing says so for sure.
+        return uncut._replace(note=note, left=_rows_left_out(reference, candidate))
+    # A transposed batch has the same number of tokens, but that is not certain.
     if (reference.rows, reference.tokens) == (
         candidate.tokens,
         candidate.rows,
@@ -204,7 +205,7 @@ def common_part(reference: Batch, candidate: Batch) -> Common | None:
     cut = (kept, full) if longer is reference else (full, kept)
     side = "reference" if longer is reference else "candidate"
     note = f"tokens {kept[0]}:{kept[1]} of {longer.tokens} in the {side}, {why}"
-    left = _rows_left(reference, candidate)
+    left = _rows_left_out(reference, candidate)
     if not why.startswith(_PADS):
         first, last = (kept[1], longer.tokens) if kept[0] == 0 else (0, kept[0])
         words = f"{_numbered('token', first, last)} of {longer.tokens}"
@@ -217,8 +218,8 @@ def _joined(first: str, second: str) -> str:
     return " and ".join(filter(None, (first, second)))
 
 
-def _rows_left(reference: Batch, candidate: Batch) -> tuple[str, str]:
-    """The rows that only one side has, in words, for either side."""
+def _rows_left_out(reference: Batch, candidate: Batch) -> tuple[str, str]:
+    """The rows that only one side has, in words, for each side."""
     if reference.rows == candidate.rows or reference.flat or candidate.flat:
         return "", ""
     more, fewer = sorted((reference.rows, candidate.rows), reverse=True)
@@ -236,7 +237,7 @@ _PADS = "the rest is pads"
 def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | None, str]:
     surplus = longer.tokens - shorter.tokens
     right, left = (0, shorter.tokens), (surplus, longer.tokens)
-    # The mask is asked before the ids: pads have ids, too.
+    # The mask is used before the ids, because padding has ids, too.
     if longer.mask is not None:
         mask = longer.mask[:rows]
         if not mask[:, shorter.tokens :].any():
@@ -252,13 +253,13 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
             return right, "the token ids agree from the first on"
         if ends and not starts:
             return left, "the token ids agree up to the last"
-        # All ids alike: either end fits, and the first tokens are the usual choice.
+        # If all ids are equal, either end fits; the first tokens are the usual choice.
         if starts and ends:
             return right, "the token ids agree from the first on (and up to the last)"
         return None, "their token ids are not part of each other"
     if not shorter.tokens:
         return None, ""
-    # Without ids or a mask, a list that is several times as long is taken for a larger batch.
+    # Without ids or a mask, a list that is several times as long is treated as a larger batch.
     if longer.flat and shorter.flat and longer.tokens % shorter.tokens == 0:
         times = longer.tokens // shorter.tokens
         return right, f"treated as a batch {times} times as large"
@@ -268,11 +269,11 @@ def _kept(longer: Batch, shorter: Batch, rows: int) -> tuple[tuple[int, int] | N
 
 
 def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair | None:
-    """The pair with both sides cut to what they share; None if the batch is not how they differ."""
+    """The pair with both sides cut to the common part; None if the batch is not how they differ."""
     reference_shape, candidate_shape = shapes_of(pair)
     if common.packed:
         return _unpacked(pair, reference, candidate, common)
-    reference, candidate = _unlisted(reference, candidate)
+    reference, candidate = _with_rows_of_other(reference, candidate)
     # Rows and tokens may be folded into one axis on one side, or on both.
     reference_shape, reference_first = _unfolded(reference_shape, candidate_shape, reference)
     candidate_shape, candidate_first = _unfolded(candidate_shape, reference_shape, candidate)
@@ -297,7 +298,7 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
             (left if a < b else right).append(Step("select", 0, numbers=common.repeated))
             shape[0] = max(a, b)
             continue
-        # Each axis that differs must be one that the batch explains; any other is a finding.
+        # The batch must explain each axis that differs; any other difference is a finding.
         kept = _kept_of_axis(reference, candidate, common, (a, b), is_batch=is_batch)
         if kept is None:
             return None
@@ -315,7 +316,7 @@ def cut(pair: Pair, reference: Batch, candidate: Batch, common: Common) -> Pair 
 def _kept_of_axis(
     reference: Batch, candidate: Batch, common: Common, sizes: tuple[int, int], *, is_batch: bool
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The stretch of either side's axis that is compared; None if the batch does not explain it."""
+    """The compared stretch of each side's axis; None if the batch explains no difference."""
     if is_batch:
         return (0, common.rows), (0, common.rows)
     if sizes == (reference.tokens, candidate.tokens) and not common.trouble:
@@ -326,13 +327,15 @@ def _kept_of_axis(
 def _cache(
     reference: Batch, candidate: Batch, a: int, b: int, rows: int
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Cut of an axis of keys: the stretch that the longer side's mask keeps, if it has the other
-    side's length."""
+    """Cut of an axis of keys: the stretch that the longer side's mask keeps.
+
+    None if it does not have the other side's length.
+    """
     longer, size, other = (reference, a, b) if a > b else (candidate, b, a)
     if longer.cached is None or longer.cached.shape[1] < size:
         return None
     mask = longer.cached[:rows, :size]
-    # The kept keys must be one stretch: a trim cannot leave a hole.
+    # The kept keys must be contiguous, because a trim cannot leave a gap.
     kept = np.flatnonzero(mask.any(axis=0))
     if kept.size != other or not other or int(kept[-1]) - int(kept[0]) + 1 != other:
         return None
@@ -341,7 +344,7 @@ def _cache(
 
 
 def _unfolded(shape: Shape, other: Shape, batch: Batch) -> tuple[Shape, Step | None]:
-    """[rows * tokens, ...] as [rows, tokens, ...], if the other side has two axes."""
+    """Unfold [rows * tokens, ...] to [rows, tokens, ...], if the other side has two axes."""
     if len(shape) + 1 == len(other) and shape and shape[0] == batch.rows * batch.tokens:
         unfolded = (batch.rows, batch.tokens, *shape[1:])
         return unfolded, Step("reshape", numbers=unfolded)
@@ -351,8 +354,10 @@ def _unfolded(shape: Shape, other: Shape, batch: Batch) -> tuple[Shape, Step | N
 def _unfolded_both(
     shape: Shape, other: Shape, batch: Batch, others: Batch | None
 ) -> tuple[Shape, Step | None]:
-    """[rows * tokens, ...] as [rows, tokens, ...], if both sides fold several sequences of
-    different length into one axis."""
+    """Unfold [rows * tokens, ...] to [rows, tokens, ...], if both sides are folded.
+
+    Both sides must fold several sequences of different lengths into one axis.
+    """
     folded = shape and shape[0] == batch.rows * batch.tokens and not batch.flat
     if others is not None:
         folded = folded and other[0] == others.rows * others.tokens and not others.flat
@@ -392,7 +397,7 @@ Place = tuple[int, int, int, str]
 
 
 class StepBatches:
-    """Batches of both runs, looked up once for each step and rank.
+    """Batches of both runs, determined once for each step and rank.
 
     Attributes:
         notes: What was cut or could not be cut, one sentence for each step.
@@ -404,23 +409,23 @@ class StepBatches:
         self._counters: list[dict[str, str]] = [{}, {}]
         self._batches: dict[tuple[int, Place], Batch | None] = {}
         self._common: dict[tuple[Place, Place], Common | None] = {}
-        # Side and words → steps it is true of, and elements of compared tensors.
+        # Side and words → steps to which they apply, and elements of compared tensors.
         self._left: dict[tuple[str, str], tuple[set[int], list[int]]] = {}
         self.notes: list[str] = []
 
     def cut(self, pair: Pair) -> tuple[Pair | None, str]:
-        """The pair cut to the tokens that both sides have; else None, and perhaps a reason."""
+        """The pair cut to the tokens that both sides have; else None, with a reason if known."""
         reference, candidate = self.batches(pair)
         common = self.common(pair)
         if reference is None or candidate is None or common is None:
             return None, ""
         cut_pair = cut(pair, reference, candidate, common)
         if cut_pair is not None and any(common.left):
-            self._count_left(cut_pair, common)
+            self._add_left_out(cut_pair, common)
         return cut_pair, common.trouble
 
-    def _count_left(self, pair: Pair, common: Common) -> None:
-        """Add up what a pair leaves out of either side."""
+    def _add_left_out(self, pair: Pair, common: Common) -> None:
+        """Add up what a pair leaves out on either side."""
         whole = (pair.reference.shape, pair.candidate.shape)
         for side, words, own, compared in zip(
             ("reference", "candidate"), common.left, whole, shapes_of(pair), strict=True
@@ -431,7 +436,7 @@ class StepBatches:
                 elements[0] += max(0, math.prod(own) - math.prod(compared))
 
     def left_out(self) -> Iterator[LeftOut]:
-        """What was cut off although it is no pad, each with the steps it is true of."""
+        """Parts that were cut off although they are not padding, each with its steps."""
         for (side, words), (steps, elements) in self._left.items():
             numbers = sorted(steps)
             shown = ", ".join(map(str, numbers[:_MOST_STEPS]))
@@ -440,12 +445,12 @@ class StepBatches:
             yield LeftOut(side, words + (when if numbers != [0] else ""), elements[0])
 
     def batches(self, pair: Pair) -> tuple[Batch | None, Batch | None]:
-        """The batches of both sides of a pair; None where they are not known."""
+        """The batches of both sides of a pair; None if unknown."""
         reference, candidate = self._places(pair)
         return self._batch(0, reference), self._batch(1, candidate)
 
     def common(self, pair: Pair) -> Common | None:
-        """What both sides of a pair share; None if a batch is not known."""
+        """The common part of both sides of a pair; None if a batch is unknown."""
         reference, candidate = self.batches(pair)
         if reference is None or candidate is None:
             return None
@@ -459,7 +464,7 @@ class StepBatches:
 
     def _place(self, side: int, record: Record) -> Place:
         steps = self._records[side]
-        # Records are sorted by step on first use; most comparisons never need it.
+        # Records are grouped by step on first use; most comparisons never need it.
         if steps is None:
             steps = self._records[side] = {}
             self._counters[side] = counter_groups(self._runs[side])
@@ -487,7 +492,7 @@ class StepBatches:
         if any(common.left) and reference.tokens == candidate.tokens:
             common = self._with_repeats(places, reference, candidate, common)
         step = places[0][0]
-        # Noted once for each step, because the result is cached by the caller.
+        # Noted once for each step, because the caller caches the result.
         sizes = f"{_size(reference)} tokens in the reference, {_size(candidate)} in the candidate"
         if common.trouble:
             self.notes.append(f"step {step}: {sizes}; {common.trouble}")
@@ -513,7 +518,7 @@ class StepBatches:
 def repeated_rows(
     run: Run, records: Iterable[Record], larger: int, smaller: int
 ) -> tuple[int, ...]:
-    """Which of the first rows every row of a step's inputs repeats; empty if one is another.
+    """The first row that every row of a step's inputs repeats; empty if a row repeats none.
 
     Args:
         run: The run that holds the values.
@@ -524,7 +529,7 @@ def repeated_rows(
     if not smaller or larger % smaller:
         return ()
     inputs = [record for record in records if record.key.port == "input"]
-    # The model's own inputs; where it has none, those of what ran first.
+    # The model's own inputs; if it has none, those of the first call.
     own = [record for record in inputs if record.key.site in ROOTS] or inputs[:1]
     batched = [record for record in own if record.shape[:1] == (larger,)]
     orders = [
@@ -535,7 +540,7 @@ def repeated_rows(
         if record.kept != "full" or run.lost(record) or math.prod(record.shape) > _MOST_ELEMENTS:
             return ()
         words = np.ascontiguousarray(run.raw(record)).view(np.uint8).reshape(larger, -1)
-        # Every row against the first row that should be the same.
+        # Every row is compared with the first row that should be equal.
         orders = [
             order
             for order in orders

@@ -1,8 +1,8 @@
-"""Equal names that are accidents, such as the numbers of `nn.Sequential` in two nestings.
+"""Equal names that are accidental, such as the numbers of `nn.Sequential` in two nestings.
 
 `2` may be the second Linear of one model and the third of the other. This rule runs only if names
-left some sites unpaired. It says which pairs are in doubt; structure may find better partners, and
-a pair without a better partner is restored. It reads no tensor.
+left some sites unpaired. It returns the pairs in doubt. Structure may find better partners; a pair
+without a better partner is restored. No tensor is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from driftline.alignment.sites.kinds import is_known, kind_of, same_kind
 from driftline.alignment.sites.site_graph import ROOTS, enclosing, main_tensor
 from driftline.runs.records import Record
 
-# Only pairs that a name made can be accidents: a map was given by the user, a graph has edges.
+# Only pairs by name can be accidental: the user gives maps, and graphs have edges.
 _BY_NAME = ("name", "alias", "normalised")
 
 
@@ -25,9 +25,9 @@ def in_doubt(
 ) -> list[Pair]:
     """Pairs made by name whose two sites do different work.
 
-    A real name is in doubt if both classes are known and differ in kind. A number is in doubt as
-    soon as one of its siblings is a leaf on one side and a container on the other, or does other
-    work, unless both sides have the same sites below the parent.
+    A pair with a real name is in doubt if both classes are known and differ in kind. A pair with a
+    number is in doubt as soon as one of its siblings is a leaf on one side and a container on the
+    other, or does different work, unless both sides have the same sites below the parent.
     """
     named = [pair for pair in pairs if pair.by in _BY_NAME]
     reference_sites = _Side([*(pair.reference for pair in pairs), *missing])
@@ -40,9 +40,8 @@ def in_doubt(
     doubted: set[str] = set()
     numbered: set[str] = set()
     for site, partner in links.items():
-        # A number alone does not prove anything; the other children of the same parent do.
-        # If their names differ too, all numbers of that parent are shifted and none can be
-        # trusted.
+        # A number alone proves nothing; the other children of the same parent do. If their names
+        # differ too, all numbers of that parent are shifted and none can be trusted.
         if _other_work(reference_sites, site, candidate_sites, partner):
             doubted.add(site)
             holder, _, last = site.rpartition(".")
@@ -50,7 +49,7 @@ def in_doubt(
                 partner.rpartition(".")[0]
             ):
                 numbered.add(holder)
-    # One shifted number moves every later one, so all sites below such a parent are in doubt.
+    # A shifted number moves every later one, so all sites below such a parent are in doubt.
     if numbered:
         doubted.update(site for site in links if _counted_by(site, numbered))
     return [pair for pair in named if pair.reference.key.site in doubted]
@@ -71,8 +70,8 @@ def still_alone(doubted: Sequence[Pair], new_pairs: Sequence[Pair]) -> list[Pair
             ("reference", reference, candidate, partner_of),
             ("candidate", candidate, reference, reference_of),
         ):
-            # A leaf that found its partner elsewhere takes the containers around it along: if they
-            # do not hold that partner, their equal names were accidents as well.
+            # If a leaf found its partner elsewhere, the containers around it are affected too: if
+            # they do not hold that partner, their equal names were accidental as well.
             for around in enclosing(site):
                 if around in by_name and not partner.startswith(by_name[around] + "."):
                     moved.add((side, around))
@@ -90,7 +89,7 @@ class _Site(NamedTuple):
 
 
 class _Side:
-    """The sites of one run: their classes, and what each contains."""
+    """The sites of one run: their classes, and the sites inside each."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.sites: dict[str, _Site] = {}
@@ -128,7 +127,7 @@ def _other_work(reference_sites: _Side, site: str, candidate_sites: _Side, partn
     if all(inside):
         return False
     leaf = classes[0] if not inside[0] else classes[1]
-    # A container of one site is a wrapper around it, and its name is no accident.
+    # A container of one site is a wrapper around it, and its name is not accidental.
     return max(inside) > 1 and is_known(kind_of(leaf)) and site.rpartition(".")[2].isdigit()
 
 

@@ -1,10 +1,11 @@
 """Pairs by the names in a compiler's graph: dumps of GE (Ascend's graph engine) and of torch FX.
 
-Two GE dumps: operators of one name are pairs; a fused operator stands for the operators whose names
-are joined in its own. Its inputs are those that no member made, its outputs those that others read.
-GE against FX: outputs are paired by the FX names in the graph, inputs by who produced them.
+Two GE dumps: operators with equal names are pairs; a fused operator stands for the operators whose
+names are joined in its own. Its inputs are those that no member made, its outputs those that others
+read. GE against FX: outputs are paired by the FX names in the graph, inputs by their producers.
 
-The rule knows graphs, names and shapes. It reads bytes only to tell two inputs of one shape apart.
+The rule knows graphs, names and shapes. It reads bytes only to distinguish two inputs of the same
+shape.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run, Storage
 
 WITHOUT_EDGES = 0.7
-"""Confidence where no graph has the edges, and only shape and order are left."""
+"""Confidence if no graph has the edges, so that only shape and order are left."""
 
 
 def match_fused(
     operators: Mapping[str, Operator], others: Mapping[str, Operator], graph: OperatorGraph
 ) -> Matching:
-    """Pair the tensors of two GE dumps, either of which may have operators fused.
+    """Pair the tensors of two GE dumps, either of which may have fused operators.
 
     Args:
         operators: Operators of the reference, by name.
@@ -46,8 +47,8 @@ def match_fused(
             _same_name(operator, twin, matching)
         else:
             _fused(operator, others, graph, matching)
-    # The second pass asks the same from the candidate's side, because either dump may be the
-    # fused one; its matches are flipped back into reference order.
+    # The second pass starts from the candidate's side, because either dump may be the fused one;
+    # its matches are flipped back to reference order.
     for operator in others.values():
         if operator.name not in operators:
             _fused(operator, operators, graph, from_candidate)
@@ -55,7 +56,7 @@ def match_fused(
         match._replace(record=match.partner, partner=match.record)
         for match in from_candidate.matches
     )
-    # "Inside a fused operator" explains more than "no operator of this name", so it wins.
+    # "Inside a fused operator" explains more than "no operator of this name", so it is preferred.
     matching.reasons.update(from_candidate.partner_reasons)
     matching.partner_reasons.update(
         {
@@ -81,13 +82,11 @@ def _fused(
     members = graph.members(operator.name, others)
     dumped = [name for name in members if name in others]
     if not dumped or members == [operator.name]:
-        # A name that cannot be taken apart into operators of the other dump has no fused
-        # meaning.
+        # A name that cannot be split into operators of the other dump has no fused meaning.
         for record in operator.records:
             matching.reasons.setdefault(record.key, "the other dump has no operator of this name")
         return
-    # Edges decide only if every member is in the graph text; half a graph would misplace
-    # inputs.
+    # Edges decide only if every member is in the graph text; half a graph would misplace inputs.
     has_edges = all(name in graph.nodes for name in members)
     shown = len(operator.inputs)
     inputs, outputs = _ends(members, dumped, others, graph if has_edges else None, shown)
@@ -132,14 +131,14 @@ def _ends(
 
 
 def _matched(records: list[Record], partners: list[Record | None], has_edges: bool) -> list[Match]:
-    """In order if both sides have equally many, else the next free tensor of the same shape."""
+    """Match in order if both sides have equally many; otherwise the next free tensor of a shape."""
     if has_edges and len(records) == len(partners):
         return [
             Match(option, other) for option, other in zip(records, partners, strict=True) if other
         ]
     free = [record for record in partners if record is not None]
-    # Without edges, shape is the only evidence left, and the first free tensor of a shape is
-    # the likeliest because both dumps list operands in call order.
+    # Without edges, shape is the only evidence. The first free tensor of a shape is the likeliest,
+    # because both dumps list operands in call order.
     matches: list[Match] = []
     for record in records:
         partner = next((option for option in free if option.shape == record.shape), None)
@@ -153,7 +152,7 @@ def _matched(records: list[Record], partners: list[Record | None], has_edges: bo
 
 
 Same = Callable[[Record, Record], bool]
-"""Whether two tensors of the FX dump hold the same bytes; asked only if shapes are ambiguous."""
+"""Whether two tensors of the FX dump hold the same bytes; used only if shapes are ambiguous."""
 
 CONVERSIONS = ("Cast", "TransData")
 IN_ORDER = 0.9
@@ -219,8 +218,8 @@ def _outputs(
     graph: OperatorGraph,
     matching: Matching,
 ) -> None:
-    # A GE operator stands for the last FX node it replaced, so its outputs are that node's
-    # unless the graph says that others leave the group too.
+    # A GE operator stands for the last FX node that it replaced, so its outputs are that node's,
+    # unless the graph shows that others leave the group too.
     made = [(members[-1], output) for output in range(len(operator.outputs))]
     if len(members) > 1:
         seen = graph.outputs_of(members)
@@ -247,15 +246,15 @@ def _inputs(
     matching: Matching,
 ) -> None:
     read = graph.inputs_of(members, len(operator.inputs))
-    # A dump may leave out operands that the graph lists; positions then mean nothing.
+    # A dump may omit operands that the graph lists; then positions mean nothing.
     has_positions = len(read) == len(operator.inputs)
     places: list[Input | None] = list(read) if has_positions else [None] * len(operator.inputs)
     wanted: dict[str, list[tuple[Record, Input | None]]] = defaultdict(list)
     first = next((owner for name in members if (owner := graph.owner(name))), "")
     for record, place in zip(operator.inputs, places, strict=True):
         owner = graph.owner(place.node) if place is not None else first
-        # GE decomposes one FX node into several steps; tensors between these steps never
-        # existed in FX.
+        # GE decomposes one FX node into several steps; tensors between these steps do not exist in
+        # FX.
         if place is not None and graph.is_inner(place.source, owner):
             why = f"a step on the way to {owner}" if owner else "no FX node reads it"
             _explain(matching, [record], f"{why}; FX has no such tensor")
@@ -284,8 +283,7 @@ def _assign(
         made = _made_by(place, fx, graph)
         if made is None:
             continue
-        # Known producers go first: what they leave over is then often the only one of its
-        # shape.
+        # Known producers come first: what they leave is often the only tensor of its shape.
         alike = [
             option for option in free if (option.shape, option.dtype) == (made.shape, made.dtype)
         ]
@@ -294,16 +292,16 @@ def _assign(
         if alike:
             chosen[index] = Match(record, alike[0])
             free.remove(alike[0])
-    # The second pass must count rivals before it hands them out, or the last one looks
+    # The second pass must count rivals before it assigns any; otherwise the last one looks
     # unambiguous.
     left = list(free)
     for index, (record, _) in enumerate(takers):
         if index not in chosen:
-            partner = next((option for option in free if _alike(option, record)), None)
+            partner = next((option for option in free if _agree(option, record)), None)
             if partner is None:
                 _explain(matching, [record], "no FX input of this shape is left for it")
                 continue
-            others = sum(_alike(option, record) for option in left)
+            others = sum(_agree(option, record) for option in left)
             chosen[index] = Match(record, partner, 1.0 if others == 1 else IN_ORDER)
             free.remove(partner)
     matching.matches.extend(chosen[index] for index in sorted(chosen))
@@ -322,8 +320,8 @@ def _made_by(
     return at_slot(node.outputs, name[1]) if node is not None and name is not None else None
 
 
-def _alike(offered: Record, record: Record) -> bool:
-    """Whether shape and kind of number agree: a weight is never an index."""
+def _agree(offered: Record, record: Record) -> bool:
+    """Whether shape and kind of number agree, because a weight is never an index."""
     # An index may be signed in one dump and unsigned in the other: int and uint count as one kind.
     dtype, offered_dtype = DTYPES.get(record.dtype), DTYPES.get(offered.dtype)
     if dtype is None or offered_dtype is None:
@@ -338,7 +336,7 @@ def _alike(offered: Record, record: Record) -> bool:
 
 
 READ_WHOLE = 1 << 20
-"""Tensors up to this many bytes are read whole to tell two inputs of one shape apart."""
+"""Tensors up to this many bytes are read completely to distinguish two inputs of one shape."""
 
 T = TypeVar("T", int, tuple[int, int])
 
@@ -374,7 +372,7 @@ def align_graphs(
         None if the rule does not apply: a run without a graph, or two FX dumps.
 
     Raises:
-        BadInput: A GE dump and an FX dump without a graph that connects their names.
+        BadInput: A GE dump and an FX dump have no graph that connects their names.
     """
     reference_side, candidate_side = (
         _side(reference, "reference", reference_records),
@@ -393,7 +391,7 @@ def align_graphs(
     for owner, other in ranks:
         if owner != other:
             notes.append(f"rank {owner[0]} of the reference is rank {other[0]} of the candidate")
-        # Graphs are matched before steps: one process may run several graphs in each step.
+        # Graphs are matched before steps, because one process may run several graphs in each step.
         for first, second in _graph_partners(
             reference_side.graphs[owner], candidate_side.graphs[other], notes
         ):
@@ -411,8 +409,8 @@ def align_graphs(
         [owner[0] for owner in reference_side.records],
         [o[0] for o in candidate_side.records],
     )
-    # A fused GE dump still has names; GE against FX has nothing but the graph, so silence is an
-    # error that the user can act on.
+    # Two GE dumps still have names; GE against FX has only the graph, so no pairs at all is an
+    # error that the user can correct.
     if not pairs and reference_side.kind != candidate_side.kind:
         raise _nothing_matched(reference_side if reference_side.kind == "ge" else candidate_side)
     used_reference = {pair.reference.key for pair in pairs}
@@ -432,7 +430,7 @@ def align_graphs(
 
 
 def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
-    """The selected part of a plan; a site may be named as either side calls it.
+    """The selected part of a plan; a site may have either side's name.
 
     Raises:
         BadInput: A glob or a port matches nothing on either side.
@@ -443,8 +441,8 @@ def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
     candidate_records = [*(pair.candidate for pair in plan.pairs), *plan.extra]
     select(
         [*reference_records, *candidate_records], sites, ports
-    )  # says which glob matches nothing
-    # Selection comes last, because a site may be named as either side calls it.
+    )  # raises if a glob matches nothing
+    # Selection comes last, because a site may have either side's name.
     reference_keys = {
         record.key for record in select(reference_records, sites, ports, strict=False)
     }
@@ -465,7 +463,7 @@ def narrowed(plan: Plan, sites: Sequence[str], ports: Sequence[str]) -> Plan:
 def conversions(run: Run) -> list[tuple[Record, Record]]:
     """Input and output of every conversion (Cast, TransData) that is not in the graph text.
 
-    The compiler inserted them. They have no partner in another dump, but each should return its
+    The compiler inserted these. They have no partner in another dump, but each should return its
     input. Conversions of floats to integers or truth values change the value and are left out.
     """
     side = _side(run, "run", run.records)
@@ -475,20 +473,20 @@ def conversions(run: Run) -> list[tuple[Record, Record]]:
     for owner, graphs in side.graphs.items():
         for graph in (graph for graph in graphs if graph.kind == "ge"):
             for records in _by_step(side.records[owner], graph, graphs).values():
-                # A conversion that the graph lists has a partner by name and is
-                # compared there.
+                # A conversion that the graph lists has a partner by name and is compared there.
                 for operator in operators_of(records, graph.prefix).values():
                     lone = is_conversion(operator.class_name) and not graph.members(operator.name)
                     if lone and operator.inputs and operator.outputs:
                         got, gave = operator.inputs[0], operator.outputs[0]
-                        if not _cuts_off(got.dtype, gave.dtype):
+                        if not _loses_values(got.dtype, gave.dtype):
                             conversion_pairs.append((got, gave))
     return sorted(conversion_pairs, key=lambda pair: pair[0].order)
 
 
-def _cuts_off(got: str, gave: str) -> bool:
+def _loses_values(got: str, gave: str) -> bool:
     """Whether a conversion between two types loses more than precision."""
-    # Casting floats to integers or truth values is meant to change them: no equality is owed.
+    # Casting floats to integers or truth values is meant to change them, so equality is not
+    # expected.
     return gave != got and (gave == "bool" or ("float" in got and "float" not in gave))
 
 
@@ -528,14 +526,14 @@ def _side(run: Run, name: str, records: Sequence[Record]) -> _Side | None:
 
 
 def _partners(numbers: list[T], others: list[T]) -> list[tuple[T, T]]:
-    """Pairs of equal numbers; a single one on each side is a pair whatever the numbers are."""
+    """Pairs of equal numbers; a single number on each side is a pair even if they differ."""
     if len(numbers) == len(others) == 1:
         return [(numbers[0], others[0])]
     return [(number, number) for number in numbers if number in others]
 
 
 def _unpaired(what: str, reference: list[int], candidate: list[int]) -> list[str]:
-    """Notes on numbers that only one side has; none if each side has a single one."""
+    """Notes on numbers that only one side has; none if each side has a single number."""
     if len(reference) == len(candidate) == 1:
         return []
     sides = (
@@ -552,7 +550,7 @@ def _unpaired(what: str, reference: list[int], candidate: list[int]) -> list[str
 def _graph_partners(
     graphs: list[OperatorGraph], others: list[OperatorGraph], notes: list[str]
 ) -> list[tuple[OperatorGraph, OperatorGraph]]:
-    """Graphs paired by name, else in the order of their numbers."""
+    """Graphs paired by name, otherwise in the order of their numbers."""
     names = {graph.name: graph for graph in others}
     if all(graph.name in names for graph in graphs):
         return [(graph, names[graph.name]) for graph in graphs]
@@ -569,10 +567,10 @@ def _graph_partners(
 def _by_step(
     records: Sequence[Record], graph: OperatorGraph, graphs: Sequence[OperatorGraph]
 ) -> dict[int, list[Record]]:
-    """The records of one of a run's graphs; the longest prefix that fits is the graph's own."""
+    """The records of one of a run's graphs, by step; the longest matching prefix is the graph's."""
     by_step: dict[int, list[Record]] = defaultdict(list)
     prefixes = sorted((option.prefix for option in graphs), key=len, reverse=True)
-    # Prefixes may contain each other (`graph1_` and `graph1_2_`), so the longest one wins.
+    # Prefixes may contain each other (`graph1_` and `graph1_2_`), so the longest one is used.
     for record in records:
         fitting = next((p for p in prefixes if record.key.site.startswith(p)), None)
         if fitting == graph.prefix and record.key.visit == 0:
@@ -628,7 +626,7 @@ def _match_step(
         return match_fused(operators, other, first if first.nodes else second)
     if first.kind == "ge":
         return match_fx(operators, other, first, _SameBytes(candidate.run))
-    # FX to GE is solved as GE to FX and flipped: the matcher always starts from GE operators.
+    # FX to GE is solved as GE to FX and flipped, because the matcher starts from GE operators.
     flipped = match_fx(other, operators, second, _SameBytes(reference.run))
     return Matching(
         [match.flipped for match in flipped.matches], flipped.partner_reasons, flipped.reasons
@@ -652,8 +650,8 @@ class _SameBytes:
 
 
 def _sample(values: Storage) -> bytes:
-    # A large tensor is sampled at 16 places: enough to distinguish two inputs of one operator, and
-    # less than a megabyte is read.
+    # A large tensor is sampled at 16 places: enough to distinguish two inputs of one operator, with
+    # less than a megabyte read.
     if values.nbytes <= READ_WHOLE:
         return values.tobytes()
     starts = range(0, values.size, -(-values.size // 16))

@@ -1,14 +1,14 @@
 """Pairs between a model and an exported graph, or between two exported graphs.
 
-Three cases, in the order of this file:
+There are three cases, in the order of this file:
 - The graph does not name the model's modules: its nodes with weights (products, convolutions,
   norms, look-ups) are aligned in order with the model's layers of the same kinds. A batch norm that
   the exporter folded into its convolution is recognised by its absence.
-- Names agree: what names left unpaired is paired by value names, bytes and signatures.
+- Names agree: tensors that names left unpaired are paired by value names, bytes and signatures.
 - `align_exported` chooses between the two and returns a plan; `with_calls` pairs an exported graph
   with a compiled one.
 
-The rule knows graphs and digests; it opens no tensor.
+The rule knows graphs and digests; it reads no tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
     MADE,
     SIGNATURE,
+    CallKey,
     Draft,
+    call_key,
     digests_of_pairs,
     is_square,
     pair_by_bytes,
@@ -54,7 +56,7 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from driftline.alignment.align import Context
 
-# Only these kinds carry weights in every exported file; anything else may be folded or fused away.
+# Only these kinds have weights in every exported file; others may be folded or fused away.
 _KINDS = ("linear", "conv", "embedding", "norm", "norm.layer", "norm.rms", "norm.batch")
 _NORM = "norm.batch"
 
@@ -63,11 +65,11 @@ class WeightedNode(NamedTuple):
     """A node of an exported graph that has weights.
 
     Attributes:
-        kind: The kind of layer it is.
+        kind: Kind of layer.
         input_value: The value that it reads.
         output_site: The site of its output.
-        shape: Shape of its output; None where it is not known.
-        norm_after: A batch norm of its own reads the output.
+        shape: Shape of its output; None if unknown.
+        norm_after: Whether a separate batch norm reads the output.
     """
 
     kind: str
@@ -78,7 +80,7 @@ class WeightedNode(NamedTuple):
 
 
 def weighted_node(about: Mapping[str, Any]) -> WeightedNode:
-    """A weighted node from its entry in a topology."""
+    """Read a weighted node from its entry in a topology."""
     shape = about.get("shape")
     sizes = cast("list[int]", shape) if isinstance(shape, list) else None
     extents = tuple(int(size) for size in sizes) if sizes is not None else None
@@ -95,7 +97,7 @@ class LinkedTensors(NamedTuple):
     """Paired tensors, and parts of the model that are computed inside fused nodes of the graph.
 
     Attributes:
-        pairs: A tensor of the model and one of the graph.
+        pairs: Pairs of a tensor of the model and one of the graph.
         fusions: Nodes of the graph, with the parts of the model that they contain.
     """
 
@@ -132,7 +134,7 @@ class _GraphTensors(NamedTuple):
 def _graph_tensors(records: Sequence[Record]) -> _GraphTensors:
     made = {r.key.site: r for r in records if r.key.port == "output" and not r.alias}
     read: dict[str, Record] = {}
-    # Several nodes may read one value; the first reader stands for all of them.
+    # Several nodes may read one value; the first reader represents all of them.
     for record in records:
         if record.key.port == "input":
             read.setdefault(record.key.slot, record)
@@ -148,14 +150,14 @@ def _in_frame(
     tensors = _graph_tensors(graph)
     leaves = [c for c in calls_of(model) if c.leaf and c.called and c.kind in _KINDS]
     norms: dict[str, Call] = {}
-    # An export without a single batch norm has folded them all into the convolutions before them.
+    # If an export has no batch norm, it has folded all of them into the convolutions before them.
     if not any(node.kind == _NORM for node in nodes):
         norms = {c.input_value: c for c in leaves if c.kind == _NORM and c.input_value}
         leaves = [call for call in leaves if call.kind != _NORM]
     linked = LinkedTensors([], [])
     for call, node in _matched(leaves, nodes, tensors.made):
-        # A folded convolution computes what the model's batch norm gives, so that is its partner,
-        # unless the graph still has a norm of its own after it.
+        # A folded convolution computes the output of the model's batch norm, so that is its
+        # partner, unless the graph still has a separate norm after it.
         norm = norms.get(call.output_value) if call.output_value and not node.norm_after else None
         source = main_tensor(call.records, "input")
         output = main_tensor((norm or call).records, "output")
@@ -197,17 +199,17 @@ def _fusion(
 def _matched(
     leaves: Sequence[Call], nodes: Sequence[WeightedNode], made: Mapping[str, Record]
 ) -> list[tuple[Call, WeightedNode]]:
-    """Layers and nodes in order; only what has a single best partner."""
+    """Layers and nodes in order; only those that have a single best partner."""
     shapes = [made[n.output_site].shape if n.output_site in made else n.shape for n in nodes]
     scores = np.zeros((len(leaves), len(nodes)), np.int32)
     for row, call in enumerate(leaves):
         for column, (node, shape) in enumerate(zip(nodes, shapes, strict=True)):
             fits = shape is None or shape == call.out
-            # Only the same kind of layer may pair: a guess between two classes is left to other
+            # Only layers of the same kind may pair: a guess between two classes is left to other
             # rules.
             if fits and same_kind(call.kind, node.kind) == 2:
                 scores[row, column] = 2 if shape is not None else 1
-    # Equal counts with fitting shapes throughout need no alignment, and it is the usual case.
+    # Equal counts with fitting shapes throughout need no alignment, and are the usual case.
     if len(leaves) == len(nodes) and all(scores[index, index] for index in range(len(nodes))):
         return list(zip(leaves, nodes, strict=True))
     if not leaves or not nodes:
@@ -219,14 +221,12 @@ def _matched(
     return [(leaves[i], nodes[j]) for i, j in matched.pairs]
 
 
-# --- what names left unpaired
+# --- tensors that names left unpaired
 
 
 SAME_BYTES, IN_ORDER = 0.9, 0.7
 """Confidence of tensors with the same bytes, and of layers that are paired in order."""
 
-_Call = tuple[int, int, int, str, int]
-"""Rank, process, step, site and visit."""
 _Bytes = tuple[int, int, int, str, tuple[int, ...]]
 """Rank, process, step, digest and shape."""
 
@@ -234,16 +234,16 @@ _Bytes = tuple[int, int, int, str, tuple[int, ...]]
 def pair_exported(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
 ) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs for what names left unpaired, and reasons for the rest.
+    """Pairs for tensors that names left unpaired, and reasons for the others.
 
     Args:
-        plan: What names have paired.
-        reference: The reference's graph; None if the reference is a model, not a graph.
+        plan: The pairs made by names.
+        reference: The reference's graph; None if the reference is a model rather than a graph.
         candidate: The candidate's graph, likewise.
     """
     draft = Draft(plan)
-    # Two graphs name their values; a model and a graph share only modules. The order inside
-    # each branch goes from what names say to what bytes say.
+    # Two graphs have names for their values; a model and a graph share only modules. In each
+    # branch, names come before bytes.
     if reference is not None and candidate is not None:
         _by_value(draft, reference, candidate)
         for graph, turned in ((reference, False), (candidate, True)):
@@ -251,8 +251,8 @@ def pair_exported(
         _same_bytes(draft, exported_first=False, only_modules=reference)
     else:
         _repeated_modules(draft, exported_first=reference is not None)
-        # Outputs by value first, then inputs, then outputs by signature: each step leaves
-        # fewer rivals for the next, weaker one.
+        # Outputs by value first, then inputs, then outputs by signature: each step leaves fewer
+        # rivals for the next, weaker one.
         pair_outputs(draft, by_signature=False)
         _inputs(draft, (reference or candidate or ExportedGraph({}, {})).rectified)
         pair_outputs(draft, by_signature=True)
@@ -288,16 +288,11 @@ def pair_unnamed(
         ordered = (value, own) if graph_first else (own, value)
         if id(ordered[0]) in draft.missing and id(ordered[1]) in draft.extra:
             draft.pair(*ordered, IN_ORDER, "structure")
-    # Without a single layer in order there is no evidence that the two are the same model.
+    # Without a single layer in order, there is no evidence that the two are the same model.
     if not draft.new_pairs:
         return [], {}, []
     _same_bytes(draft, exported_first=graph_first)
     return draft.new_pairs, _reasons(draft, reference, candidate), linked.fusions
-
-
-def _call(record: Record) -> _Call:
-    key = record.key
-    return (key.rank, key.process, key.step, key.site, key.visit)
 
 
 def without_uncertain_pairs(
@@ -305,8 +300,8 @@ def without_uncertain_pairs(
 ) -> Plan:
     """The plan without pairs whose equal names are accidental.
 
-    Between two graphs: values that only one of them rounds. Between a model and a graph: outputs
-    that only a position in a tuple has paired.
+    Between two graphs, these are values that only one of them rounds. Between a model and a graph,
+    these are outputs that were paired only by a position in a tuple.
     """
     if reference is None or candidate is None:
         graph = reference if reference is not None else candidate
@@ -332,7 +327,7 @@ def without_uncertain_pairs(
 def _agree(
     pair: Pair, partners: Mapping[str, str], made: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
-    """Whether two tensors of nodes that are called alike are the same value by their readers."""
+    """Whether two tensors of nodes with the same name are the same value, by their readers."""
     if pair.reference.key.port == "input":
         value, other = pair.reference.key.slot, pair.candidate.key.slot
     else:
@@ -344,9 +339,9 @@ def _agree(
 
 
 def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) -> None:
-    """Pair the outputs and inputs of nodes by the values of the two files that they are."""
+    """Pair the outputs and inputs of nodes by their values in the two files."""
     own_sites, other_sites = reference.values(), candidate.values()
-    # What is paired elsewhere holds the value as well, where nothing else does.
+    # Tensors that are already paired hold the value as well, if no other tensor does.
     candidates = [*draft.extra.values(), *(pair.candidate for pair in draft.pairs)]
     own_outputs, others = _outputs(draft.missing.values()), _outputs(candidates)
     own_inputs = _inputs_by_value(draft.missing.values())
@@ -363,7 +358,7 @@ def _by_value(draft: Draft, reference: ExportedGraph, candidate: ExportedGraph) 
 
 
 def _pair_first(draft: Draft, record: Record, others: Sequence[Record]) -> None:
-    """Pair a tensor with the first of some that hold one value; a free one, if there is any."""
+    """Pair a tensor with the first tensor that holds the same value; a free one if there is any."""
     alike = [
         other
         for other in others
@@ -375,7 +370,7 @@ def _pair_first(draft: Draft, record: Record, others: Sequence[Record]) -> None:
 
 
 def _inputs_by_value(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Inputs of nodes and modules by value name."""
+    """Inputs of nodes and modules, by value name."""
     by_value: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input":
@@ -397,14 +392,14 @@ def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
     reads: dict[tuple[int, int, int, str, str], list[Record]] = defaultdict(list)
     for record in plain.values():
         if record.key.port == "input":
-            rank, process, step, site, _ = _call(record)
+            rank, process, step, site, _ = call_key(record)
             reads[rank, process, step, site, record.key.slot].append(record)
     for record in list(fused.values()):
         # A fused node may read what several of its members read, so partners are used up one by
         # one.
         if record.key.port != "input":
             continue
-        rank, process, step, site, _ = _call(record)
+        rank, process, step, site, _ = call_key(record)
         for other in graph.replaced_by(site):
             readers = reads.get((rank, process, step, other, record.key.slot))
             if readers:
@@ -416,9 +411,9 @@ def _fused(graph: ExportedGraph, draft: Draft, turned: bool) -> None:
 def _repeated_modules(draft: Draft, *, exported_first: bool) -> None:
     """Pair repeated calls: torch's older exporter names the second call of `relu` `relu_1`."""
     graph, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
-    by_call: dict[_Call, list[Record]] = defaultdict(list)
+    by_call: dict[CallKey, list[Record]] = defaultdict(list)
     for record in model.values():
-        by_call[_call(record)].append(record)
+        by_call[call_key(record)].append(record)
     # Older exporters number repeated calls of one module instead of naming the call.
     for record in list(graph.values()):
         for site, number in without_number(record.key.site):
@@ -435,7 +430,7 @@ def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: 
     values, model = (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
     made = _outputs(values.values())
     module_outputs = _outputs(model.values())
-    # Within the model, equal bytes show which norm reads a convolution; the graph no longer says.
+    # Within the model, equal bytes show which norm reads a convolution; the graph no longer does.
     takers = {
         (record.key.step, record.digest): record
         for record in model.values()
@@ -452,24 +447,24 @@ def _folded_norms(draft: Draft, graph: ExportedGraph | None, *, exported_first: 
 
 
 def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
-    """Pair inputs of paired calls by their makers, else by signature.
+    """Pair inputs of paired calls by their makers, otherwise by signature.
 
     If two modules compute the same value, an exporter may keep either of them. So an input with a
-    known maker is never paired with an input of another maker. What is stored without what is below
-    zero may have been made by a rectifier as well.
+    known maker is never paired with an input of another maker. A tensor that is stored without its
+    negative values may have been made by a rectifier as well.
     """
-    partner: dict[_Call, _Call] = {}
+    partner: dict[CallKey, CallKey] = {}
     twins = digests_of_pairs(draft)
     for pair in draft.pairs:
-        partner.setdefault(_call(pair.reference), _call(pair.candidate))
+        partner.setdefault(call_key(pair.reference), call_key(pair.candidate))
     for call in _calls(draft.missing.values(), draft.extra.values()):
-        # A module whose output is computed nowhere in the graph still has inputs to compare.
+        # A module whose output is not computed in the graph still has inputs to compare.
         partner.setdefault(call, call)
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _inputs_by_call(draft.missing.values()),
+        _inputs_by_call(draft.extra.values()),
     )
-    # A value that some pair has claimed may not be paired again by its signature.
+    # A value that is already in a pair may not be paired again by its signature.
     made = {
         pair.candidate.digest
         for pair in draft.pairs
@@ -479,8 +474,8 @@ def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
         others = list(candidate_calls.get(partner.get(call, call), ()))
         pair_by_bytes(draft, own, others, twins)
         for record in own:
-            # Signature pairs are guesses, so each side must have exactly one tensor of
-            # that signature.
+            # Pairs by signature are guesses, so each side must have exactly one tensor with that
+            # signature.
             rivals = [option for option in own if signature(option) == signature(record)]
             alike = [option for option in others if signature(option) == signature(record)]
             unknown = (record.key.step, record.digest) not in twins
@@ -489,15 +484,15 @@ def _inputs(draft: Draft, rectified: frozenset[Tensor]) -> None:
                 draft.pair(record, alike[0], SIGNATURE)
 
 
-def _calls(reference: Iterable[Record], candidate: Iterable[Record]) -> set[_Call]:
-    return {_call(record) for record in reference} & {_call(record) for record in candidate}
+def _calls(reference: Iterable[Record], candidate: Iterable[Record]) -> set[CallKey]:
+    return {call_key(record) for record in reference} & {call_key(record) for record in candidate}
 
 
-def _by_call(records: Iterable[Record]) -> dict[_Call, list[Record]]:
-    inputs: dict[_Call, list[Record]] = defaultdict(list)
+def _inputs_by_call(records: Iterable[Record]) -> dict[CallKey, list[Record]]:
+    inputs: dict[CallKey, list[Record]] = defaultdict(list)
     for record in records:
         if record.key.port == "input" and record.key.phase == "forward":
-            inputs[_call(record)].append(record)
+            inputs[call_key(record)].append(record)
     return inputs
 
 
@@ -506,15 +501,16 @@ def _same_bytes(
 ) -> None:
     """Pair every tensor of the model that holds the same bytes as a paired one.
 
-    Modules repeat values: a wrapper returns what its last child made. One comparison in the graph
-    then serves all of them.
+    Modules repeat values: a wrapper returns the output of its last child. One comparison in the
+    graph then serves all of them.
     """
     pair_of_bytes = _pairs_by_bytes(draft.pairs, exported_first=exported_first)
     model_side = draft.extra if exported_first else draft.missing
     for record in list(model_side.values()):
         if record.key.port not in ("input", "output") or record.key.phase != "forward":
             continue
-        # Between two graphs only modules are looked at: nodes are paired by value already.
+        # Between two graphs, only modules are considered, because nodes are paired by value
+        # already.
         if only_modules and (record.key.site in only_modules.nodes or record.key.port == "input"):
             continue
         has_bytes = record.digest and record.kept == "full"
@@ -531,7 +527,7 @@ def _same_bytes(
 def _pairs_by_bytes(pairs: Sequence[Pair], *, exported_first: bool) -> dict[_Bytes, Pair]:
     """Pairs by the bytes of the model's tensor; a tensor with a recipe holds other bytes."""
     by_bytes: dict[_Bytes, Pair] = {}
-    # Outputs first: the maker of a value identifies it better than a reader.
+    # Outputs first, because the maker of a value identifies it better than a reader.
     for is_output in (True, False):
         for pair in pairs:
             model = pair.candidate if exported_first else pair.reference
@@ -557,8 +553,7 @@ def _reasons(
     twins: dict[str, dict[_Bytes, Record]] = {}
     for side in ("reference", "candidate"):
         paired: list[Record] = [getattr(pair, side) for pair in draft.pairs]
-        # Outputs sort last, so that they overwrite inputs below: the maker of a value says
-        # more.
+        # Outputs sort last, so that they overwrite inputs below: the maker of a value says more.
         paired.sort(key=lambda record: (record.key.port == "output", -record.order))
         twins[side] = {_bytes(record): record for record in paired if record.digest}
     for side, records, own, other in sides:
@@ -576,8 +571,7 @@ def _reasons(
 
 def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model: bool) -> str:
     key = record.key
-    # The other run has no nodes at all, so a node can only be explained by where else it is
-    # compared.
+    # The other run has no nodes, so a node can only be explained by where else it is compared.
     if key.site in own.nodes and model:
         if twin is not None:
             return f"{SAME_VALUE}'{twin.key.site}' {twin.key.port}"
@@ -599,9 +593,9 @@ def _of_a_node(record: Record, own: ExportedGraph, twin: Record | None, *, model
 def align_exported(
     plan: Plan, reference: Run, candidate: Run, *, structural: bool = False
 ) -> Plan | None:
-    """The plan of two runs of which at least one is an exported graph; None for other runs.
+    """The plan of two runs, at least one of which is an exported graph; None for other runs.
 
-    Without `structural` the names of the two sides must agree; with it, layers with weights are
+    Without `structural`, the names of the two sides must agree; with it, layers with weights are
     paired in order.
     """
     graphs = exported_graph(reference), exported_graph(candidate)
@@ -633,8 +627,8 @@ def _names_fit(
 ) -> bool:
     """Whether the two sides use the same names.
 
-    They do if half of the modules that the graph names are sites of the other side; for two graphs,
-    half of the sites of the smaller one.
+    They do if half of the modules that the graph names are sites of the other side. For two graphs,
+    half of the sites of the smaller one must be common.
     """
     sites = [
         {*(record.key.site for record in paired), *(record.key.site for record in left)}
@@ -643,7 +637,7 @@ def _names_fit(
             ([pair.candidate for pair in plan.pairs], plan.extra),
         )
     ]
-    # Sites are compared as the reference names them, so that earlier pairs count as agreement.
+    # Sites are compared by the reference's names, so that earlier pairs count as agreement.
     linked = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
     named = [{linked.get(site, site) for site in sites[1]}, sites[0]]
     shared = (named[0] & named[1]) - {ROOT}
@@ -666,7 +660,7 @@ def _names_fit(
         for site in modules
         if site in others or any(base in others for base, _ in without_number(site))
     }
-    # Half of the modules: an exporter renames or wraps some of them.
+    # Half of the modules, because an exporter renames or wraps some of them.
     return bool(recognised) and 2 * len(recognised) >= len(modules)
 
 

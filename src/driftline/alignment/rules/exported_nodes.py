@@ -1,10 +1,10 @@
-"""Nodes of an exported graph against nodes of a compiled graph, operator call by operator call.
+"""Pair nodes of an exported graph with nodes of a compiled graph, operator call by operator call.
 
-The exporter records which call of torch's graph each node was made for; a compiled graph records
-which call of the program each node comes from: module, operator, and the index of the call in that
+The exporter records for which call of torch's graph each node was made; a compiled graph records
+from which call of the program each node comes: module, operator, and the index of the call in that
 module. If these and the shapes agree, the two nodes are a pair. A kernel that fused several calls
 holds the result of the last one. Operators that the exporter keeps whole and torch decomposes are
-found by the operator that gives their result, or by their source line if it gives one value only.
+found by the operator that makes their result, or by their source line if it makes only one value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from driftline.runs.run import Run
 
 CALL, LINE = 0.95, 0.9
 """Confidence of a pair by call, and of a pair by source line."""
-# Which attention kernel torch picks depends on the machine; all of them give the same result.
+# Which attention kernel torch chooses depends on the machine; all of them give the same result.
 _ATTENTION = tuple(
     f"aten._scaled_dot_product_{how}"
     for how in (
@@ -40,7 +40,7 @@ _RESULT_OF = {
     **{f"aten.max_pool{n}d": (f"aten.max_pool{n}d_with_indices",) for n in (2, 3)},
     "aten.scaled_dot_product_attention": _ATTENTION,
 }
-"""Operators that the exporter keeps whole → operators that give their first result in torch."""
+"""Operators that the exporter keeps whole → operators that make their first result in torch."""
 _Call = tuple[int, str, str, int, str]
 """Step, module, operator, index of the call in the module, and slot of the result."""
 _Line = tuple[str, str]
@@ -53,7 +53,7 @@ def pair_calls(
     """Pairs of exported and compiled nodes, and reasons for unpaired nodes.
 
     Args:
-        plan: What is paired already.
+        plan: The plan so far.
         compiled: The run with compiled graphs.
         graph: The exported graph of the other run.
         exported_first: Whether that other run is the reference.
@@ -64,7 +64,7 @@ def pair_calls(
     pairs: list[Pair] = []
     paired: set[int] = set()
     nodes.wholes = _wholes(graph)
-    # Calls first, then source lines, then modules: a call is counted, a line may give several
+    # Calls first, then source lines, then modules: calls are counted, but a line may make several
     # values.
     for find, confidence in ((nodes.by_call, CALL), (nodes.by_line, LINE), (nodes.by_module, CALL)):
         for value in values:
@@ -79,7 +79,7 @@ def pair_calls(
 
 
 class _Value(NamedTuple):
-    """The output of an exported node, and the call that it is the result of."""
+    """The output of an exported node, and the call of which it is the result."""
 
     record: Record
     module: str
@@ -99,7 +99,8 @@ class _Value(NamedTuple):
         if record.key.port != "output":
             return None
         call = graph.call(record.key.site)
-        # Without all four counts a call cannot be numbered, and so not be found on the other side.
+        # Without all four counts a call cannot be numbered, and thus not be found on the other
+        # side.
         counts = [call.get(name) for name in ("nth", "total", "on_line", "in_line")]
         numbers = [count for count in counts if isinstance(count, int)]
         if len(numbers) < len(counts):
@@ -117,9 +118,9 @@ class _Value(NamedTuple):
 
 
 def _wholes(graph: ExportedGraph) -> Mapping[tuple[str, str], int]:
-    """Module and inner operator → number of whole operators whose result it gives."""
-    # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it
-    # only if no other whole operator of the module ends in the same one.
+    """Module and inner operator → number of whole operators whose result it makes."""
+    # An exporter keeps `softmax` whole where torch traces `_softmax`. The result belongs to it only
+    # if no other whole operator of the module ends in the same inner operator.
     operators_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for site, node in graph.nodes.items():
         operator = str(node.get("target", "")).rpartition(".")[0]
@@ -152,8 +153,8 @@ class _Nodes:
                 continue
             self.nodes[record.key] = node
             for origin in node.origins:
-                # Only the first visit of a step: calls of an exported graph are counted within one
-                # execution.
+                # Only the first visit of a step, because calls of an exported graph are counted
+                # within one execution.
                 if origin.nth >= 0 and record.key.visit == 0:
                     place = (record.key.step, node.module, origin.name, origin.nth, origin.slot)
                     # A place that two values claim identifies neither of them.
@@ -169,8 +170,7 @@ class _Nodes:
             for origin in node.origins:
                 if origin.nth >= 0:
                     self._on_line[place][origin.name].add(origin.nth)
-            # A value that only its own line reads is an intermediate, not what the line
-            # gives.
+            # A value that only its own line reads is an intermediate, not a result of the line.
             others = (
                 reader
                 for reader in uses[node.name]
@@ -180,7 +180,7 @@ class _Nodes:
                 self._ends[place].append((graphs, graph, node))
 
     def learn_modules(self, pairs: Iterable[Pair], *, exported_first: bool) -> None:
-        """Remember which nodes the outputs of the exported graph's modules are paired with."""
+        """Store with which nodes the outputs of the exported graph's modules are paired."""
         for pair in pairs:
             records = pair.reference, pair.candidate
             module, node = records if exported_first else records[::-1]
@@ -198,7 +198,7 @@ class _Nodes:
     def by_call(self, value: _Value) -> Record | None:
         """The value of the same call.
 
-        An exporter leaves calls out. An uncertain call counts only if both sides have equally many,
+        An exporter omits calls. An uncertain call counts only if both sides have equally many calls
         in the module or on the source line.
         """
         for operator in (value.operator, *_RESULT_OF.get(value.operator, ())):
@@ -206,8 +206,7 @@ class _Nodes:
             if is_part and self.wholes.get((value.module, operator)) != 1:
                 continue
             on_line = sorted(self._calls_on(value).get(operator, ()))
-            # Equal totals mean that the exporter left no call out, so the running
-            # number can be trusted.
+            # Equal totals mean that the exporter omitted no call, so the call's number is reliable.
             if self._totals.get((value.module, operator)) == {value.total}:
                 nth = value.nth
             elif value.line and value.on_line < len(on_line) == value.in_line:
@@ -227,16 +226,17 @@ class _Nodes:
         return self._on_line.get((value.module, value.line), {})
 
     def by_line(self, value: _Value) -> Record | None:
-        """The only value of the same shape that the same source line gives.
+        """The only value of the same shape that the same source line makes.
 
-        None if the line makes the same call as the exported node: then `by_call` has decided.
+        None if the line makes the same call as the exported node, because `by_call` has then
+        decided.
         """
         called = {value.operator, *_RESULT_OF.get(value.operator, ())}
         if not value.ends or called & self._calls_on(value).keys():
             return None
         ends = self._ends.get((value.module, value.line), ())
         fitting = [end for end in ends if end[2].shape == value.record.shape]
-        # Two values of one shape on a line cannot be told apart.
+        # Two values of one shape on a line cannot be distinguished.
         if len(fitting) != 1:
             return None
         graphs, graph, node = fitting[0]
@@ -263,8 +263,8 @@ def _reasons(
     exported, others = plan.missing, plan.extra
     if not exported_first:
         exported, others = others, exported
-    # A lone node may hold bytes that are compared elsewhere; then nothing is lost, and the
-    # reason names the place.
+    # The bytes of an unpaired node may be compared elsewhere; then nothing is lost, and the reason
+    # names the place.
     twins: dict[tuple[int, str, tuple[int, ...]], Record] = {}
     for pair in plan.pairs:
         record = pair.reference if exported_first else pair.candidate
@@ -317,16 +317,16 @@ def _of_compiled(records: Sequence[Record], nodes: _Nodes) -> Iterator[tuple[Ten
             )
 
 
-# Two exported files: which value of the one is which of the other, by the nodes that both have.
+# Two exported files: which values correspond to each other, by the nodes that both files have.
 
 
 def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[str, str]:
-    """Value of the candidate's file → the value of the reference's file that it stands for.
+    """Value of the candidate's file → the corresponding value of the reference's file.
 
     A value is identified by its readers: a node of the same name reads the same value in both
-    files. A quantiser drops a ReLU after a convolution, because unsigned integers clip as it does;
-    the convolution's output keeps its name but is then the ReLU's. A value that no node of a common
-    name reads is identified by its own name.
+    files. A quantiser drops a ReLU after a convolution, because unsigned integers clip in the same
+    way; the convolution's output keeps its name, but then is the ReLU's output. A value that no
+    node of a common name reads is identified by its own name.
     """
     taken: dict[str, set[str]] = defaultdict(set)
     for name, (inputs, _) in candidate.reads.items():
@@ -340,7 +340,7 @@ def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[s
         for value in (*inputs, *outputs):
             if value not in partners and value in made:
                 partners[value] = value
-        # No node with a name that both files have reads it: its producer identifies it.
+        # No node with a common name reads the value, so its producer identifies it.
         others = reference.reads.get(name, ((), ()))[1]
         for value, other in zip(outputs, others, strict=False):
             partners.setdefault(value, other)
@@ -350,8 +350,8 @@ def partner_values(reference: ExportedGraph, candidate: ExportedGraph) -> dict[s
 def with_absorbed(graph: ExportedGraph, other: ExportedGraph) -> ExportedGraph:
     """A graph whose nodes also list the nodes of the other graph that they contain.
 
-    By its readers, a node of both files has another output in this one if the next node was fused
-    into it; the nodes that the other file has between the two are then inside it.
+    If the next node was fused into a node of both files, that node's output has other readers in
+    this file. The nodes between the two in the other file are then inside it.
     """
     partners = partner_values(other, graph)
     own_sites, other_sites = graph.values(), other.values()

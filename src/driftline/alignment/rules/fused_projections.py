@@ -2,10 +2,10 @@
 
 In the order of this file:
 - `Interleaving` finds how the q, k and v of a fused projection are laid out: one after the other,
-  or head by head. Known classes say it. For others, values decide, but only if one layout agrees
-  with all three parts and the other with none: a faulty tensor must not change the layout.
+  or head by head. Known classes determine it. For others, values decide, but only if one layout
+  agrees with all three parts and the other with none: a faulty tensor must not change the layout.
 - `in_family_order` and `fuse_alike` prepare two sequences of leaves for alignment: families of
-  projections are brought into one order and fused if the other side has them fused.
+  projections are brought into one order, and fused if the other side has them fused.
 - `parts_of`, `pair_parts` and `pair_reordered` cut the tensors of fused sites into parts and pair
   them.
 
@@ -34,8 +34,8 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 # Relative distances: below 0.05 counts as agreement, well above the rounding of half precision;
-# above 0.5 the data are unrelated. What is between is a faulty tensor, and no reason to choose
-# another layout.
+# above 0.5 the data are unrelated. A value in between means a faulty tensor, which is no reason to
+# choose another layout.
 _AGREE, _APART = 0.05, 0.5
 _LARGEST = 1 << 22
 """At most this many elements of one tensor are read: complete rows from its beginning."""
@@ -59,21 +59,22 @@ class Interleaving:
     def heads(
         self, fused: Call, members: Sequence[Call], members_in_reference: bool, holder: str
     ) -> int | None:
-        """The number of heads if the parts are stored head by head; None otherwise, or if unknown.
+        """The number of heads if the parts are stored head by head; None if they are not, or if
+        unknown.
 
         Args:
             fused: The fused site.
-            members: q, k and v; k and v have one size, q a multiple of it.
+            members: q, k and v; k and v have the same size, q a multiple of it.
             members_in_reference: Whether the members belong to the reference.
             holder: Class of the module around the fused site.
         """
-        # Layers of one class and size share a layout, so one decision serves all of them.
+        # Layers of one class and size share a layout, so one decision applies to all of them.
         about = (holder, fused.features)
         if about in self._known:
             return self._known[about]
         self._tries[about] = self._tries.get(about, 0) + 1
-        # After several layers that could not decide (zeros, faults), more reads are
-        # unlikely to help.
+        # After several layers that could not decide (zeros, faults), more reads are unlikely to
+        # help.
         if self._tries[about] > _TRIES:
             return None
         member_run, fused_run = self._runs if members_in_reference else self._runs[::-1]
@@ -87,8 +88,8 @@ class Interleaving:
         self._known[about] = heads or None
         if heads:
             where = f"of {holder}" if holder else f"of '{fused.site}'"
-            # The number of groups is reported in the user's terms: tensor-parallel
-            # ranks, key groups or heads.
+            # The number of groups is reported in the user's terms: tensor-parallel ranks, key
+            # groups or heads.
             output = main_tensor(fused.records, "output")
             origin = None if output is None else origins_of(fused_run).get(output.key)
             ranks = len(origin.recipe.records) if isinstance(origin, Gathered) else 0
@@ -102,7 +103,7 @@ class Interleaving:
 
 
 def _cut(fused: F64, parts: Sequence[F64]) -> int | None:
-    """0 for one after the other, a number of heads for head by head, None if undecided."""
+    """0 for one after the other, the number of heads for head by head, None if undecided."""
     sizes = [part.shape[-1] for part in parts]
     rows = min(len(fused), *(len(part) for part in parts))
     if not rows or fused.shape[-1] != sum(sizes):
@@ -145,7 +146,7 @@ def rows_of(run: Run, record: Record | None) -> F64 | None:
         return None
     origin = origins_of(run).get(record.key)
     if isinstance(origin, Gathered):
-        # Ranks were joined along the last axis; only then do the rows of the parts line up.
+        # Only if the ranks were joined along the last axis do the rows of the parts correspond.
         step = origin.recipe.steps[0]
         parts = [_stored(run, part) for part in origin.recipe.records]
         if len(origin.recipe.steps) > 1 or any(part is None for part in parts):
@@ -164,7 +165,7 @@ def _stored(run: Run, record: Record) -> F64 | None:
         return None
     width = record.shape[-1]
     dtype = DTYPES.get(record.dtype)
-    # Formats below 16 bits are codes that need scales, and their distances say nothing.
+    # Formats below 16 bits are codes that need scales, so their distances mean nothing.
     if dtype is None or not dtype.is_floating or dtype.bits < 16 or not 0 < width <= _LARGEST:
         return None
     source = run.base if isinstance(run, AlignedView) else run
@@ -180,7 +181,7 @@ def _stored(run: Run, record: Record) -> F64 | None:
 
 
 class Part(NamedTuple):
-    """A tensor of a fused site and one of a member; a recipe of None leaves the tensor as it is."""
+    """A tensor of a fused site and one of a member; without a recipe, a tensor stays unchanged."""
 
     fused: Record
     member: Record
@@ -199,8 +200,8 @@ _Places = tuple[int, int, tuple[int, ...]]
 def in_family_order(leaves: Sequence[Call]) -> list[Call]:
     """Leaves with the members of each family next to each other, in the order of their roles.
 
-    The order of the calls inside a family does not matter: `up` before `gate`, or an activation
-    between the two, computes the same.
+    The order of calls inside a family does not matter: `up` before `gate`, or an activation between
+    the two, computes the same.
     """
     placed: set[int] = set()
     ordered: list[Call] = []
@@ -218,8 +219,8 @@ def in_family_order(leaves: Sequence[Call]) -> list[Call]:
 
 
 def _assign_gates(leaves: Sequence[Call], families: Sequence[_Family]) -> None:
-    """Of two unnamed projections, the one that feeds an activation is the gate."""
-    # Activations are found by value, so an unnamed gate is recognised by who reads it.
+    """Set roles: of two unnamed projections, the one that feeds an activation is the gate."""
+    # Activations are found by value, so an unnamed gate is recognised by its reader.
     activated = {
         call.input_value for call in leaves if call.kind == "activation" and call.input_value
     }
@@ -240,7 +241,7 @@ def fuse_alike(
     Args:
         reference: Leaves of the reference.
         candidate: Leaves of the candidate.
-        paired: ids of the calls that have a partner and stay as they are.
+        paired: ids of the calls that have a partner and stay unchanged.
     """
     free = [[call for call in side if id(call) not in paired] for side in (reference, candidate)]
     fuse_reference = _to_fuse(free[0], free[1])
@@ -259,8 +260,7 @@ def is_certain(call: Call) -> bool:
 
 def _families(leaves: Sequence[Call]) -> list[_Family]:
     """Projections of the same input, by its value or by their roles."""
-    # Equal inputs are the evidence for one family; names are used only where no digest was
-    # kept.
+    # Equal inputs are the evidence for a family; names are used only if no digest was kept.
     groups: dict[object, list[Call]] = defaultdict(list)
     for call in leaves:
         if call.kind != "linear":
@@ -297,11 +297,11 @@ def _type(family: _Family) -> _Type:
 
 
 def _shares(leaves: Sequence[Call]) -> list[_Family]:
-    """Every two or three neighbours of a family that could be a single site elsewhere."""
+    """All groups of two or three neighbours in a family that could be a single site elsewhere."""
     families: list[_Family] = []
     for family in _families(leaves):
         members = _by_role(family)
-        # Three before two: a fused qkv must not be mistaken for a fused pair and a single
+        # Three before two, so that a fused qkv is not mistaken for a fused pair and a single
         # projection.
         for size in (3, 2):
             families += [members[first : first + size] for first in range(len(members) - size + 1)]
@@ -328,8 +328,8 @@ def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
     for share in shares:
         kind = _type(share)
         fused_signature = signature(kind[0], sum(kind[1]))
-        # Fuse only if the other side lacks these parts and has a single site of their total
-        # size to spare; otherwise the sites pair one to one.
+        # Fuse only if the other side lacks these parts and has a surplus single site of their total
+        # size; otherwise the sites pair one to one.
         if (
             other_types[kind] >= own_types[kind]
             or other_singles[fused_signature] <= own_singles[fused_signature]
@@ -344,7 +344,7 @@ def _to_fuse(split: list[Call], fused: list[Call]) -> list[_Family]:
 def _fused(leaves: list[Call], families: list[_Family]) -> list[Call]:
     if not families:
         return leaves
-    # The family takes the place of its first call, which keeps the execution order intact.
+    # The family takes the place of its first call, which keeps the execution order.
     first = {id(min(family, key=lambda call: call.order)): family for family in families}
     members = {id(call) for family in families for call in family}
     result: list[Call] = []
@@ -372,12 +372,13 @@ def _fused_call(family: _Family) -> Call:
 def parts_of(
     fused: Call, members: Sequence[Call], heads: int | None, holder: str = ""
 ) -> tuple[list[Part], str]:
-    """The parts of a fused site's tensors for each member; or a reason why they are unknown.
+    """The parts of a fused site's tensors for each member, or a reason why they are unknown.
 
     Args:
         fused: The fused site.
         members: The separate sites, in the order of their parts in the fused tensor.
-        heads: Number of attention heads if the parts are stored head by head and it is known.
+        heads: Number of attention heads if the parts are stored head by head and the number is
+            known.
         holder: Class of the module around the fused site.
     """
     # A wrong cut would look like a fault of the model, so an unknown layout is refused.
@@ -388,8 +389,7 @@ def parts_of(
     sizes = tuple(member.features for member in members)
     if len(members) == 3 and same_size and holder.startswith(PER_HEAD) and heads is None:
         return [], f"the qkv of {holder} goes head by head, and the number of heads is not known"
-    # Columns come from the dataflow where operators cut the output, else from the members'
-    # sizes.
+    # Columns come from the dataflow if operators cut the output, otherwise from the members' sizes.
     spans = _spans(fused, members)
     if not spans:
         shown = ", ".join(f"{role} {start}:{stop}" for role, start, stop in fused.layout)
@@ -428,22 +428,21 @@ def _part(
 
 
 def _gradient_sum(record: Record, members: Sequence[Call]) -> Part | None:
-    """The gradient of the shared input: each member computes a part, only the sum is comparable."""
+    """The gradient of the shared input: each member computes a term, only the sum is comparable."""
     partner = matching_tensor(record, members[0].records)
     recipe = _sum_of_members(record, members) if partner is not None else None
     return None if partner is None or recipe is None else Part(record, partner, None, recipe)
 
 
 def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
-    """The columns of each member: as the dataflow cuts them, else one after the other.
+    """The columns of each member: as the dataflow cuts them, otherwise one after the other.
 
     Empty if the recorded cuts do not fit the members.
     """
     known_spans = {role: (start, stop) for role, start, stop in fused.layout}
     ends = [0, *itertools.accumulate(member.features for member in members)]
     plain = list(itertools.pairwise(ends))
-    # If the known parts are where the usual order puts them, so do the parts that nothing
-    # tells.
+    # If the known parts have their usual places, the unknown parts have theirs, too.
     confirmed = [
         (known_spans[m.role], span)
         for m, span in zip(members, plain, strict=True)
@@ -452,7 +451,7 @@ def _spans(fused: Call, members: Sequence[Call]) -> list[tuple[int, int]]:
     in_order = list(known_spans) == sorted(known_spans, key=ROLE_ORDER.index)
     if all(span == usual for span, usual in confirmed) and (confirmed or in_order):
         return plain
-    # One unknown part is where the gap is; two of them could be swapped.
+    # A single unknown part fills the gap; two of them could be swapped.
     gaps = gaps_of(fused)
     if len(confirmed) < len(members) and not (
         len(confirmed) == len(members) - 1 and len(gaps) == 1
@@ -480,12 +479,12 @@ def _operand(
     axis = _weights_axis(record, fused)
     if axis is None or fused.width < 0:
         return None
-    # Parameters of two frameworks have names, which are stronger than sizes.
+    # Parameters of two frameworks have names, which are stronger evidence than sizes.
     same_slot = [r for r in member.records if r.key.port == record.key.port == "param"]
     if any(r.key.slot == record.key.slot for r in same_slot):
-        return None  # two frameworks' parameters, which have names
+        return None  # parameters of two frameworks, which have names
     fitting = [r for r in member.records if _weights_axis(r, member) is not None]
-    # Bias and scale have the same shape; only equal slots can tell them apart.
+    # Bias and scale have the same shape; only equal slots can distinguish them.
     fitting = [r for r in fitting if len(r.shape) == len(record.shape)]
     by_place = [r for r in fitting if r.key.slot == record.key.slot]
     partner = fitting[0] if len(fitting) == 1 else (by_place[0] if len(by_place) == 1 else None)
@@ -494,7 +493,7 @@ def _operand(
     recipe = cut(record, axis, span)
     if places is not None:
         recipe = recipe._replace(steps=(_per_head(axis, *places),))
-    return Part(record, partner, recipe, None)  # orientation is decided later, by the reconcilers
+    return Part(record, partner, recipe, None)  # the reconcilers decide the orientation later
 
 
 def columns_axis(record: Record, call: Call) -> int | None:
@@ -506,7 +505,7 @@ def columns_axis(record: Record, call: Call) -> int | None:
 
 
 def cut(record: Record, axis: int, span: tuple[int, int]) -> Recipe:
-    """Some columns of a tensor."""
+    """A recipe for some columns of a tensor."""
     shape = (*record.shape[:axis], span[1] - span[0], *record.shape[axis + 1 :])
     return Recipe((record,), (Step("split", axis, *span),), shape)
 
@@ -554,7 +553,7 @@ def _sum_of_members(record: Record, members: Sequence[Call]) -> Recipe | None:
 
 
 def _split_axis(record: Record, fused: Call) -> int | None:
-    """The axis along which a tensor of a fused site holds its parts; None if all share it."""
+    """The axis along which a tensor of a fused site holds its parts; None if all parts share it."""
     if record.key.port in ("output", "grad_output"):
         return len(record.shape) - 1
     if record.key.port in ("param", "param_grad", "optimizer_grad"):
@@ -564,7 +563,7 @@ def _split_axis(record: Record, fused: Call) -> int | None:
 
 
 def _per_head(axis: int, which: int, heads: int, sizes: tuple[int, ...]) -> Step:
-    # In a head-by-head layout every head holds a slice of each part; the selected columns are
+    # In a head-by-head layout, every head holds a slice of each part; the selected columns are
     # those of one part over all heads.
     size, first, all_of_head = (sum(n) // heads for n in (sizes[which:][:1], sizes[:which], sizes))
     places = [
@@ -588,12 +587,12 @@ def pair_parts(
     sides: tuple[Mapping[Name, Call], Mapping[Name, Call]],
     interleaving: Interleaving,
 ) -> str:
-    """Pair a fused site with its members; return a reason if the parts are unknown."""
+    """Pair a fused site with its members; returns a reason if the parts are unknown."""
     around = sides[1] if members_in_reference else sides[0]
     holders = (around.get((site, fused.visit)) for site in enclosing(fused.site))
     holder = next((call.class_name for call in holders if call is not None), "")
     heads = None
-    # Families known to interleave may show their number of heads in some 4-d tensor.
+    # For families that interleave, some 4-d tensor may show the number of heads.
     if holder.startswith(PER_HEAD) and len({member.features for member in members}) == 1:
         every = (call for side in sides for call in side.values())
         heads = _heads(every, members[0].features)
@@ -612,7 +611,7 @@ def pair_parts(
 
 
 def _could_interleave(fused: Call, members: list[Call]) -> bool:
-    """Whether shapes allow an interleaved layout and the dataflow does not rule it out."""
+    """Whether shapes allow an interleaved layout and the dataflow does not exclude it."""
     if len(members) != 3 or fused.layout:
         return False
     query, key, value = (member.features for member in members)
@@ -627,7 +626,7 @@ def pair_reordered(reference: Call, candidate: Call, confidence: float) -> list[
     if reference.kind == candidate.kind == "cut":
         return _reordered_cuts(reference, candidate, confidence)
     gaps = gaps_of(reference), gaps_of(candidate)
-    # The only part that nothing identifies, on both sides: it must be the same one.
+    # If each side has only one part that nothing identifies, these must be the same part.
     if len(gaps[0]) == len(gaps[1]) == 1:
         sizes = {end - start for ((start, end),) in gaps}
         if len(sizes) > 1:

@@ -1,7 +1,7 @@
-"""Attention whose three projections are one parameter (nn.MultiheadAttention) and separate layers.
+"""Attention whose three projections are one parameter (nn.MultiheadAttention), or separate layers.
 
-The module calls no layer for its projections, so there is no site to pair: names of parameters are
-the evidence.
+The module calls no layer for its projections, so there is no site to pair: the names of parameters
+are the evidence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _partners(plan: Plan, *, from_reference: bool) -> dict[str, str]:
 def _pairs(
     fused: Iterable[Record], members: Iterable[Record], partners: dict[str, str]
 ) -> list[Pair]:
-    """The pairs with the fused side first."""
+    """The pairs, with the fused side first."""
     fused_records = [r for r in fused if r.key.slot in _FUSED and r.key.port in _PORTS]
     if not fused_records:
         return []
@@ -70,8 +70,8 @@ def _pairs(
         if len(present) < len(_PARTS) or not fits or width * len(_PARTS) != record.shape[0]:
             continue
         if slot == "bias" and record.key.port != "param":
-            # The gradient of the key's bias is zero but for rounding: relative errors of that part
-            # alone would be meaningless, so the bias gradients are compared as one tensor.
+            # The gradient of the key's bias is zero except for rounding. Relative errors of that
+            # part alone would be meaningless, so the bias gradients are compared as one tensor.
             joined = Recipe(tuple(present), (Step("concat", 0),), record.shape)
             pairs.append(Pair(record, present[0], "structure", _SURE, None, joined))
             continue

@@ -1,9 +1,9 @@
 """Link the leaves of two models in execution order.
 
-`align_sequences` is the general part: Needleman and Wunsch with free gaps. An element gets a
-partner only if every best alignment gives it the same one; ties are reported. It knows labels and
-scores, not what they stand for. `link_leaves` scores calls by kind, class, role and shape and
-aligns them.
+`align_sequences` is the general part: the algorithm of Needleman and Wunsch with free gaps. An
+element gets a partner only if every best alignment gives it the same one; ties are reported. It
+knows labels and scores, but not their meaning. `link_leaves` scores calls by kind, class, role and
+shape, and aligns them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from driftline.alignment.sites.kinds import is_known, is_solid, same_kind
 from driftline.alignment.sites.site_graph import Call
 
 MOST_CELLS = 80_000_000
-"""Beyond this the table of scores takes more than 320 MB; such a pair is not aligned."""
+"""With more cells, the table of scores would take more than 320 MB; such a pair is not aligned."""
 
 Ints = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.int32]
@@ -30,7 +30,7 @@ class Matched(NamedTuple):
     Attributes:
         pairs: (row, column), ascending.
         tied_rows: Rows that could have another partner, or none → these partners (at most two).
-        tied_columns: The same for columns.
+        tied_columns: Columns, likewise.
     """
 
     pairs: list[tuple[int, int]]
@@ -45,10 +45,11 @@ def align_sequences(
 
     Args:
         row_labels: Label of each element of the first sequence: an index into rows of `scores`.
-        column_labels: Label of each element of the second: an index into columns of `scores`.
+        column_labels: Label of each element of the second sequence: an index into columns of
+            `scores`.
         scores: Score of two labels as a pair; 0 if they cannot be one.
-        extra: Additional score of each pair of elements; it only breaks ties if its sum stays
-            below one unit of `scores`.
+        extra: Additional score of each pair of elements. It only breaks ties if its sum stays below
+            one unit of `scores`.
 
     Raises:
         ValueError: The sequences are too long for a table.
@@ -59,15 +60,15 @@ def align_sequences(
     if not n or not m:
         return Matched([], {}, {})
     # Forward scores: forward[i, j] is the best total of the first i and j elements. Whole rows in
-    # numpy: a Python loop over every cell would be far slower.
+    # numpy, because a Python loop over every cell would be far slower.
     forward = np.zeros((n + 1, m + 1), np.int32)
     for i in range(n):
         row = _row(row_labels[i], column_labels, scores, extra, i)
         totals = forward[i, :-1] + row
         np.maximum(totals, forward[i, 1:], out=totals)
         np.maximum.accumulate(totals, out=forward[i + 1, 1:])
-    # Backward pass with one row of memory. A cell is on some best alignment exactly if the
-    # score before it, its own and the one after it add up to the total.
+    # Backward pass with one row of memory. A cell is on some best alignment exactly if the score
+    # before it, its own score and the score after it add up to the total.
     best = int(forward[n, m])
     after = np.zeros(m + 1, np.int32)
     rows: list[npt.NDArray[np.intp]] = [np.empty(0, np.intp)] * n
@@ -83,15 +84,14 @@ def align_sequences(
     pairs: list[tuple[int, int]] = []
     tied_rows: dict[int, list[int]] = {}
     tied_columns: dict[int, list[int]] = {}
-    # A pair is certain only if it is the single option for both elements in all best
-    # alignments.
+    # A pair is certain only if it is the single option for both elements in all best alignments.
     for i, hits in enumerate(rows):
         if len(hits) == 1 and column_counts[hits[0]] == 1:
             pairs.append((i, int(hits[0])))
         elif len(hits):
             tied_rows[i] = [int(j) for j in hits[:2]]
-            # A few examples are enough for the reason that is printed; a thousand equal
-            # layers would make this quadratic.
+            # A few examples are enough for the reason that is printed; a thousand equal layers
+            # would make this quadratic.
             for j in hits[:64]:
                 options = tied_columns.setdefault(int(j), [])
                 if len(options) < 2:
@@ -173,23 +173,23 @@ def link_leaves(
     """Link the leaves of two models.
 
     Args:
-        reference: Leaves of the reference in order, families in one order and fused alike.
+        reference: Leaves of the reference in order, with families ordered and fused equally.
         candidate: Leaves of the candidate.
-        anchors: Leaves that are paired already; they stay paired.
+        anchors: Leaves that are already paired; they stay paired.
         alike: Compares values; called for ties only.
     """
     result = LeafLinks([], {}, {}, [])
     fixed = _places(reference, candidate, anchors)
     anchored = {id(call) for pair in anchors for call in pair}
     # Solid layers first: every implementation has them, so they divide the model into short
-    # stretches. Activations and dropouts are then looked for only between them.
+    # stretches. Activations and dropouts are then aligned only inside these stretches.
     solid = [
         _solve(part, anchored, _is_solid, alike, result, exact=False)
         for part in _between(reference, candidate, fixed)
     ]
     firm = [(link.reference, link.candidate) for links in solid for link in links]
-    # If nearly all solid layers have equal shapes, the two runs saw the same input, and other
-    # layers must agree in shape as well.
+    # If nearly all solid layers have equal shapes, the two runs saw the same input, so the shapes
+    # of other layers must agree as well.
     exact = sum(a.out == b.out for a, b in firm) >= 0.9 * len(firm)
     fixed = _places(reference, candidate, [*anchors, *firm])
     done = anchored | {id(call) for pair in firm for call in pair}
@@ -246,15 +246,15 @@ def _solve(
     *,
     exact: bool,
 ) -> list[Link]:
-    """Align the wanted, unlinked calls of one stretch; ties go to `result`."""
+    """Align the wanted, unlinked calls of one stretch; ties are added to `result`."""
     reference, candidate = ([c for c in side if id(c) not in done and wanted(c)] for side in part)
     if not reference or not candidate:
         return []
-    # The common case: equal counts and every pair fits. It needs no table.
+    # The common case, equal counts with fitting pairs throughout, needs no table.
     if len(reference) == len(candidate) and all(
         _score(a, b, exact) > 1 for a, b in zip(reference, candidate, strict=True)
     ):
-        # All of both sides, in order: no other alignment has as many pairs.
+        # All calls of both sides, in order: no other alignment has as many pairs.
         return [Link(a, b, _confidence(a, b)) for a, b in zip(reference, candidate, strict=True)]
     reference_labels, reference_examples = _labels(reference)
     candidate_labels, candidate_examples = _labels(candidate)
@@ -289,19 +289,19 @@ def _break_ties(
 ) -> list[Link]:
     reference_labels, candidate_labels, scores = problem
     second = first
-    # Values are read only for a handful of ties: a model of equal layers would read everything.
+    # Values are read only for a few ties: a model of equal layers would read everything.
     if max(len(first.tied_rows), len(first.tied_columns)) <= _TIES_READ:
         extra = np.zeros((len(reference), len(candidate)), np.int32)
         for i in first.tied_rows:
             for j in first.tied_columns:
-                # Equal values do not make a pair of two classes of which one is unknown.
+                # Equal values do not make a pair of two classes if one of them is unknown.
                 if scores[reference_labels[i]][candidate_labels[j]] > 1 and alike(
                     reference[i], candidate[j]
                 ):
                     extra[i, j] = 1
         if extra.any():
-            # The bonus must never outweigh structure, so structure is scaled above the
-            # sum of all bonuses.
+            # The bonus must never outweigh structure, so structure is scaled above the sum of all
+            # bonuses.
             scale = len(reference) + len(candidate) + 1
             second = align_sequences(reference_labels, candidate_labels, scores * scale, extra)
             settled = [(i, j) for i, j in second.pairs if i in first.tied_rows and extra[i, j]]
@@ -351,7 +351,7 @@ def _score_table(reference: list[Call], candidate: list[Call], exact: bool) -> S
         ]
         for name in ("out", "into")
     )
-    # Unequal feature sizes score zero anyway; only fitting sizes are compared.
+    # Unequal feature sizes score zero anyway, so only equal sizes are compared.
     by_size: dict[int, list[int]] = {}
     for column, call in enumerate(candidate_examples):
         by_size.setdefault(call.features, []).append(column)
@@ -373,7 +373,7 @@ def _score_table(reference: list[Call], candidate: list[Call], exact: bool) -> S
 
 
 def _kinds(calls: Sequence[Call]) -> tuple[Ints, list[Call]]:
-    """A label for each call, equal where only shapes differ; and one example of each label."""
+    """A label for each call, equal if only shapes differ; and one example of each label."""
     numbers: dict[tuple[object, ...], int] = {}
     examples: list[Call] = []
     for call in calls:
@@ -395,13 +395,12 @@ def _score_of_shapes(
     reference: Call, candidate: Call, exact: bool, same_out: bool, same_all: bool
 ) -> int:
     alike = same_kind(reference.kind, candidate.kind)
-    # Roles contradict each other only if both are known: an unnamed projection may be any of
-    # them.
+    # Roles contradict each other only if both are known: an unnamed projection may be any of them.
     if not alike or (reference.role and candidate.role and reference.role != candidate.role):
         return 0
     if reference.features != candidate.features:
         return 0
-    # An embedding's first input may be the ids or, where operators take weights, the table.
+    # An embedding's first input may be the ids or, if operators take weights, the table.
     unlike = reference.width != candidate.width and -1 not in (reference.width, candidate.width)
     if unlike and reference.kind != "embedding":
         return 0
@@ -411,7 +410,7 @@ def _score_of_shapes(
     if exact and not is_solid(reference.kind) and not same_out:
         return 0
     same_class = reference.class_name == candidate.class_name
-    # 4 is the base score: one more pair always outweighs the bonuses for class and role of another.
+    # 4 is the base score: one more pair always outweighs another pair's bonuses for class and role.
     return 4 + same_class + (bool(reference.role) and reference.role == candidate.role)
 
 

@@ -1,7 +1,7 @@
 """Name maps of the user: `--map`, a mapping file, and ait's `op_mapping_file.json`.
 
-A map pairs site with site (globs whose stars stand for the same text on both sides) or class with
-class (ait's file). Parsing is strict: an entry that has no meaning is refused with file and entry.
+A map pairs site with site (globs in which a star stands for the same text on both sides) or class
+with class (ait's file). Parsing is strict: a meaningless entry is refused with its file and entry.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ClassMap(NamedTuple):
     Attributes:
         left: Part of the class name on one side.
         right: Part of the class name on the other side.
-        left_slot: Only this port and slot of it, such as ("output", "0"); None for all.
+        left_slot: Only this port and slot of the class, such as ("output", "0"); None for all.
         right_slot: The same for the other side.
     """
 
@@ -53,10 +53,10 @@ class MappingFile(NamedTuple):
 
 
 def parse_map(text: str) -> tuple[str, str]:
-    """`REFERENCE=CANDIDATE`.
+    """Parse `REFERENCE=CANDIDATE`.
 
     Raises:
-        BadInput: It is not of that form, or has stars on one side only.
+        BadInput: The text does not have that form, or has stars on one side only.
     """
     left, equals, right = (part.strip() for part in text.partition("="))
     if not equals or not left or not right:
@@ -76,16 +76,16 @@ def parse_map(text: str) -> tuple[str, str]:
 def link_sites(
     maps: Sequence[tuple[str, str]], reference: Iterable[str], candidate: Iterable[str]
 ) -> dict[str, str]:
-    """Sites of the reference → sites of the candidate; the first map that fits wins.
+    """Sites of the reference → sites of the candidate; the first map that fits is used.
 
     Raises:
-        BadInput: A map fits no site, or gives two sites one partner.
+        BadInput: A map fits no site, or gives two sites the same partner.
     """
-    # A dict keeps the order of execution and drops repeats.
+    # A dict keeps the execution order and drops repeats.
     reference_sites, candidate_sites = list(dict.fromkeys(reference)), set(candidate)
     links: dict[str, str] = {}
     owner_of: dict[str, str] = {}
-    # Stars become groups, and the text they matched is put into the right side.
+    # Stars become groups, and their text is inserted into the right side.
     for left, right in maps:
         pattern = re.compile("(.*)".join(re.escape(piece) for piece in left.split("*")))
         hits = [
@@ -99,8 +99,8 @@ def link_sites(
         named = 0
         for site, hit in hits:
             partner = _filled(right, hit.groups())
-            # A site that an earlier map has taken still counts as named: overlapping
-            # maps are not an error.
+            # A site that an earlier map has taken still counts as named, because overlapping maps
+            # are not an error.
             if partner not in candidate_sites or site in links:
                 named += site in links
                 continue
@@ -135,7 +135,7 @@ def read_mapping(path: Path) -> MappingFile:
     """Read a file of site pairs (TOML or JSON), ait's file, or the folder that contains it.
 
     Raises:
-        BadFile: It is not there, too large, or no mapping.
+        BadFile: The file is missing, too large, or not a mapping.
     """
     file = path / AIT_FILE_NAME if path.is_dir() else path
     try:
@@ -156,8 +156,7 @@ def read_mapping(path: Path) -> MappingFile:
             f"{file} is no mapping", hint='it holds one table: {"reference site": "candidate site"}'
         )
     table = cast("Mapping[str, Any]", data)
-    # ait's own file holds classes only; ours may hold both tables, and plain site pairs need
-    # neither.
+    # ait's own file holds only classes. Ours may hold both tables; plain site pairs need neither.
     if file.name == AIT_FILE_NAME or (set(table) <= {"classes", "sites"} and "classes" in table):
         classes = table if file.name == AIT_FILE_NAME else table["classes"]
         sites = () if file.name == AIT_FILE_NAME else _pairs(file, table.get("sites", {}))
@@ -208,7 +207,7 @@ def _classes(file: Path, table: object) -> tuple[ClassMap, ...]:
 
 
 def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
-    """`GLMBlock_output_0` → the class, and port and slot of the tensor."""
+    """Split `GLMBlock_output_0` into the class, and port and slot of the tensor."""
     file = _FILE.search(word)
     if file is None or not file.start():
         return word, None
@@ -218,13 +217,13 @@ def _with_slot(word: str) -> tuple[str, tuple[str, str] | None]:
 def unmatched(
     maps: Sequence[ClassMap], reference: Iterable[Record], candidate: Iterable[Record]
 ) -> list[str]:
-    """A sentence for every entry that says nothing about these two runs."""
+    """A sentence for every entry that does not apply to these two runs."""
     sides = [{record.class_name for record in side} for side in (reference, candidate)]
     every = sides[0] | sides[1]
     notes: list[str] = []
     entries: dict[str, list[str]] = {}
     for entry in maps:
-        # The classes of one list are alternatives: one that is there is enough.
+        # The classes of one list are alternatives: a single existing class is enough.
         entries.setdefault(entry.left, []).append(entry.right)
     for name, partners in entries.items():
         if any(
@@ -250,10 +249,10 @@ def _fits(word: str, classes: Iterable[str]) -> bool:
 def link_classes(
     maps: Sequence[ClassMap], reference: Sequence[Record], candidate: Sequence[Record]
 ) -> list[tuple[Record, Record]]:
-    """Tensors of mapped classes, paired in order where both sides have equally many.
+    """Tensors of mapped classes, paired in order if both sides have equally many.
 
-    In ait's file the keys are the candidate's classes (ATB) and the values the reference's (torch);
-    if it fits only the other way round, it is used that way.
+    In ait's file the keys are the candidate's classes (ATB) and the values the reference's (torch).
+    If it fits only in the other direction, it is used in that direction.
     """
     pairs: list[tuple[Record, Record]] = []
     used: set[int] = set()
@@ -261,8 +260,7 @@ def link_classes(
         flipped = ClassMap(
             class_map.right, class_map.left, class_map.right_slot, class_map.left_slot
         )
-        # Users write both directions, so the map is tried the documented way first and then
-        # reversed.
+        # Users write both directions, so the documented direction is tried first, then the reverse.
         for choice in (flipped, class_map):
             records = _calls(reference, choice.left, choice.left_slot)
             partners = _calls(candidate, choice.right, choice.right_slot)
@@ -290,8 +288,7 @@ def _calls(records: Sequence[Record], word: str, slot: tuple[str, str] | None) -
             and key.moment == ("before" if port == "input" else "after")
         ):
             place = (key.rank, key.process, key.step, key.site, key.visit)
-            # ait counts outputs from 0; where a dump has named slots, the first one
-            # stands for 0.
+            # ait counts outputs from 0; if a dump has named slots, the first slot counts as 0.
             if which in (key.slot, record.alias) or (which == "0" and place not in first):
                 first[place] = record
     return list(first.values())
@@ -307,7 +304,7 @@ def pair_by_map(plan: Plan, options: AlignOptions) -> Plan:
     maps = [parse_map(text) for text in options.maps]
     mapping = None if options.mapping_file is None else read_mapping(options.mapping_file)
     if mapping is not None:
-        # Maps of the command line come first, so that they win over those of the file.
+        # Maps of the command line come first, so that they override those of the file.
         maps += mapping.sites
     sites = [{record.key.site for record in side} for side in (plan.missing, plan.extra)]
     links = link_sites(maps, (record.key.site for record in plan.missing), sites[1])
@@ -315,10 +312,10 @@ def pair_by_map(plan: Plan, options: AlignOptions) -> Plan:
 
 
 def by_class_map(plan: Plan, context: Context) -> Plan | None:
-    """Pairs of mapped classes for what structure has left alone.
+    """Pairs of mapped classes, for tensors that structure left unpaired.
 
-    A map of classes says which classes do the same work; who does whose work is a question of
-    structure, which has been asked by now. Order alone decides only where nothing better is known.
+    A map of classes says which classes do the same work. Which sites correspond is a question of
+    structure, which was tried before. Order alone decides only if nothing better is known.
     """
     path = context.options.mapping_file
     classes = () if path is None else read_mapping(path).classes
@@ -326,7 +323,7 @@ def by_class_map(plan: Plan, context: Context) -> Plan | None:
         return None
     notes = unmatched(classes, context.reference.records, context.candidate.records)
     context.notes.extend(f"{path}: {note}" for note in notes)
-    # Without an order of execution on both sides the nth of one need not be the nth of the other.
+    # Without an execution order on both sides, the nth of one need not be the nth of the other.
     runs = (context.reference, context.candidate)
     if context.structural and any(run.facts.order != "execution" for run in runs):
         return None
@@ -336,7 +333,7 @@ def by_class_map(plan: Plan, context: Context) -> Plan | None:
 
 
 def mapped_classes(mapping: Path | None) -> list[tuple[str, str]]:
-    """Classes that a file says do the same work, by pairs; none without a file."""
+    """Pairs of classes that a file maps to each other; empty without a file."""
     if mapping is None:
         return []
     return [(link.left, link.right) for link in read_mapping(mapping).classes]

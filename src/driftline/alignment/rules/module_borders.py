@@ -1,8 +1,8 @@
-"""Inputs and outputs of modules against a graph in which the module is a set of nodes.
+"""Pair inputs and outputs of modules with values of a graph in which the module is a set of nodes.
 
-Compiled graphs: the output of a module is the one value of the right shape that a node outside of
-the module reads. If several values fit, or the nodes are in several graphs, nothing is paired and
-the reason says so. Inductor keeps no memory for views, so the value may be read through a few
+Compiled graphs: the output of a module is the single value of the right shape that a node outside
+of the module reads. If several values fit, or the nodes are in several graphs, nothing is paired,
+and the reason says so. Inductor keeps no memory for views, so the value may be read through a few
 views, which become a recipe.
 
 Exported graphs: modules that return several tensors, of which the graph uses only some. `Draft` is
@@ -36,8 +36,8 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) 
     forward = [graph for graph in graphs.graphs if graph.kind != "backward"]
     borders = {id(graph): _borders(graphs, graph) for graph in forward}
     held: dict[_Side, set[str]] = defaultdict(set)
-    # Two tensors of one shape on one side of a call cannot be told apart, unless their bytes
-    # are equal: then either is right.
+    # Two tensors of one shape at the same port of a call cannot be distinguished, unless their
+    # bytes are equal: then either is right.
     for record in wanted:
         held[_side(record)].add(record.digest)
     for record in wanted:
@@ -47,15 +47,14 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) 
             matching.reasons[key] = "one of several of its shape here: which is which is not known"
             continue
         holders = [graph for graph in forward if key.site in borders[id(graph)][key.port]]
-        # A module split over several graphs has no single set of nodes, so nothing leaves
-        # "it".
+        # A module split over several graphs has no single set of nodes that values could leave.
         if len({graphs.piece(graph) for graph in holders}) > 1:
             matching.reasons[key] = "its nodes are in several graphs, so none of them is the module"
             continue
         for graph in holders:
             calls = borders[id(graph)][key.port][key.site]
-            # A graph may contain several calls of a module and may be executed several
-            # times; calls are counted through all executions.
+            # A graph may contain several calls of a module and may be executed several times; calls
+            # are counted over all executions.
             visit, which = divmod(key.visit, len(calls))
             fitting = _of_shape(calls[which], record.shape)
             if len(fitting) != 1:
@@ -65,8 +64,8 @@ def pair_modules(records: Sequence[Record], graphs: Graphs, matching: Matching) 
                     "is not known"
                 )
                 continue
-            # The value itself may be a view, which inductor keeps no memory for; then
-            # the tensor behind it is taken with a recipe.
+            # The value itself may be a view, which inductor keeps no memory for; then the tensor
+            # behind it is used with a recipe.
             reached = _reached(graphs, graph, fitting[0], key.step, visit, record.shape)
             if reached is not None:
                 yield Match(record, *reached, confidence=OF_A_MODULE)
@@ -98,7 +97,7 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
     leaving: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     entering: dict[str, dict[str, dict[str, GraphNode]]] = defaultdict(lambda: defaultdict(dict))
     for node in graph.nodes:
-        # Nodes without shape and dtype give tuples or symbols, which are no tensors.
+        # Nodes without shape and dtype give tuples or symbols, which are not tensors.
         valued = node.shape is not None or bool(node.dtype)
         for label in node.calls if node.target != "placeholder" else ():
             module = label.partition("@")[0]
@@ -123,10 +122,10 @@ def _borders(graphs: Graphs, graph: Graph) -> dict[str, dict[str, list[list[Grap
 
 
 def _merged_calls(graph: Graph) -> set[tuple[str, str]]:
-    """(module, operator) of which some calls were traced and have no node of their own.
+    """(module, operator) with some traced calls that have no node of their own.
 
-    A compiler that finds one computation in two modules keeps the first: the second module then
-    reads a value that the first never gave away.
+    A compiler that finds the same computation in two modules keeps the first: the second module
+    then reads a value that the first one never returned.
     """
     calls: dict[tuple[str, str], set[int]] = defaultdict(set)
     totals: dict[tuple[str, str], int] = {}
@@ -134,16 +133,17 @@ def _merged_calls(graph: Graph) -> set[tuple[str, str]]:
         for origin in node.origins if node.phase == "forward" else ():
             place = (node.module, origin.operator)
             calls[place].add(origin.nth)
-            # What the backward pass repeats is counted on, and comes later.
+            # Calls that the backward pass repeats continue the count, and come later.
             totals[place] = min(totals.get(place, origin.total), origin.total)
     return {place for place, total in totals.items() if len(calls[place]) < total}
 
 
 def _reads_it(reader: GraphNode, node: GraphNode, merged: set[tuple[str, str]]) -> bool:
-    """Whether a node outside of a module is sure to read what the module gave, and not a value
-    that its own module had computed as well.
+    """Whether a node outside of a module certainly reads the module's output.
+
+    Otherwise it may read a value that its own module had computed as well.
     """
-    # One more look at the same elements is the same value.
+    # A reshape of the same elements is the same value.
     return all(
         origin.name in RESHAPES or (reader.module, origin.operator) not in merged
         for origin in node.origins
@@ -159,7 +159,7 @@ def _reached(
     graphs: Graphs, graph: Graph, node: GraphNode, step: int, visit: int, shape: tuple[int, ...]
 ) -> tuple[Record, Recipe | None] | None:
     """The tensor that holds a node's value, directly or behind views."""
-    # Steps are collected from the value back to memory, so each one is put in front.
+    # Steps are collected from the value back to memory, so each step is inserted at the front.
     steps: list[Step] = []
     wanted = shape
     for _ in range(FARTHEST):
@@ -177,8 +177,8 @@ def _reached(
             return None
         node = source
         if node.shape is None:
-            # A transposition needs the exact axes of its input; with an unknown shape
-            # it cannot be checked.
+            # A transposition needs the exact axes of its input; with an unknown shape it cannot be
+            # checked.
             if any(step.kind == "transpose" for step in steps):
                 return None
         else:
@@ -208,7 +208,7 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
     """A reshape recipe if only axes of size one differ, or (`anyhow`) if a view proves it."""
     if record.shape == shape or math.prod(record.shape) != math.prod(shape):
         return None
-    # Axes of size one may come and go without moving any element.
+    # Axes of size one may be added and removed without moving any element.
     alike = [size for size in record.shape if size != 1] == [size for size in shape if size != 1]
     if not alike and not anyhow:
         return None
@@ -219,15 +219,16 @@ def reshaped(record: Record, shape: tuple[int, ...], *, anyhow: bool = False) ->
 
 
 MADE, SIGNATURE = 0.95, 0.9
-Twins = dict[tuple[int, str], set[str]]
-"""Step and digest of a reference's tensor to digests of the candidate's that are paired with it."""
 """Confidence of a pair by maker, and of a pair by signature (shape and dtype)."""
+Twins = dict[tuple[int, str], set[str]]
+"""Step and digest of a reference's tensor → digests of the candidate's tensors paired with it."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
-_Call = tuple[int, int, int, str, int]
+CallKey = tuple[int, int, int, str, int]
+"""Rank, process, step, site and visit."""
 
 
 class Draft:
-    """The plan while rules extend it: pairs, new pairs, and what is unpaired on either side."""
+    """The plan while rules extend it: pairs, new pairs, and unpaired tensors on either side."""
 
     def __init__(self, plan: Plan) -> None:
         self.pairs = list(plan.pairs)
@@ -256,17 +257,17 @@ class Draft:
 
 
 def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
-    """The plan without pairs that only a position among several outputs has made."""
+    """The plan without pairs that were made only by a position among several outputs."""
     alone = plan.extra if exported_first else plan.missing
     models = [pair.candidate if exported_first else pair.reference for pair in plan.pairs]
     # A tuple position means the same on both sides only if the module returns one tensor.
     output_counts = Counter(
-        _call(record) for record in (*models, *alone) if _is_output(record, graph)
+        call_key(record) for record in (*models, *alone) if _is_output(record, graph)
     )
     loose = {
         id(pair)
         for pair, model in zip(plan.pairs, models, strict=True)
-        if _is_output(model, graph) and output_counts[_call(model)] > 1
+        if _is_output(model, graph) and output_counts[call_key(model)] > 1
     }
     gone = [pair for pair in plan.pairs if id(pair) in loose]
     return plan._replace(
@@ -286,7 +287,7 @@ def digests_of_pairs(draft: Draft) -> Twins:
 
 
 def pair_by_bytes(draft: Draft, own: list[Record], others: list[Record], twins: Twins) -> None:
-    """Pair tensors of one call whose bytes are paired elsewhere, and take them off both lists."""
+    """Pair tensors of one call whose bytes are paired elsewhere; remove them from both lists."""
     for record in list(own):
         digests = twins.get((record.key.step, record.digest), set())
         same = [o for o in others if o.digest in digests and o.shape == record.shape]
@@ -301,18 +302,18 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
 
     Args:
         draft: The plan so far.
-        by_signature: Also pair outputs whose signature is unique on both sides.
+        by_signature: Whether to also pair outputs whose signature is unique on both sides.
     """
     twins = digests_of_pairs(draft)
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _outputs_by_call(draft.missing.values()),
+        _outputs_by_call(draft.extra.values()),
     )
     made = set[str]().union(*twins.values())
     for call, own in reference_calls.items():
         others = list(candidate_calls.get(call, ()))
         pair_by_bytes(draft, own, others, twins)
-        # Counted after pairs by value were removed: what remains of one signature is the
+        # Counted after pairs by value were removed: a single remaining tensor of a signature is the
         # only choice.
         looks = Counter(map(signature, own)), Counter(map(signature, others))
         for record in own if by_signature else ():
@@ -327,12 +328,11 @@ def pair_outputs(draft: Draft, *, by_signature: bool) -> None:
 def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
     """Pair outputs of recurrent layers that are batch first in the model and time first in ONNX.
 
-    ONNX puts a transposition before and after each layer; exporters remove those between two
-    layers.
+    ONNX has a transposition before and after each layer; exporters remove those between two layers.
     """
     reference_calls, candidate_calls = (
-        _by_call(draft.missing.values()),
-        _by_call(draft.extra.values()),
+        _outputs_by_call(draft.missing.values()),
+        _outputs_by_call(draft.extra.values()),
     )
     models, graphs = (
         (candidate_calls, reference_calls) if exported_first else (reference_calls, candidate_calls)
@@ -361,7 +361,7 @@ def _is_recurrent(record: Record) -> bool:
 
 
 def is_square(record: Record) -> bool:
-    """Whether batch and time have one size, so that the shape does not show which comes first."""
+    """Whether batch and time have equal size, so that the shape does not show which comes first."""
     return _is_recurrent(record) and record.shape[0] == record.shape[1]
 
 
@@ -371,20 +371,21 @@ def _is_output(record: Record, graph: ExportedGraph) -> bool:
     return inner and key.port == "output" and key.phase == "forward"
 
 
-def _by_call(records: Iterable[Record]) -> Mapping[_Call, list[Record]]:
-    outputs: dict[_Call, list[Record]] = defaultdict(list)
+def _outputs_by_call(records: Iterable[Record]) -> Mapping[CallKey, list[Record]]:
+    outputs: dict[CallKey, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
         if key.port == "output" and "/" not in key.site and key.phase == "forward":
-            outputs[_call(record)].append(record)
+            outputs[call_key(record)].append(record)
     return outputs
 
 
-def _call(record: Record) -> _Call:
+def call_key(record: Record) -> CallKey:
+    """Key of the call to which a record belongs."""
     key = record.key
     return (key.rank, key.process, key.step, key.site, key.visit)
 
 
 def signature(record: Record) -> tuple[tuple[int, ...], str]:
-    """What two tensors without names have in common if they may be one."""
+    """Properties that two tensors without names share if they may be the same."""
     return record.shape, record.dtype

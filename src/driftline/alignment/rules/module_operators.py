@@ -1,10 +1,10 @@
-"""Inputs and outputs of modules against a run that holds the operators inside them, and no modules.
+"""Pair inputs and outputs of modules with a run that holds only the operators inside them.
 
-The name of an operator that torch dispatched says in which module it ran (`h.0.attn/aten.bmm`).
-What a module takes is what its first operator takes, what it gives is what its last operator gives,
-if the shapes fit. Views are no operators: an axis may have been turned between a module's border
-and its operator. Shapes show that unless two axes are of one size; there the bytes must be known
-from what ran before, or be taken by what runs after.
+The name of an operator that torch dispatched says in which module it ran (`h.0.attn/aten.bmm`). A
+module's input is the input of its first operator, and its output is the output of its last
+operator, if the shapes fit. Views are not operators: axes may have been permuted between a module's
+border and its operator. Shapes show that unless two axes have equal size; then an earlier operator
+must have made the bytes, or a later one must read them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _Frame: TypeAlias = tuple[int, int, int]
 
 
 def names_modules(operators: Run, modules: Run) -> bool:
-    """Whether one run holds operators that say in which modules of the other they ran."""
+    """Whether the operators of one run name modules of the other run, in which they ran."""
     around = {
         site.rpartition("/")[0]
         for site in {record.key.site for record in operators.records if _is_operator(record)}
     }
-    # A model that is called otherwise, or built otherwise, is no matter of names.
+    # If the model has another name or structure, names are no evidence.
     return bool(around) and 2 * len(around & set(modules.sites())) > len(around)
 
 
 def pair_modules_with_operators(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
-    """Pairs for tensors of modules of which the other run has the operators only."""
+    """Pairs for tensors of modules, if the other run has only the operators."""
     pairs: list[Pair] = []
     if not _has_operators(reference) and names_modules(candidate, reference):
         pairs += (
@@ -63,9 +63,9 @@ class _Operators(NamedTuple):
     """The operators of one frame.
 
     Attributes:
-        made: When each value was first given, by its bytes.
-        taken: When each value was last taken.
-        inside: Tensors of the operators in each module, at any depth, in order of execution.
+        made: Bytes of each value → when it was first returned.
+        taken: Bytes of each value → when it was last read.
+        inside: Tensors of the operators in each module, at any depth, in execution order.
     """
 
     made: dict[str, int]
@@ -89,7 +89,7 @@ class _Operators(NamedTuple):
 def _borders(
     modules: Iterable[Record], others: Iterable[Record]
 ) -> Iterator[tuple[Record, Record]]:
-    """Tensors of modules, each with that of an operator."""
+    """Tensors of modules, each with the corresponding tensor of an operator."""
     sites = {record.key.site for record in others}
     frames: dict[_Frame, list[Record]] = defaultdict(list)
     for record in sorted(filter(_is_operator, others), key=execution):
@@ -112,7 +112,7 @@ def _borders(
 
 
 def _executions(records: Sequence[Record], count: int) -> list[Sequence[Record]]:
-    """Operators of each of so many calls of a module; none if the calls are not alike."""
+    """Operators of each of `count` calls of a module; empty if the calls differ."""
     if not records or len(records) % count:
         return []
     size = len(records) // count
@@ -128,7 +128,7 @@ def _input_of(
     taken = [record for record in module if record.key.port == "input"]
     for record in taken:
         fitting = [other for other in first if _fits(record, other)]
-        # Of two arguments that look alike, nothing says which one the operator was given.
+        # For two similar arguments, nothing shows which one the operator got.
         if len(fitting) != 1 or sum(_fits(other, fitting[0]) for other in taken) != 1:
             continue
         is_known = operators.made.get(fitting[0].digest, part[0].order) < part[0].order
@@ -150,7 +150,7 @@ def _output_of(
     if operators.taken.get(fitting[0].digest, end) > end:
         yield given[0], fitting[0]
         return
-    # Something else that leaves the module may be its result.
+    # Another value that leaves the module may be its result.
     leaves = (
         operators.taken.get(other.digest, end) > end
         for other in part
@@ -175,7 +175,7 @@ def _fits(module: Record, operator: Record) -> bool:
 
 
 def _has_like_axes(shape: Sequence[int]) -> bool:
-    """Whether two axes are of one size, so that turning them does not show.
+    """Whether two axes have equal size, so that a permutation does not show.
 
     >>> _has_like_axes((2, 16, 16)), _has_like_axes((1, 1, 16))
     (True, False)
@@ -192,7 +192,7 @@ def _is_operator(record: Record) -> bool:
 
 
 def _modules_around(site: str) -> Iterator[str]:
-    """The modules that an operator ran in, the nearest first.
+    """The modules in which an operator ran, the nearest first.
 
     >>> list(_modules_around("h.0.attn/aten.bmm"))
     ['h.0.attn', 'h.0', 'h', '(root)', '']
@@ -203,7 +203,7 @@ def _modules_around(site: str) -> Iterator[str]:
         while "." in module:
             module = module.rpartition(".")[0]
             yield module
-    # The loss and whatever else runs around the model is none of its parts.
+    # The loss, and other code around the model, is not part of it.
     if module != "(program)":
         yield from ("(root)", "")
 
@@ -213,7 +213,7 @@ def _frame(record: Record) -> _Frame:
 
 
 def by_operators(plan: Plan, context: Context) -> Plan | None:
-    """Pairs of modules with the operators that ran in them, by the names of these."""
+    """Pairs of modules with the operators that ran in them, by the operators' names."""
     runs = context.reference, context.candidate
     context.operators_named = names_modules(*runs) or names_modules(*reversed(runs))
     pairs = pair_modules_with_operators(plan, *runs) if context.operators_named else []

@@ -1,9 +1,10 @@
-"""Pairs by name: equal keys first, then names without what wrappers and conventions add.
+"""Pairs by name: first equal keys, then names without the parts that wrappers and conventions add.
 
 Equal: site, port, slot (or its alias), step, visit, rank, process, phase and moment all agree.
-Normalised: `module.`, `_orig_mod.` and the like are removed anywhere; `layers[3]`, `layers3`, `h.3`
-and `blocks.3` are one spelling. Two sites are a pair only if the plain name is unique on both
-sides. Also the selection by site and port, and the error for runs without a common tensor.
+Normalised: `module.`, `_orig_mod.` and similar parts are removed anywhere; `layers[3]`, `layers3`,
+`h.3` and `blocks.3` are treated as the same name. Two sites are a pair only if the plain name is
+unique on both sides. This file also contains the selection by site and port, and the error for runs
+without a common tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
-from driftline.alignment.plan import Pair, Plan, Rule
+from driftline.alignment.plan import Pair, Plan, Rule, execution
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.records import Record, TensorKey
 
@@ -35,7 +36,7 @@ _GLUED = re.compile(r"([A-Za-z_]*[A-Za-z])_?(\d+)")
 
 @lru_cache(maxsize=1 << 17)
 def plain(site: str) -> str:
-    """A site without what wrappers and conventions add.
+    """A site without the parts that wrappers and conventions add.
 
     >>> plain("module._orig_mod.h[3].ln"), plain("base_model.layers7.ln"), plain("(root)")
     ('layers.3.ln', 'base_model.layers.7.ln', '')
@@ -46,7 +47,7 @@ def plain(site: str) -> str:
     spelt: list[str] = []
     for part in parts:
         glued = _GLUED.fullmatch(part)
-        # `layers3` and `h_3` have the number glued to the list's name.
+        # In `layers3` and `h_3`, the number is attached to the list's name.
         if glued is not None and glued.group(1) in _STACKS:
             spelt += ["layers", glued.group(2)]
         elif part.isdigit() and spelt and spelt[-1] in _STACKS:
@@ -59,7 +60,7 @@ def plain(site: str) -> str:
 def headless(site: str) -> str:
     """A plain name without the prefix of the model: `model.`, `transformer.` or an adapter's."""
     name = plain(site)
-    # Only one head is removed: deeper ones are parts of the model.
+    # Only one prefix is removed, because later ones are parts of the model.
     for head in _HEADS:
         if name.startswith(head) and len(name) > len(head):
             return name.removeprefix(head)
@@ -70,7 +71,8 @@ def link_names(reference: Iterable[str], candidate: Iterable[str]) -> dict[str, 
     """Sites of the reference → sites of the candidate whose plain names agree."""
     reference_sites, candidate_sites = list(reference), list(candidate)
     links: dict[str, str] = {}
-    # Wrappers first, heads second: a name that agrees with its head is the stronger match.
+    # Wrappers first, prefixes second, because a name that agrees with its prefix is stronger
+    # evidence.
     for simplify in (plain, headless):
         free_sites = _unique(simplify, (site for site in reference_sites if site not in links))
         used = set(links.values())
@@ -82,7 +84,7 @@ def link_names(reference: Iterable[str], candidate: Iterable[str]) -> dict[str, 
 
 
 def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
-    """Plain name → its only site; None where several have it."""
+    """Plain name → its only site; None if several sites have it."""
     # A plain name that two sites share identifies neither of them.
     names: dict[str, str | None] = {}
     for site in sites:
@@ -95,13 +97,13 @@ def _unique(simplify: object, sites: Iterable[str]) -> dict[str, str | None]:
 
 
 WRAPPERS = ("module.", "_orig_mod.", "model.", "base_model.model.", "transformer.")
-"""Prefixes that wrappers (data parallel, compile, heads, adapters) put in front of every name."""
+"""Prefixes that wrappers (data parallel, compile, heads, adapters) add to every name."""
 
 
 def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Plan:
     """Pair all tensors of two runs that have equal keys or aliases; there may be none."""
-    reference_records = sorted(reference, key=_execution)
-    candidate_records = sorted(candidate, key=_execution)
+    reference_records = sorted(reference, key=execution)
+    candidate_records = sorted(candidate, key=execution)
     by_key: dict[TensorKey, Record] = {}
     repeated: list[Record] = []  # our own runs have unique keys; dumps of other tools may not
     for record in candidate_records:
@@ -118,9 +120,9 @@ def pair_by_name(reference: Iterable[Record], candidate: Iterable[Record]) -> Pl
     if alone and by_key:
         by_alias, alone = _by_alias(alone, by_key)
         if by_alias:
-            pairs = sorted([*pairs, *by_alias], key=lambda pair: _execution(pair.reference))
+            pairs = sorted([*pairs, *by_alias], key=lambda pair: execution(pair.reference))
     # Execution order everywhere, because plans are printed and compared in it.
-    extra = tuple(sorted([*by_key.values(), *repeated], key=_execution))
+    extra = tuple(sorted([*by_key.values(), *repeated], key=execution))
     return Plan(tuple(pairs), tuple(alone), extra)
 
 
@@ -130,7 +132,7 @@ def select(
     """The records whose site matches a glob and whose port is listed; an empty list selects all.
 
     Raises:
-        BadInput: A glob or a port matches nothing, unless not `strict`.
+        BadInput: A glob or a port matches nothing, unless `strict` is false.
     """
     known_sites = {record.key.site for record in records}
     wanted_sites = set(known_sites)
@@ -140,8 +142,8 @@ def select(
             hits = fnmatch.filter(known_sites, glob)
             if strict and not hits:
                 raise BadInput(f"no site matches '{glob}'", hint=did_you_mean(glob, known_sites))
-            # Globs are matched against the names there are, so that a typing error is
-            # refused, not ignored.
+            # Globs are matched against the existing names, so that a typing error is refused, not
+            # ignored.
             wanted_sites.update(hits)
     known_ports = {record.key.port for record in records}
     for port in ports:
@@ -152,10 +154,6 @@ def select(
         for record in records
         if record.key.site in wanted_sites and (not ports or record.key.port in ports)
     ]
-
-
-def _execution(record: Record) -> tuple[int, int, int]:
-    return (record.key.rank, record.key.process, record.order)
 
 
 def _by_alias(
@@ -188,22 +186,22 @@ def nothing_in_common(reference: Sequence[Record], candidate: Sequence[Record]) 
     return BadInput(
         f"the two runs share no tensor: {len(reference)} names against {len(candidate)}, "
         "0 in common",
-        hint=_why(reference, candidate)
+        hint=_hint_of_keys(reference, candidate)
         if reference_sites & candidate_sites
         else _prefix_hint(reference_sites, candidate_sites),
     )
 
 
-def _why(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
-    """The sites agree, so another part of the key differs everywhere: name it."""
+def _hint_of_keys(reference: Sequence[Record], candidate: Sequence[Record]) -> str:
+    """The hint if the sites agree: the part of the key that always differs."""
     # Steps and ranks come first: the first part of the key without a common value is the reason.
     for part in ("step", "rank", "process", "port", "phase", "moment", "visit"):
         reference_values = {getattr(record.key, part) for record in reference}
         candidate_values = {getattr(record.key, part) for record in candidate}
         if not reference_values & candidate_values:
             return (
-                f"the sites agree, but the reference has {part} {_some(reference_values)} "
-                f"and the candidate {part} {_some(candidate_values)}"
+                f"the sites agree, but the reference has {part} {_first_values(reference_values)} "
+                f"and the candidate {part} {_first_values(candidate_values)}"
             )
     return "the sites agree, but no port, slot, step and visit together do"
 
@@ -216,7 +214,7 @@ def _prefix_hint(reference: set[str], candidate: set[str]) -> str:
         ("reference", reference, candidate),
     ):
         firsts = {site.partition(".")[0] + "." for site in longer if "." in site}
-        # Every first part of a name may be a prefix, also one that is in no list.
+        # Every first part of a name may be a prefix, even if it is in no list.
         for prefix in firsts.union(WRAPPERS):
             cut = {site[len(prefix) :] for site in longer if site.startswith(prefix)} - {""}
             if hits := len(cut & shorter):
@@ -237,13 +235,13 @@ def _map_for(side: str, prefix: str) -> str:
     return f"*={prefix}*" if side == "candidate" else f"{prefix}*=*"
 
 
-def _some(values: set[object]) -> str:
+def _first_values(values: set[object]) -> str:
     shown = sorted(str(value) for value in values)
     return ", ".join(shown[:4]) + (", ..." if len(shown) > 4 else "")
 
 
 def refuse_unrelated(plan: Plan) -> NoReturn:
-    """Say that the two runs have nothing in common, and what was tried."""
+    """Raise an error that the two runs have nothing in common, and what was tried."""
     trouble = nothing_in_common(plan.missing, plan.extra)
     if tried := next(iter((*plan.notes, *plan.reasons.values())), ""):
         message = f"{trouble}; structure cannot tell them apart either: {tried}"
@@ -261,9 +259,9 @@ def by_name(plan: Plan, context: Context) -> Plan:
 
 
 def by_plain_name(plan: Plan, context: Context) -> Plan:
-    """Pairs by names without what exporters and wrappers add to them."""
+    """Pairs by names without the parts that exporters and wrappers add."""
     del context
-    # A site that has a pair by its full name keeps it; only whole sites are renamed.
+    # A site that has a pair by its full name keeps it; only complete sites are renamed.
     paired_reference = {pair.reference.key.site for pair in plan.pairs}
     paired_candidate = {pair.candidate.key.site for pair in plan.pairs}
     links = link_names(
@@ -274,7 +272,7 @@ def by_plain_name(plan: Plan, context: Context) -> Plan:
 
 
 def pairs_of_sites(plan: Plan, links: dict[str, str], by: Rule, confidence: float) -> list[Pair]:
-    """Pairs of the tensors of sites that belong together, call by call."""
+    """Pairs of the tensors of corresponding sites, call by call."""
     from driftline.alignment.sites.tensors import pair_tensors
 
     reference_calls: dict[tuple[object, ...], list[Record]] = {}

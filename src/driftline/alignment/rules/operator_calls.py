@@ -1,10 +1,10 @@
-"""Pairs where at least one run has compiled graphs.
+"""Pairs if at least one run has compiled graphs.
 
-A run of operators against compiled graphs: the nth call of an operator in a module and phase. Both
-sides must have the same number of calls; otherwise nothing is paired, and the reason says so. A
-value that a kernel computes on the way to another one has the fusion as its reason. Two compiled
-runs are paired call by call. Modules are paired by `module_borders`, parameters by name.
-`align_compiled` puts these together; nothing is guessed beyond them.
+In a run of operators against compiled graphs, the nth calls of an operator in a module and phase
+are paired. Both sides must have the same number of calls; otherwise nothing is paired, and the
+reason says so. If a kernel only computes a value on the way to another one, the reason is the
+fusion. Two compiled runs are paired call by call. Modules are paired by `module_borders`,
+parameters by name. `align_compiled` combines these; nothing is guessed beyond them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.annotate.compiled_graphs import Owners, with_lines
-from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, Pair, Plan
+from driftline.alignment.plan import NO_NODE, NO_TENSOR, NOT_KEPT, Pair, Plan, execution
 from driftline.alignment.rules.module_borders import pair_modules, reshaped
 from driftline.alignment.rules.names import pair_by_name, refuse_unrelated
 from driftline.alignment.sites.compiled_graphs import (
@@ -53,14 +53,14 @@ def pair_operators(
     if not calls:
         return
     index = _CallIndex(graphs, calls)
-    # With kernels, the fusion is every call's reason to be alone, until a match removes it.
+    # With kernels, the fusion is every call's reason to be unpaired, until a match removes it.
     if graphs.engine != "fx":
         for graph, node, step in index.executed():
             for result in index.by(graph, node, step):
                 matching.reasons[result.key] = graphs.why_not_kept(graph, node)
                 if fused := graphs.whole(graph, node, step, 0):
                     matching.inside[result.key] = fused.key
-    # The first value that fits a call is kept: later ones are views of it.
+    # The first value that fits a call is kept; later ones are views of it.
     once: set[TensorKey] = set()
     shown = [
         (bool(value.inside), node is not value.node, value, node)
@@ -68,7 +68,7 @@ def pair_operators(
         for node in graphs.same_elements(value)
     ]
     # Views come last: they represent an operator only if nothing else of it was kept. Values that
-    # were recomputed outside of a kernel come after everything that kernels kept.
+    # were recomputed outside of a kernel come after all values that kernels kept.
     for *_, value, node in sorted(shown, key=lambda row: row[:2]):
         key = value.record.key
         for result in index.by(value.graph, node, key.step, key.visit):
@@ -83,7 +83,7 @@ def pair_operators(
 
 
 class _CallIndex:
-    """Which calls of a run of operators the nodes of compiled graphs come from.
+    """The calls of a run of operators from which the nodes of compiled graphs come.
 
     Args:
         graphs: The compiled graphs.
@@ -111,13 +111,12 @@ class _CallIndex:
     ) -> Iterator[Record]:
         """Results of a node's calls in one execution of its graph, or in all of a step."""
         for origin, calls, per_run, ran in self._calls_of(graph, node, step):
-            # Numbers mean the same on both sides only if both counted equally many
-            # calls.
+            # Numbers mean the same on both sides only if both counted equally many calls.
             if per_run * ran == max(calls) + 1:
                 pieces = self._totals[node.module, origin.name, node.phase]
                 own_piece = self._graphs.piece(graph)
-                # Pieces run in program order, so calls of earlier pieces come
-                # before this piece's own.
+                # Pieces run in program order, so calls of earlier pieces come before this piece's
+                # own.
                 place = sum(n for piece, n in pieces.items() if piece < own_piece) + origin.nth
                 for time in range(ran) if visit is None else (visit,):
                     result = calls.get(time * per_run + place, {}).get(origin.slot)
@@ -141,8 +140,8 @@ class _CallIndex:
             return
         ran = self._times[id(graph), step]
         for origin in node.origins:
-            # In-place operators have an underscore in eager mode; compilers trace the
-            # plain one.
+            # In-place operators have an underscore in eager mode; compilers trace the plain
+            # operator.
             for name in (origin.name, f"{origin.name}_", _EAGER.get(origin.name, "")):
                 calls = self._calls.get((step, node.module, name, node.phase))
                 if calls:
@@ -155,7 +154,7 @@ _EAGER = {
     "aten._native_batch_norm_legit_no_training": "aten.native_batch_norm",
     "aten._native_batch_norm_legit_functional": "aten.native_batch_norm",
 }
-"""Operators that a compiler traces in place of those that eager mode dispatches."""
+"""Operators that a compiler traces → those that eager mode dispatches instead."""
 
 
 def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
@@ -172,11 +171,11 @@ def _totals(graphs: Graphs) -> dict[tuple[str, str, str], dict[Piece, int]]:
 
 
 def _executions(graphs: Graphs) -> dict[tuple[int, int], int]:
-    """How often a graph was executed in a step."""
+    """How often each graph was executed in each step."""
     runs: dict[tuple[int, int], int] = {}
     for value in graphs.values:
-        # A visit is counted from 0 within its step, so the highest one plus one is the
-        # number of runs.
+        # A visit is counted from 0 within its step, so the highest visit plus one is the number of
+        # runs.
         graph_step = (id(value.graph), value.record.key.step)
         runs[graph_step] = max(runs.get(graph_step, 0), value.record.key.visit + 1)
     return runs
@@ -204,7 +203,7 @@ def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Pla
     Args:
         reference_graphs: Graphs of the reference, by rank and process; empty if not compiled.
         candidate_graphs: Graphs of the candidate.
-        plan: Its unpaired tensors are paired.
+        plan: The plan whose unpaired tensors are paired.
     """
     reference, candidate = _by_owner(plan.missing), _by_owner(plan.extra)
     total = _OwnerPairs([], {}, {}, [])
@@ -215,11 +214,11 @@ def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Pla
         total.reasons.update(result.reasons)
         total.inside.update(result.inside)
         total.notes.extend(result.notes)
-    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: _execution(pair.reference))
+    together = sorted([*plan.pairs, *total.pairs], key=lambda pair: execution(pair.reference))
     paired = {id(record) for pair in total.pairs for record in pair.records}
     missing = tuple(record for record in plan.missing if id(record) not in paired)
     extra = tuple(record for record in plan.extra if id(record) not in paired)
-    # Reasons of tensors that did find a partner are dropped.
+    # Reasons of tensors that were paired are dropped.
     alone = {("reference", r.key) for r in missing} | {("candidate", r.key) for r in extra}
     reasons = {place: why for place, why in total.reasons.items() if place in alone}
     inside = {place: fused for place, fused in total.inside.items() if place in alone}
@@ -236,7 +235,7 @@ def align_compiled(reference_graphs: Owners, candidate_graphs: Owners, plan: Pla
 def _align_owner(
     a: Graphs | None, b: Graphs | None, left: list[Record], right: list[Record]
 ) -> _OwnerPairs:
-    # Modules around compiled regions have names on both sides; they pair as usual.
+    # Modules around compiled regions have names on both sides, so they pair as usual.
     by_name = pair_by_name(_others(a, left), _others(b, right))
     result = _OwnerPairs(list(by_name.pairs), {}, {}, [])
     named = {id(record) for pair in by_name.pairs for record in pair.records}
@@ -272,8 +271,9 @@ def _match_owner(
 ) -> Matching | None:
     """Matches with the reference first; None if neither side was compiled.
 
-    Both compiled: calls are keyed alike. One compiled: the other is a run of modules or operators;
-    it is solved from the plain side, and flipped if the reference was compiled.
+    If both were compiled, calls have the same keys. If one was compiled, the other is a run of
+    modules or operators: it is matched from that plain side, and flipped if the reference was
+    compiled.
     """
     if a is not None and b is not None:
         matching = _by_calls(a, b)
@@ -321,8 +321,8 @@ def _notes(side: str, graphs: Graphs | None) -> Iterator[str]:
 
 def _by_calls(a: Graphs, b: Graphs) -> Matching:
     matching = Matching([], {}, {}, {})
-    # Three ranks of evidence: the node's own value, a view of it, and what was computed beside
-    # a fused kernel. The stronger one wins a place.
+    # Three ranks of evidence: the node's own value, a view of it, and values that were recomputed
+    # for a fused kernel. The strongest one is used.
     index: dict[tuple[Place, int, int], Value] = {}
     shown: dict[tuple[Place, int, int], Value] = {}
     inside: dict[tuple[Place, int, int], Value] = {}
@@ -334,8 +334,8 @@ def _by_calls(a: Graphs, b: Graphs) -> Matching:
                 rank = index if node is value.node else shown
                 (inside if value.inside else rank).setdefault(call, value)
     index = inside | shown | index
-    # Inputs have no call that made them; equal piece, phase and shape in order is all there is.
-    # Not for graphs that were cut, whose parts have inputs of their own.
+    # Inputs have no call that made them, so only equal piece, phase and shape, in order, can pair
+    # them. This does not apply to graphs that were cut, whose parts have inputs of their own.
     inputs: dict[_Input, list[Value]] = defaultdict(list)
     for value in b.values:
         if _is_input(value) and not b.is_cut(value.graph):
@@ -396,7 +396,7 @@ def _kind(node: GraphNode) -> str:
 
 
 def _input(graphs: Graphs, value: Value) -> _Input:
-    """What identifies an input of a graph; inputs with equal identity pair in order.
+    """The identity of an input of a graph; inputs with equal identity pair in order.
 
     Parameters are identified by name.
     """
@@ -431,8 +431,7 @@ def _why_alone(own: Graphs, value: Value, other: Graphs, inside: dict[TensorKey,
 def _plain(records: Sequence[Record], graphs: Graphs) -> Matching:
     matching = Matching([], {}, {}, {})
     matched: set[int] = set()
-    # Operators first: a module's output is often the result of its last operator, which is
-    # exact.
+    # Operators first: a module's output is often the result of its last operator, which is exact.
     for match in (
         *pair_operators(records, graphs, matching),
         *pair_modules(records, graphs, matching),
@@ -487,12 +486,8 @@ def _owners(
     return [(owner, owner) for owner in reference if owner in candidate]
 
 
-def _execution(record: Record) -> tuple[int, int, int]:
-    return (record.key.rank, record.key.process, record.order)
-
-
 def by_compiled_graphs(plan: Plan, context: Context) -> Plan:
-    """Pairs by the calls that a compiler lists, with the program lines they come from."""
+    """Pairs by the calls that a compiler lists, with the program lines that they come from."""
     from driftline.alignment.rules.exported import with_calls
 
     graphs = graphs_of(context.reference), graphs_of(context.candidate)

@@ -1,9 +1,9 @@
-"""Pairs for tensors that repeat a value that is paired already.
+"""Pairs for tensors that repeat a value that is already paired.
 
-A dropout in evaluation and an identity return their input: their tensors are those of the leaf
-before or after them. The other run may not have such sites. A container returns what a leaf inside
-made; operators of a library have no containers. Such tensors get the partner of the equal tensor.
-`ForwardedInputs` does the same for inputs that a container passes to its operators.
+A dropout in evaluation and an identity return their input, so their tensors equal those of the leaf
+before or after them. The other run may not have such sites. A container returns a value that a leaf
+inside made; operators of a library have no containers. Such tensors get the partner of the equal
+tensor. `ForwardedInputs` does the same for inputs that a container passes to its operators.
 
 Equality is decided within one run, by bytes; the two runs are never compared here.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from driftline.alignment.align import Context
 
 MOST_CONFIDENT = 0.8
-"""Upper bound of the confidence of these pairs."""
+"""Upper limit of the confidence of these pairs."""
 _ENDS = 4
 """Number of leaves that are examined at either end of a container."""
 _NEAR = 16
@@ -52,14 +52,13 @@ def pair_passed(plan: Plan, reference: Run, candidate: Run) -> list[Pair]:
         partners: dict[int, Pair | None] = {}
         for pair in plan.pairs:
             own = id(pair.reference if in_reference else pair.candidate)
-            # A recipe changes the value, so what equals the stored tensor does not
-            # equal the compared one; a tensor with two pairs has no single partner to
-            # share.
+            # A recipe changes the value, so a tensor that equals the stored one does not equal the
+            # compared one. A tensor with two pairs has no single partner to share.
             unchanged = pair.reference_recipe is None and pair.candidate_recipe is None
             partners[own] = pair if unchanged and own not in partners else None
         other = candidate if in_reference else reference
-        # Library operators have no modules around them, so a model's containers would all
-        # be alone.
+        # Library operators have no modules around them, so all containers of a model would be
+        # unpaired.
         modules = other.facts.operator_sites and not run.facts.operator_sites
         for record, pair in _of_passing_sites(run, alone, partners, modules):
             sure = min(pair.confidence, MOST_CONFIDENT)
@@ -78,7 +77,7 @@ def _of_passing_sites(
         if frame not in wanted:
             continue
         calls = [call for call in calls_of(_in_order(records)) if call.called]
-        # Frames without a lone tensor are skipped before any byte is read.
+        # Frames without an unpaired tensor are skipped before any byte is read.
         if not any(id(record) in lone for call in calls for record in call.records):
             continue
         leaves = [call for call in calls if call.leaf]
@@ -97,14 +96,14 @@ def _of_leaves(
         source, output = (main_tensor(call.records, port) for port in ("input", "output"))
         if call.kind not in _KINDS or source is None or output is None:
             continue
-        # A site of which one side is paired already needs no help.
+        # A site with one paired side needs no help.
         if not {id(source), id(output)} <= lone:
             continue
         value = bytes_of(run, source)
-        # Unequal bytes mean that the dropout was active: it changed the value.
+        # Unequal bytes mean that the dropout was active and changed the value.
         if not value or value != bytes_of(run, output):
             continue
-        # A chain of dropouts passes one value on; what an earlier one found holds for the next.
+        # A chain of dropouts passes one value on, so an earlier result applies to the next one.
         pair = passed_on.get(value) or _pair_around(run, leaves, index, source, partners)
         passed_on[value] = pair
         if pair is not None:
@@ -137,7 +136,7 @@ def _of_container(
     lone: set[int],
     partners: Mapping[int, Pair | None],
 ) -> Iterator[tuple[Record, Pair]]:
-    """Tensors of a container that its first leaves read, or its last leaves made."""
+    """Tensors of a container that its first leaves read, or that its last leaves made."""
     alone = [r for r in container.records if id(r) in lone and r.key.phase == "forward"]
     if not alone:
         return
@@ -145,8 +144,8 @@ def _of_container(
     inside = [leaf for leaf in leaves if leaf.site.startswith(prefix)]
     for record in alone:
         port = record.key.port
-        # An input is read by the first leaves, an output made by the last ones; looking
-        # further costs reads and finds unrelated equal values.
+        # The first leaves read an input, the last ones make an output; examining more leaves costs
+        # reads and finds unrelated equal values.
         ends = inside[:_ENDS] if port == "input" else inside[: -_ENDS - 1 : -1]
         same = bytes_of(run, record) if port in ("input", "output") else ""
         for leaf in ends if same else ():
@@ -165,8 +164,8 @@ def _in_order(records: Iterable[Record]) -> list[Record]:
 def _around(leaves: Sequence[Call], index: int) -> Iterator[tuple[Call, str]]:
     """Calls that may have made the value that a site passes on, likeliest first, then its reader.
 
-    Besides the previous leaf these are leaves of the same module: a dump may list them in another
-    order.
+    In addition to the previous leaf, these are leaves of the same module, because a dump may list
+    them in another order.
     """
     holder = leaves[index].site.rpartition(".")[0]
     if index:
@@ -222,8 +221,8 @@ class ForwardedInputs:
             if id(record) not in free:
                 continue
             name = name_of(record, self._flows[0])
-            # Several inputs of one container may hold equal bytes, such as the norms'
-            # weights of a fresh model.
+            # Several inputs of one container may hold equal bytes, such as the norms' weights of a
+            # new model.
             nth = seen[name]  # equal bytes have equal names: pair the nth with the nth
             seen[name] += 1
             for pair in self._pairs.get(name, _NONE).values():
@@ -247,7 +246,7 @@ def _signature(pair: Pair) -> object:
         (pair.reference, pair.reference_recipe),
         (pair.candidate, pair.candidate_recipe),
     ):
-        # Recipes with other sources are kept apart by identity: they cannot be moved to new
+        # Recipes with other sources are distinguished by identity: they cannot be moved to new
         # tensors.
         alone = recipe is None or recipe.sources == (record,)
         steps = () if recipe is None else recipe.steps

@@ -1,9 +1,9 @@
 """Structure: pairs for tensors whose names do not agree, by class, shape and execution order.
 
-Works frame by frame (one step of one process): leaves are aligned as a sequence, containers by the
-leaves they hold, then the tensors of linked sites are paired. Pairs of stronger rules stay and
-anchor the rest. A wrong pair is worse than none: a site without a unique partner stays unpaired,
-with a reason.
+The rule works frame by frame (one step of one process): leaves are aligned as a sequence,
+containers by the leaves they hold, then the tensors of linked sites are paired. Pairs of stronger
+rules stay, and anchor the alignment. A wrong pair is worse than none: a site without a unique
+partner stays unpaired, with a reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 # Relative difference that counts as close: wider than the noise of half precision.
 _CLOSE = 0.02
 _LARGEST = 1 << 26
-"""Most elements of a tensor that is read to break a tie; a larger tensor breaks none."""
+"""Largest number of elements of a tensor that is read to break a tie; larger tensors break none."""
 
 Reasons = dict[tuple[str, TensorKey], str]
 _Name = tuple[str, int]
@@ -77,7 +77,7 @@ class Conclusion(NamedTuple):
 
 
 class _NamedLink(NamedTuple):
-    """A link by names; parts are the members of a fused family on that side, else empty."""
+    """A link by names; the parts are the members of a fused family on that side, or empty."""
 
     name: _Name
     partner: _Name
@@ -87,7 +87,7 @@ class _NamedLink(NamedTuple):
 
 
 class _Solution(NamedTuple):
-    """Links between two frames by name, so that they hold for every frame with the same calls."""
+    """Links between two frames by name, so that they apply to every frame with the same calls."""
 
     links: list[_NamedLink]
     reference_reasons: dict[_Name, str]
@@ -103,7 +103,7 @@ def align_by_structure(
     extra: Sequence[Record],
     same_class: Sequence[tuple[str, str]] = (),
 ) -> Conclusion:
-    """Pair what stronger rules left unpaired.
+    """Pair tensors that stronger rules left unpaired.
 
     Args:
         reference: The reference run; values are read only to break ties.
@@ -116,15 +116,15 @@ def align_by_structure(
     conclusion = Conclusion([], {}, [])
     reference_frames = frames_of([*(pair.reference for pair in paired), *missing])
     candidate_frames = frames_of([*(pair.candidate for pair in paired), *extra])
-    # Pairs that exist already anchor the order inside their own frame.
+    # Existing pairs anchor the order inside their own frame.
     links: dict[Frame, list[Pair]] = {}
     for pair in paired:
         key = pair.reference.key
         links.setdefault(Frame(key.rank, key.process, key.step), []).append(pair)
-    # Steps of one run repeat the same calls; the alignment is solved once per distinct
+    # Steps of one run repeat the same calls, so the alignment is computed once per distinct
     # sequence.
     solved: dict[object, _Solution] = {}
-    # Records are compared by identity: equal keys may stand in both runs.
+    # Records are compared by identity, because both runs may have equal keys.
     free = {id(record) for record in (*missing, *extra)}
     fingerprints = Fingerprints(reference, candidate)
     interleaving = Interleaving(reference, candidate, conclusion.notes)
@@ -143,14 +143,12 @@ def align_by_structure(
         _apply_class_map(same_class, a, b)
         outline = (_names(a), _names(b), tuple(anchors.items()))
         flows = reference_flows.of(frame, a, outline), candidate_flows.of(other, b, outline)
-        # Roles by dataflow come before matching, since unnamed q, k and v are
-        # indistinguishable by shape.
+        # Roles by dataflow come before matching, because unnamed q, k and v have equal shapes.
         infer_roles(a, flows[0])
         infer_roles(b, flows[1])
         infer_elementwise_kinds(a, b, flows)
-        # A bias that one library adds by an operator of its own is part of a Linear
-        # elsewhere, unless the other side has such operators, too: then they pair with each
-        # other.
+        # A bias that one library adds by a separate operator is part of a Linear elsewhere. If the
+        # other side has such operators too, they pair with each other.
         for side, other_side in ((a, b), (b, a)):
             if not any(call.class_name.startswith("Elewise") for call in other_side):
                 with_bias(side)
@@ -172,15 +170,15 @@ def align_by_structure(
 def _apply_class_map(
     same_class: Sequence[tuple[str, str]], reference: list[Call], candidate: list[Call]
 ) -> None:
-    """Give leaves of mapped classes one kind, if both sides have such leaves."""
+    """Give leaves of mapped classes the same kind, if both sides have such leaves."""
     for number, words in enumerate(same_class):
-        # A class map of the user outranks what classes are called.
+        # A class map of the user overrides the kinds of classes.
         sides = [
             [call for call in side if call.leaf and any(word in call.class_name for word in words)]
             for side in (reference, candidate)
         ]
-        # Classes that are known to do the same work need no word of the user; and one more kind
-        # would set them apart from others that do it, too.
+        # Classes that already have the same kind need no map; a new kind would separate them from
+        # other classes of that kind.
         kinds = {call.kind for side in sides for call in side}
         if all(sides) and len(kinds) > 1:
             for call in (*sides[0], *sides[1]):
@@ -204,7 +202,7 @@ def _could_gain(
 ) -> bool:
     """Whether both sides have unpaired sites with unpaired tensors of a common port.
 
-    Skips the work if names have paired all sites and only single tensors are left.
+    This skips the work if names have paired all sites and only single tensors are left.
     """
     sides = (reference, set(anchors)), (candidate, set(anchors.values()))
     alone = [
@@ -254,7 +252,7 @@ def _solve(
 
     sequences = _leaf_sequences(reference, candidate, paired)
     if by_kind:
-        # Modules as they were registered: only those of one kind are in the order of their calls.
+        # Modules in registration order: only those of one kind are in the order of their calls.
         sequences = _sorted_by_kind(sequences[0]), _sorted_by_kind(sequences[1])
     anchored = [pair for pair in fixed if pair[0].leaf and pair[1].leaf]
     leaves = link_leaves(*sequences, anchored, alike)
@@ -273,7 +271,7 @@ def _solve(
         if id(link.reference) not in paired and id(link.candidate) not in paired
     ]
     linked = {id(call) for link in links for call in (link.reference, link.candidate)} | paired
-    # Parameters without a call come last: they are found by the linked sites around them.
+    # Parameters without a call come last, because the linked sites around them identify them.
     links += link_uncalled(
         [call for call in reference if id(call) not in linked],
         [call for call in candidate if id(call) not in linked],
@@ -290,9 +288,9 @@ def _solve(
 def _leaf_sequences(
     reference: list[Call], candidate: list[Call], paired: set[int]
 ) -> tuple[list[Call], list[Call]]:
-    """The leaves of both sides in comparable order, with families fused alike."""
+    """The leaves of both sides in comparable order, with families fused in the same way."""
     sides = [[call for call in side if call.leaf] for side in (reference, candidate)]
-    # Where calls were recorded, sites that only hold parameters are not part of the sequence.
+    # If calls were recorded, sites that only hold parameters are not part of the sequence.
     if all(any(call.called for call in side) for side in sides):
         sides = [[call for call in side if call.called] for side in sides]
     # Fuse before aligning, so that both sequences have the same units.
@@ -300,13 +298,13 @@ def _leaf_sequences(
 
 
 def _sorted_by_kind(calls: Sequence[Call]) -> list[Call]:
-    """Calls of one kind together, in their own order; all norms are one kind, unknown ones last."""
+    """Calls grouped by kind, in their order; all norms are one kind, unknown kinds come last."""
     return sorted(calls, key=lambda call: (not is_known(call.kind), call.kind.partition(".")[0]))
 
 
 def _named_link(link: Link) -> _NamedLink:
     own, other = link.reference, link.candidate
-    # A family whose members only their order distinguishes is less certain than its link.
+    # If only their order distinguishes the members of a family, it is less certain than its link.
     sure = link.confidence if is_certain(own) and is_certain(other) else 0.7
     return _NamedLink(
         (own.site, own.visit),
@@ -352,8 +350,8 @@ def _marks(
             own_calls, others = reference.parts or (reference,), candidate.parts or (candidate,)
             many = range(number, number + max(len(own_calls), len(others)))
             number += len(many)
-            # A fused call carries the marks of all its members, so that a container
-            # holds "the same leaves" on both sides even if only one of them is fused.
+            # A fused call has the marks of all its members, so that a container holds "the same
+            # leaves" on both sides even if only one of them is fused.
             for side, calls, fused in (
                 (reference_marks, own_calls, reference),
                 (candidate_marks, others, candidate),
@@ -375,7 +373,7 @@ def _explain(
     classes = Counter(call.class_name for call in others)
     kinds = {call.kind for call in others}
     for call in calls:
-        # Ties are the most useful reason: they name what the user can decide with --map.
+        # Ties are the most useful reason, because they name what the user can decide with --map.
         if options := ties.get(id(call)):
             shown = " and ".join(f"'{option.site}'" for option in options[:2])
             reason = f"{shown} of the {side} are equally good"
@@ -428,7 +426,7 @@ class _FrameTensors:
         self._linked["candidate", partner] = name[0]
 
     def pair(self, solution: _Solution) -> None:
-        """Pair the tensors of all links; reasons of uncut families go to the solution."""
+        """Pair the tensors of all links; reasons of uncut families are added to the solution."""
         # Leaves first: inputs that a container passes on are paired like those of its leaves.
         for link in sorted(solution.links, key=lambda link: not self._calls[0][link.name].leaf):
             self._link(link.name, link.partner)
@@ -474,7 +472,7 @@ class _FrameTensors:
         call, other = self._calls[0][link.name], self._calls[1][link.partner]
         covered: set[int] = set()
         if not call.leaf and not other.leaf:
-            # Built once, when all leaves are paired: containers come after them.
+            # Built once, when all leaves are paired, because containers come after them.
             self._forwarded = self._forwarded or ForwardedInputs(self.pairs, *self._flows)
             new, covered = self._forwarded.pairs_of(call, other, self._free, link.confidence)
             self.pairs.extend(new)
@@ -538,9 +536,9 @@ def _partners(
 class Fingerprints:
     """Summaries of the tensors of two runs; each is read or computed once.
 
-    Are two tensors close in norm, minimum and maximum? Asked only where order and shape leave a
-    tie. A fingerprint that decided more would hide the faults that the comparison looks for: a
-    swapped q and k have each other's values. Nothing here overrides what structure says.
+    They show whether two tensors are close in norm, minimum and maximum. They are used only if
+    order and shape leave a tie. If they decided more, they would hide the faults that the
+    comparison looks for: a swapped q and k have each other's values. They never override structure.
     """
 
     def __init__(self, reference: Run, candidate: Run) -> None:
@@ -548,11 +546,10 @@ class Fingerprints:
         self._summaries: dict[tuple[int, int], Summary | None] = {}
 
     def alike(self, reference: Record | None, candidate: Record | None) -> bool:
-        """Whether two tensors are equal or close; False where their values are not known."""
+        """Whether two tensors are equal or close; False if their values are unknown."""
         if reference is None or candidate is None:
             return False
-        # Equal digests need no values. The type must be equal too, because a digest is of
-        # bytes.
+        # Equal digests need no values. The type must be equal too, because a digest is of bytes.
         if (
             reference.digest
             and reference.digest == candidate.digest
@@ -566,7 +563,7 @@ class Fingerprints:
         if reference_summary is None or candidate_summary is None:
             return False
         scale = max(abs(reference_summary.l2), abs(candidate_summary.l2))
-        # With a NaN or an infinity in it, a norm says nothing about the other tensor.
+        # A norm that contains a NaN or an infinity says nothing about the other tensor.
         if not math.isfinite(scale):
             return False
         return (
@@ -591,7 +588,7 @@ class Fingerprints:
         try:
             return kernel.summarize(run.raw(record), DTYPES[record.dtype], count=count)
         except (DriftlineError, OSError, ValueError):
-            return None  # what cannot be read settles no tie; comparing it will say why
+            return None  # an unreadable tensor breaks no tie; comparing it will report the reason
 
 
 def _near(reference: float, candidate: float, scale: float) -> bool:
@@ -599,9 +596,8 @@ def _near(reference: float, candidate: float, scale: float) -> bool:
 
 
 def by_structure(plan: Plan, context: Context) -> Plan:
-    """Pairs by class, shape and order of execution."""
-    # Names that agree may still be accidents: such pairs are released, and structure decides
-    # them again.
+    """Pairs by class, shape and execution order."""
+    # Names may agree by accident: such pairs are released, and structure decides them again.
     doubted = in_doubt(plan.pairs, plan.missing, plan.extra)
     if not doubted and not (plan.missing and plan.extra):
         return plan
@@ -621,7 +617,7 @@ def by_structure(plan: Plan, context: Context) -> Plan:
     )
     again = still_alone(doubted, structural.pairs)
     notes = structural.notes
-    # Released pairs that structure has not made again were accidents; the user is told which
+    # Released pairs that structure has not made again were accidental; a note tells the user which
     # rule decided.
     moved = {(p.reference.key.site, p.candidate.key.site) for p in doubted}
     moved -= {(p.reference.key.site, p.candidate.key.site) for p in (*again, *structural.pairs)}
@@ -632,7 +628,7 @@ def by_structure(plan: Plan, context: Context) -> Plan:
             "do other work or are in another place, so structure decides; --map overrides it",
         ]
     plan = plan.with_pairs([*structural.pairs, *again])
-    # Steps that one side has alone say nothing about the models.
+    # Steps that only one side has say nothing about the models.
     steps = {pair.reference.key.step for pair in plan.pairs}
     other_steps = {pair.candidate.key.step for pair in plan.pairs}
     least, most = sorted(
@@ -641,16 +637,15 @@ def by_structure(plan: Plan, context: Context) -> Plan:
             sum(record.key.step in other_steps for record in plan.extra),
         )
     )
-    # Half as many tensors without partner as pairs: more likely two models than two runs of
-    # one.
+    # If unpaired tensors are at least half as many as pairs, these are more likely two models than
+    # two runs of one model.
     if 2 * least > len(plan.pairs) > 0:
         notes = [
             *notes,
             f"many tensors have no partner ({least} and {most} on the two sides, {len(plan.pairs)} "
             "pairs): are these runs of one model?",
         ]
-    # A reason is kept only for a tensor that is still unpaired after the released pairs came
-    # back.
+    # A reason is kept only for a tensor that is still unpaired after the released pairs came back.
     reasons = {
         (side, record.key): structural.reasons[side, record.key]
         for side, records in plan.unpaired()

@@ -1,7 +1,7 @@
-"""Compiled graphs of a run: which node each recorded tensor is the value of, and who fused it.
+"""Compiled graphs of a run: the node of each recorded tensor, and the kernels that fused it.
 
-Calls of operators are counted by piece of the program, also if a piece was cut into several graphs.
-Describes one run; pairs are made by the rules.
+Calls of operators are counted by piece of the program, even if a piece was cut into several graphs.
+This file describes one run; the rules make pairs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from driftline.runs.sidecars.calls import GRAPHS
 
 
 def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
-    """Graphs with calls counted by piece of the program, also if a piece was cut into parts.
+    """Graphs with calls counted by piece of the program, even if a piece was cut into parts.
 
     The graph of a distributed model is cut at the buckets of its gradients, and each part is traced
     separately. Backward parts are executed from the last to the first.
     """
     parts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    # Parts of one piece share these three; recompilations have a compile id of their own.
+    # Parts of one piece share these three; recompilations have their own compile id.
     for index, graph in enumerate(graphs):
         parts[graph.compile_id, graph.kind, graph.base].append(index)
     recounted = list(graphs)
@@ -45,12 +45,12 @@ def counted_together(graphs: Sequence[Graph]) -> Sequence[Graph]:
             continue
         totals: dict[tuple[str, str, str], int] = defaultdict(int)
         before: dict[int, dict[tuple[str, str, str], int]] = {}
-        for index in group:  # backward graphs are listed as they come: the last part first
+        for index in group:  # backward graphs are listed as executed: the last part first
             before[index] = dict(totals)
             for call, total in _calls_of(recounted[index]).items():
                 totals[call] += total
-        # Counts of earlier parts are added, so that a call has the same number as in the
-        # uncut graph.
+        # Counts of earlier parts are added, so that a call has the same number as in the uncut
+        # graph.
         for index in group:
             recounted[index] = _recounted(recounted[index], before[index], totals)
     return recounted
@@ -74,8 +74,8 @@ def _recounted(
     def counted(node: GraphNode) -> GraphNode:
         if not node.origins or node.body:
             return node
-        # A placeholder of a backward graph stands for a value of the forward pass and keeps
-        # its number.
+        # A placeholder of a backward graph stands for a value of the forward pass and keeps its
+        # number.
         phase = "forward" if node.target == "placeholder" else node.phase
         origins: list[Origin] = []
         for origin in node.origins:
@@ -102,17 +102,17 @@ VIEWS = frozenset(
         *("unbind", "split_with_sizes", "view_as", "lift_fresh_copy"),
     )
 )
-# Of the views only these keep all elements in order; the others select, repeat or move them.
+# Only these views keep all elements in order; the others select, repeat or move them.
 RESHAPES = frozenset(
     f"aten.{name}"
     for name in ("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "alias", "detach")
 )
 
 
-# An expand counts only if it repeats nothing, which is checked where it is met.
+# An expand counts only if it repeats nothing, which `same_elements` checks.
 _SAME_ELEMENTS = RESHAPES | {"aten.expand", "aten.clone"}
 FARTHEST = 8
-"""Greatest number of views between a value and the memory that holds it."""
+"""Largest number of views between a value and the memory that holds it."""
 
 
 class Value(NamedTuple):
@@ -120,10 +120,10 @@ class Value(NamedTuple):
 
     Attributes:
         record: The tensor.
-        graph: The graph that gave it.
-        node: The node whose value it is; None where no node has exactly this value.
+        graph: The graph that computed it.
+        node: The node whose value it is; None if no node has exactly this value.
         kernel: The kernel that computed it; None in a run that executed nodes.
-        kept: What that kernel kept there.
+        kept: The result that this kernel kept.
     """
 
     record: Record
@@ -150,7 +150,7 @@ class Match(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """Matches, reasons for unpaired tensors, and which of them are inside a fused tensor."""
+    """Matches, reasons for unpaired tensors, and the unpaired tensors inside a fused tensor."""
 
     matches: list[Match]
     reasons: dict[TensorKey, str]
@@ -209,8 +209,7 @@ class Graphs:
         by_site = defaultdict(list)
         for graph in self.graphs:
             nodes, keeps = self._nodes[id(graph)], self._kept_nodes[id(graph)]
-            # A node whose value a kernel keeps is listed with its kernel below, not
-            # twice.
+            # A node whose value a kernel keeps is listed only with its kernel, below.
             for node in graph.nodes:
                 if node.name not in keeps:
                     by_site[node.site].append((graph, None, None, node))
@@ -227,12 +226,11 @@ class Graphs:
         if record.key.port != "output" or not entries:
             return None
         backward = record.key.phase != "forward"
-        # Forward and backward graphs may use one site name; the phase of the record
-        # decides.
+        # Forward and backward graphs may use the same site name; the phase of the record decides.
         fitting = [
             entry for entry in entries if (entry[0].kind == "backward") == backward
         ] or entries
-        # A site may belong to several compilations of one piece: the shape says which.
+        # A site may belong to several compilations of one piece; the shape shows which.
         for graph, kernel, kept, node in fitting:
             part = self._part(graph, node, record.key.slot)
             if part is None or part.shape is None or part.shape == record.shape:
@@ -241,14 +239,14 @@ class Graphs:
         return Value(record, graph, self._part(graph, node, record.key.slot), kernel, kept)
 
     def _part(self, graph: Graph, node: GraphNode | None, slot: str) -> GraphNode | None:
-        """The node of one of several results, also of a result that nobody reads."""
+        """The node of one of several results, including results that are not read."""
         if node is None or node.shape is not None or not slot.isdigit():
             return node
         slots = self._slots[id(graph)]
         result = (node.name, int(slot))
         if result not in slots:
-            # Nobody reads this result, so the graph has no node for it; a sibling's
-            # origin tells the call.
+            # Nothing reads this result, so the graph has no node for it; a sibling's origin
+            # identifies the call.
             siblings = [
                 sibling
                 for (name, _), sibling in slots.items()
@@ -281,7 +279,7 @@ class Graphs:
 
     @cached_property
     def by_node(self) -> dict[tuple[int, str, int, int], Value]:
-        """Values by graph, node, step and visit; the value of a view also stands for its source."""
+        """Values by graph, node, step and visit; the value of a view also represents its source."""
         own: dict[tuple[int, str, int, int], Value] = {}
         shown: dict[tuple[int, str, int, int], Value] = {}
         inside: dict[tuple[int, str, int, int], Value] = {}
@@ -289,8 +287,8 @@ class Graphs:
             key = value.record.key
             for node in self.same_elements(value):
                 place = (id(value.graph), node.name, key.step, key.visit)
-                # A node's own value wins over a view of it, and that over what was
-                # computed beside a kernel.
+                # A node's own value is preferred to a view of it, and a view to a value that was
+                # recomputed for a kernel.
                 rank = own if node is value.node else shown
                 (inside if value.inside else rank).setdefault(place, value)
         return inside | shown | own
@@ -298,7 +296,7 @@ class Graphs:
     def same_elements(self, value: Value) -> Iterator[GraphNode]:
         """The node of a value, and the nodes before it that it only reshapes.
 
-        A softmax that is expanded to the shape it has is kept as the value of the `expand`.
+        A softmax that is expanded to its own shape is kept as the value of the `expand`.
         """
         node = value.node
         for _ in range(FARTHEST):
@@ -306,8 +304,8 @@ class Graphs:
                 return
             yield node
             operator = node.target.rpartition(".")[0]
-            # Each step must keep all elements, or the value would stand for a node it
-            # is only a part of.
+            # Each step must keep all elements; otherwise the value would represent a node that has
+            # more.
             same = operator in _SAME_ELEMENTS and bool(node.inputs)
             source = self.node(value.graph, node.inputs[0]) if same else None
             if source is None or (operator == "aten.expand" and not _as_large(source, node)):
@@ -316,7 +314,7 @@ class Graphs:
 
     @cached_property
     def by_place(self) -> dict[Place, list[tuple[Graph, GraphNode]]]:
-        """Every node, recorded or not, by the calls it comes from."""
+        """Every node, recorded or not, by the calls that it comes from."""
         by_place: dict[Place, list[tuple[Graph, GraphNode]]] = defaultdict(list)
         for graph in self.graphs:
             for node in graph.nodes:
@@ -326,8 +324,8 @@ class Graphs:
 
     @cached_property
     def _fusions(self) -> dict[tuple[int, str], tuple[Kernel, Kept]]:
-        # What a kernel keeps explains the nodes on the way to it. Nodes of no kept result
-        # are explained by the kernel's last one.
+        # The results that a kernel keeps explain the nodes on the way to them. Nodes of no kept
+        # result are explained by the kernel's last result.
         fusions: dict[tuple[int, str], tuple[Kernel, Kept]] = {}
         for graph in self.graphs:
             for kernel in graph.kernels:
@@ -363,7 +361,7 @@ class Graphs:
         return kernel.name if kernel is not None else ""
 
     def why_not_kept(self, graph: Graph, node: GraphNode) -> str:
-        """The reason why the value of a node is not in memory."""
+        """Why the value of a node is not in memory."""
         if is_view(node) and node.inputs:
             return f"a view of {node.inputs[0]}, which has no memory of its own"
         fused = self._fusions.get((id(graph), node.name))
@@ -390,8 +388,8 @@ class Graphs:
             return []
         graph, kept = value.graph, self._kept_nodes[id(value.graph)]
         went_in = set(value.kept.nodes)
-        # If no node has exactly the kept value, everything the kernel computed is on the
-        # way to it.
+        # If no node has exactly the kept value, everything that the kernel computed is on the way
+        # to it.
         waiting = [value.kept.node] if value.kept.node else list(went_in - kept)
         computed = set(waiting)
         while waiting:
@@ -420,7 +418,7 @@ def _as_large(node: GraphNode, other: GraphNode) -> bool:
 
 def is_saved(node: GraphNode) -> bool:
     """Whether a node is a backward graph's input that the forward pass computed and saved."""
-    # Names that AOTAutograd gives: primals are inputs of the program, tangents its gradients.
+    # Names given by AOTAutograd: primals are inputs of the program, tangents are its gradients.
     is_input = node.target == "placeholder" and node.phase == "backward"
     return is_input and not node.name.startswith(("primals_", "tangents_"))
 

@@ -1,7 +1,8 @@
-"""Classes of layers: which ones do the same work, and the role that a name suggests.
+"""Classes of layers: which classes do the same work, and the role that a name suggests.
 
-One table for torch, transformers, Paddle, ATB and hand-written models. It knows names only, no
-shapes and no order. An unknown class is a kind of its own; only its shapes can find it a partner.
+This is one table for torch, transformers, Paddle, ATB and hand-written models. It knows only names,
+no shapes and no order. An unknown class is a kind of its own; only its shapes can find it a
+partner.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 SOLID = frozenset({"linear", "norm.layer", "norm.rms", "norm", "norm.batch", "embedding", "conv"})
-"""Kinds that every implementation of a model has as separate sites. Activations and dropouts may
-also be a line of code, so they are aligned between solid ones."""
+"""Kinds that every implementation of a model has as separate sites.
+
+Activations and dropouts may also be a line of code, so they are aligned between solid kinds.
+"""
 
 MAPPED = "mapped"
-"""Prefix of the kinds of classes that the user maps to each other; they are solid too."""
+"""Prefix of the kinds of classes that the user maps to each other; these are solid too."""
 
 WHOLE = frozenset({"linear", "norm.layer", "norm.rms", "norm"})
-"""Kinds that count as one leaf even if they have children: an adapter around a Linear, an ATB
-operation with its kernels."""
+"""Kinds that count as one leaf even if they have children.
 
-# Exact names come first: endings of class names are guesses, these are not.
+Examples are an adapter around a Linear, and an ATB operation with its kernels.
+"""
+
+# Exact names come first, because endings of class names are guesses.
 _EXACT = {
     "RmsNormOperation": "norm.rms",
     "LayerNormOperation": "norm.layer",
@@ -61,7 +66,8 @@ _EXACT = {
     "Softmax": "softmax",
     "Flatten": "flatten",
 }
-# Activations are the last row of the table: their short endings (`act`, `elu`) fit many names.
+# Activations are the last row of the table, because their short endings (`act`, `elu`) fit many
+# names.
 _ACTIVATIONS = (
     r"gelu|relu|silu|swish|swiglu|sigmoid|tanh|mish|elu|celu|selu|softplus|activation|glu|act"
 )
@@ -78,7 +84,7 @@ _ENDS = (  # tried in this order on the lower-case class name
     (_ACTIVATIONS, "activation"),
 )
 _COMPILED = tuple((re.compile(rf"(?:\w*?)(?:{end})"), kind) for end, kind in _ENDS)
-# Containers are guessed from any part of the name: frameworks add prefixes and versions freely.
+# Containers are guessed from any part of the name, because frameworks add prefixes and versions.
 _CONTAINERS = (
     (re.compile(r"\w*attention\w*|\w*attn\w*"), "attention"),
     (re.compile(r"\w*(mlp|feed_?forward|ffn)\w*"), "mlp"),
@@ -93,7 +99,7 @@ PER_HEAD = ("GPTNeoX", "Bloom", "Falcon", "Persimmon")
 """Model families whose fused qkv is stored head by head (q, k, v of head 0, then head 1, ...)."""
 
 OWN_LAYOUT = ("CodeGen",)
-"""Model families whose fused qkv has an order of its own; it is not cut into parts."""
+"""Model families whose fused qkv has its own order; it is not cut into parts."""
 
 _ROLES = {
     "q": "q", "query": "q", "wq": "q", "queries": "q", "qproj": "q", "toq": "q", "querylayer": "q",
@@ -148,13 +154,13 @@ def is_whole(class_name: str, inside: Iterable[str]) -> bool:
     """Whether a site with children counts as one leaf, by its class and the kinds inside.
 
     An adapter around a Linear does. T5's `DenseActDense` and a `PreNorm` that contains the
-    attention have the name of a single layer, but are several.
+    attention have the name of a single layer, but contain several.
 
     >>> is_whole("Linear", ["linear", "dropout"]), is_whole("T5DenseActDense", ["linear"])
     (True, False)
     """
     kind = kind_of(class_name)
-    # The exact test keeps T5DenseActDense out: its name ends like a Linear, but it holds
+    # The exact test excludes T5DenseActDense, whose name ends like a Linear, but which holds
     # several.
     if kind == "linear":
         named = class_name in _EXACT or _ONE_LINEAR.fullmatch(class_name.lower()) is not None
@@ -184,7 +190,7 @@ def same_kind(kind: str, other: str) -> int:
 
 @lru_cache(maxsize=65536)
 def role_of(site: str) -> str:
-    """The role (q, k, v, gate, up) that the name of a site suggests; empty if none.
+    """The role (q, k, v, gate, up) that the name of a site suggests; empty if there is none.
 
     >>> role_of("model.layers.0.self_attn.q_proj"), role_of("h.0.attn.key"), role_of("h.0.fc")
     ('q', 'k', '')

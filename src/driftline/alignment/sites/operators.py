@@ -1,8 +1,8 @@
 """Operators of a run: their calls, dataflow and tensors, step by step.
 
-`OperatorSteps` serves rules about operators' inputs and is read once per step. `Operator` groups
-the tensors of a compiler's dump; `Match` and `Matching` hold what matching two dumps finds. No rule
-is applied here.
+`OperatorSteps` provides the inputs of operators to rules, and reads each step once. `Operator`
+groups the tensors of a compiler's dump; `Match` and `Matching` hold the result of matching two
+dumps. No rule is applied here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OperatorSteps:
         """The calls in the step of a record by site, and the dataflow between them."""
         frame = _frame(record)
         if frame not in self._known:
-            # Grouping all records takes time, so it waits for the first question.
+            # Grouping all records takes time, so it is done on first use.
             if self._frames is None:
                 self._frames = frames_of(self.run.records)
             calls = calls_of(sorted(self._frames.get(frame, []), key=lambda item: item.order))
@@ -40,7 +40,7 @@ class OperatorSteps:
         return self._known[frame]
 
     def taken(self, record: Record) -> Record | None:
-        """The operator's input that is the same tensor as a container's input, if known."""
+        """The operator's input that is the same tensor as a container's input; None if unknown."""
         if record.key.port != "input":
             return None
         calls, flow = self.at(record)
@@ -50,8 +50,7 @@ class OperatorSteps:
         frame = _frame(record)
         if frame not in self._taken:
             first: dict[str, Record] = {}
-            # Several operators may read one tensor; the first one stands for all of
-            # them.
+            # Several operators may read one tensor; the first one represents all of them.
             for other in (other for call in calls.values() for other in call.records):
                 called = flow.names.get((other.key.site, other.key.slot))
                 if called and other.key.port == "input":
@@ -71,10 +70,10 @@ class Operator(NamedTuple):
     """One dumped call of an operator.
 
     Attributes:
-        name: Without its graph's name, flattened as file names are.
-        class_name: Its type.
-        inputs: In the order of their slots.
-        outputs: The same.
+        name: Name without that of its graph, flattened as in file names.
+        class_name: Type of the operator.
+        inputs: Inputs, in the order of their slots.
+        outputs: Outputs, in the order of their slots.
     """
 
     name: str
@@ -105,8 +104,8 @@ class Matching(NamedTuple):
     """The result of matching two dumps.
 
     Attributes:
-        matches: In the order of the operators that were asked for.
-        reasons: Why tensors of these operators have no partner, where something is known.
+        matches: Matches, in the order of the operators.
+        reasons: Why tensors of these operators have no partner, if a reason is known.
         partner_reasons: The same for the other side.
     """
 
@@ -119,7 +118,7 @@ def operators_of(records: Iterable[Record], prefix: str) -> dict[str, Operator]:
     """Operators by name, in the order of their first tensor."""
     operators: dict[str, Operator] = {}
     for record in records:
-        # Dumps flatten the names of operators in file names, so sites are flattened alike.
+        # File names of dumps contain flattened names of operators, so sites are flattened too.
         name = flat(record.key.site.removeprefix(prefix))
         operator = operators.get(name)
         if operator is None:

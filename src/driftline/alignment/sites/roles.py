@@ -1,9 +1,9 @@
 """Roles of projections that follow from the dataflow: q, k and v; gate and up.
 
 The first, second and third input of an attention are q, k and v, whatever operators are in between.
-Of two projections that are multiplied, the gate is the one with an activation in between. A
-projection that is cut into such pieces is fused, and the cuts give the columns of its parts.
-`rewired` finds operators of equal number that have another role in the other run.
+If two projections are multiplied, the gate is the one with an activation in between. A projection
+that is cut into such pieces is fused, and the cuts give the columns of its parts. `rewired` finds
+operators with equal numbers that have another role in the other run.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from driftline.alignment.sites.values import Dataflow, Dataflows, Place
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
-# A bound against cycles in damaged topologies as well.
+# Also protects against cycles in damaged topologies.
 _STEPS = 16
-"""Greatest number of operators between a projection and what uses it."""
+"""Largest number of operators between a projection and its reader."""
 _ATTENTION = ("q", "k", "v")
 _CACHES = ("k", "v")
 _QUANTISE = (6, 17, 19)
 """Numbers of ATB's element-wise operations that quantise per tensor, per column or per row."""
-# Operators that move, pad or retype elements without computing new ones, by the start of ATB's
-# class names.
+# Start of ATB's names for operators that move, pad or convert elements without computing new ones.
 _MOVES_ELEMENTS = ("Transpose", "Reshape", "View", "Transdata", "TransData", "Cast", "Contiguous",
                    "Pad", "Unpad", "Squeeze", "Unsqueeze", "AsStrided")  # fmt: skip
 
@@ -40,16 +39,16 @@ class _Origin(NamedTuple):
 
 
 def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
-    """Give projections the roles that follow from their readers; roles from names stay.
+    """Set the roles of projections that follow from their readers; roles from names stay.
 
     Args:
-        calls: Of one step, in order. Their `role`, `layout`, `input_value` and `output_value` are
-            changed in place.
-        flow: Who feeds whom.
+        calls: Calls of one step, in order. Their `role`, `layout`, `input_value` and `output_value`
+            are changed in place.
+        flow: The dataflow of the step.
     """
     if not flow.makers:
         return
-    # First visits only: a site that is called again computes the same role again.
+    # First visits only, because a site that is called again has the same role again.
     leaves = {call.site: call for call in calls if call.leaf and call.called and not call.visit}
     for call in leaves.values():
         source, result = (main_tensor(call.records, port) for port in ("input", "output"))
@@ -58,7 +57,7 @@ def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
         if not call.input_value and source is not None:
             call.input_value = _first_source(leaves, flow, call.site, source.key.slot)
     evidence: dict[int, list[tuple[str, tuple[int, int] | None]]] = {}
-    # Evidence is collected for all readers before any role is given: readers may contradict
+    # Evidence from all readers is collected before any role is set, because readers may contradict
     # each other.
     by_id = {id(call): call for call in leaves.values()}
     for role, origin in _used(leaves, flow):
@@ -77,7 +76,7 @@ def infer_roles(calls: Sequence[Call], flow: Dataflow) -> None:
 def infer_elementwise_kinds(
     reference: Sequence[Call], candidate: Sequence[Call], flows: tuple[Dataflow, Dataflow]
 ) -> None:
-    """Give element-wise operators a kind by their parameter, if all of them have it.
+    """Set the kind of element-wise operators by their parameter, if all of them have it.
 
     A product, a sum and a quantising cast are all an `ElewiseOperation`.
     """
@@ -112,7 +111,7 @@ def _set_role(call: Call, evidence: Sequence[tuple[str, tuple[int, int] | None]]
 
 
 def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origin]]:
-    """Roles, and the projections that have them, by what reads their results."""
+    """Roles, and the projections that have them, by the readers of their results."""
     active: dict[Place, _Origin] = {}
     for call in leaves.values():
         names: Sequence[str] = ()
@@ -128,8 +127,7 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
                 yield role, origin
         if call.kind == "activation" and (origin := _traced(leaves, flow, call.site, "0")):
             wide = origin.linear.features if origin.span is None else 0
-            # A fused SwiGLU takes gate and up as one tensor, and the gate is the first
-            # half.
+            # A fused SwiGLU takes gate and up as one tensor, of which the gate is the first half.
             if wide and 2 * call.features == wide:
                 half = wide // 2
                 yield "gate", _Origin(origin.linear, (0, half))
@@ -144,7 +142,7 @@ def _used(leaves: dict[str, Call], flow: Dataflow) -> Iterable[tuple[str, _Origi
             maker = flow.makers.get((call.site, gated.key.slot))
             gate = active.get(maker) if maker is not None else None
             up = _traced(leaves, flow, call.site, other.key.slot) if gate is not None else None
-            # Gate and up must read the same input, or the product is something else.
+            # Gate and up must read the same input; otherwise the product is something else.
             if (
                 gate is None
                 or up is None
@@ -166,7 +164,7 @@ def _first_source(leaves: dict[str, Call], flow: Dataflow, site: str, slot: str)
         maker = flow.makers.get((site, slot))
         call = leaves.get(maker[0]) if maker is not None else None
         inputs = [] if call is None else [r for r in _ports(call, "input") if r.shape == call.out]
-        # A quantising cast sits between a norm and the projections; they still share one
+        # A quantising cast may come between a norm and the projections, which still share one
         # input.
         rest = call is not None and call.class_name.startswith(("Elewise", "Cast"))
         if call is None or not rest or len(inputs) != 1:
@@ -229,8 +227,8 @@ def _piece(call: Call, output: str, flow: Dataflow) -> tuple[int, int] | None:
 
 
 def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
-    """The slot of the only input that an operator passes on as this output; None otherwise."""
-    # Rope rotates its first two inputs (q and k) and hands each on at the same position.
+    """The slot of the only input that an operator passes on as this output, or None."""
+    # Rope rotates its first two inputs (q and k) and returns each at the same position.
     if call.kind == "rope":
         return output if output in ("0", "1") else None
     result = next((r for r in _ports(call, "output") if r.key.slot == output), None)
@@ -245,7 +243,7 @@ def _passed_input(call: Call, output: str, flow: Dataflow) -> str | None:
     return with_maker[0].key.slot
 
 
-# --- operators of equal number with different roles
+# --- operators with equal numbers and different roles
 
 
 def rewired(reference: Run, candidate: Run) -> str:
@@ -253,7 +251,7 @@ def rewired(reference: Run, candidate: Run) -> str:
     reference_frames = frames_of(reference.records)
     candidate_frames = frames_of(candidate.records)
     seen: set[tuple[int, int]] = set()
-    # The first step of each process is enough: later steps call the same operators.
+    # The first step of each process is enough, because later steps call the same operators.
     for frame in reference_frames:
         place = (frame.rank, frame.process)
         if place in seen or frame not in candidate_frames:
@@ -289,7 +287,7 @@ def _inferred_roles(run: Run, frame: Frame, calls: list[Call]) -> dict[str, obje
     flow = Dataflows(run).of(frame, calls, None)
     if not flow.makers:
         return {}
-    # Roles by name would hide what the edges say.
+    # Roles by name would hide the roles that the edges show.
     for call in calls:
         call.role = ""
     infer_roles(calls, flow)

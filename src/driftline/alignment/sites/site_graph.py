@@ -1,6 +1,6 @@
 """A run as calls: each call of a site with its class, inputs and outputs, in execution order.
 
-This is what structural alignment works on. It reads records only; no tensor is opened.
+Structural alignment works on these calls. Only records are read, no tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Call:
 
     Attributes:
         site: The site that was called.
-        visit: The nth call of the site in the step.
+        visit: Number of the call of the site in the step.
         class_name: The class of the site.
         kind: The kind of work (`kinds.kind_of`).
-        role: The role of a projection (q, k, v, gate, up), by its name or the dataflow.
+        role: The role of a projection (q, k, v, gate, up), from its name or the dataflow.
         records: Its tensors, in order.
         out: Shape of its main output; None if no output was kept.
         into: Shape of its main input; None if no input was kept.
-        input_value: Identifies its main input: the digest, or who made it; empty if not known.
-        output_value: The same for its main output.
-        layout: For a fused projection: role, first column and end column of each part, where the
+        input_value: Identifies its main input: the digest, or its maker; empty if unknown.
+        output_value: Identifies its main output, likewise.
+        layout: For a fused projection: role, first column and end column of each part, if the
             dataflow shows them.
-        inner: It is inside a call that counts as one leaf, such as an adapted Linear.
-        leaf: It contains no other calls, or counts as one leaf.
-        called: It has tensors of a call, not only parameters or gradients.
+        inner: Whether it is inside a call that counts as one leaf, such as an adapted Linear.
+        leaf: Whether it contains no other calls, or counts as one leaf.
+        called: Whether it has tensors of a call, and not only parameters or gradients.
         order: Position of its first tensor in the run.
         ended: Position of its last tensor in the run.
         parts: For a fused family (q, k and v as one): its calls.
@@ -51,8 +51,8 @@ class Call:
         self.class_name = next((r.class_name for r in records if r.class_name), "")
         self.kind = kind_of(self.class_name)
         self.role = role_of(site)
-        # Parameters are recorded before the first call and gradients after the last: neither shows
-        # when a site was called.
+        # Parameters are recorded before the first call and gradients after the last, so neither
+        # shows when a site was called.
         moments = [
             record.order
             for record in records
@@ -71,7 +71,8 @@ class Call:
         self.into = None if source is None else source.shape
         self.output_value = "" if output is None else output.digest
         self.input_value = "" if source is None else source.digest
-        # Only unknown classes are guessed by shape; a known class is better evidence.
+        # The kind is guessed from shapes only for unknown classes; a known class is better
+        # evidence.
         if not is_known(self.kind) and output is not None and source is not None:
             self.kind = _by_shape(source, output) or self.kind
 
@@ -102,7 +103,7 @@ class Frame(NamedTuple):
 def main_tensor(records: Iterable[Record], port: str) -> Record | None:
     """The main tensor of a port in the forward pass: floats and codes before ids and masks.
 
-    Vectors come last: operators that take weights as inputs have scales and biases among them.
+    Vectors come last, because operators that take weights as inputs also take scales and biases.
     """
     first: Record | None = None
     matrix: Record | None = None
@@ -139,7 +140,7 @@ def frames_of(records: Iterable[Record]) -> dict[Frame, list[Record]]:
 def calls_of(records: Sequence[Record]) -> list[Call]:
     """The calls of one frame in execution order, with `leaf` and `inner` set."""
     by_call: dict[tuple[str, int], list[Record]] = {}
-    # Grouped by call first: a run lists tensors in the order they were written.
+    # Grouped by call first, because a run lists tensors in the order in which they were written.
     for record in records:
         by_call.setdefault((record.key.site, record.key.visit), []).append(record)
     calls = [Call(site, visit, group) for (site, visit), group in by_call.items()]
@@ -156,8 +157,7 @@ def with_bias(calls: list[Call]) -> None:
     """
     leaves = [call for call in calls if call.leaf]
     for call, after in itertools.pairwise(leaves):
-        # The bias must be the only other operand and a vector; a residual has the full
-        # shape.
+        # The bias must be the only other operand and a vector; a residual has the full shape.
         if call.kind != "linear" or not after.class_name.startswith("Elewise"):
             continue
         shapes = sorted(
@@ -167,8 +167,8 @@ def with_bias(calls: list[Call]) -> None:
             operands = [record for record in call.records if record.key.port != "output"]
             made = [record for record in after.records if record.key.port == "output"]
             raw = [record for record in call.records if record.key.port == "output"]
-            # The raw product keeps its tensor, now under the operator that adds the
-            # bias, so that nothing is lost from the plan.
+            # The raw product keeps its tensor, now under the operator that adds the bias, so that
+            # the plan loses nothing.
             after.records = [r for r in after.records if r.key.port != "output"] + raw
             call.records = operands + made
             call.output_value = after.output_value
@@ -178,7 +178,7 @@ def with_bias(calls: list[Call]) -> None:
 def enclosing(site: str) -> Iterable[str]:
     """The sites around a site, nearest first, without the root."""
     while True:
-        # Operators stand behind a slash, modules behind dots; both nest.
+        # Operators follow a slash, modules follow dots; both nest.
         cut = max(site.rfind("."), site.rfind("/"))
         if cut <= 0:
             return
@@ -196,8 +196,8 @@ def _place(calls: list[Call]) -> None:
     within: dict[str, list[str]] = {}
     for site in counted:
         for parent in enclosing(site):
-            # Only sites with records count as parents: names may contain levels that
-            # were not captured.
+            # Only sites with records count as parents, because names may contain levels that were
+            # not captured.
             if parent in kinds:
                 around.add(parent)
                 if kinds[parent] in WHOLE and parent not in ROOTS:

@@ -1,8 +1,9 @@
-"""Tensors of two paired sites: which tensor of one is which of the other.
+"""Tensors of two paired sites: which tensors correspond to each other.
 
-Ports, phases and moments must agree; slots are paired by name, by alias, then by position if shapes
-leave no doubt. The second part pairs tensors under different ports: weights that are inputs,
-outputs that are only recorded where they are read. Why the sites are paired is not known here.
+Ports, phases and moments must agree. Slots are paired by name, then by alias, then by position if
+shapes leave no doubt. The second part pairs tensors under different ports: weights that are inputs,
+and outputs that are only recorded where they are read. This file does not know why the sites are
+paired.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def pair_rest(
     candidate: Iterable[Call],
     free: set[int],
 ) -> Pairs:
-    """Pair the remaining tensors of calls of which a map has paired single tensors.
+    """Pair the remaining tensors of calls for which a map has paired single tensors.
 
     Args:
         mapped: Site and visit of the reference → those of the candidate.
@@ -71,7 +72,7 @@ def _pair_slots(reference: list[Record], candidate: list[Record]) -> Pairs:
         fits = same or _could_be(reference[0], candidate[0])
         return [(reference[0], candidate[0])] if fits else []
     if not _same_places(reference, candidate):
-        # Operators take weights as inputs, and an additional one shifts all later positions.
+        # Operators take weights as inputs, and an additional weight shifts all later positions.
         first = next(zip(reference, candidate, strict=False))
         if {record.key.slot for record in first} == {"0"} and _could_be(*first):
             return [first, *_unique_signatures(reference[1:], candidate[1:])]
@@ -111,15 +112,16 @@ def _any_names(record: Record) -> list[str]:
 
 
 def _by_place(reference: list[Record], candidate: list[Record]) -> Pairs:
-    """Pair what names left: in order if all fit, else only unique signatures."""
-    # All fit in order, or only what is unique: a partial order would guess.
+    """Pair tensors without a common name: in order if all fit, else only unique signatures."""
+    # If not all fit in order, only unique tensors are paired, because a partial order would be a
+    # guess.
     if len(reference) == len(candidate) and all(map(_could_be, reference, candidate)):
         return list(zip(reference, candidate, strict=True))
     return _unique_signatures(reference, candidate)
 
 
 def _same_places(reference: list[Record], candidate: list[Record]) -> bool:
-    """Whether slot numbers can mean the same on both sides; names always can."""
+    """Whether slot numbers can mean the same on both sides; names always do."""
     # Only unnamed positions can be shifted by an additional operand.
     numbers = [
         [r for r in side if r.key.slot.isdigit() and not r.alias] for side in (reference, candidate)
@@ -170,7 +172,7 @@ def _family(dtype: str) -> str:
 
 
 WEIGHTS, READ = 0.8, 0.6
-"""Upper bounds of the confidence of the two rules."""
+"""Upper limits of the confidence of the two rules."""
 
 _CODES = frozenset({"int8", "int4", "uint4"})
 _Shape = tuple[int, ...]
@@ -179,7 +181,7 @@ _Shape = tuple[int, ...]
 def pair_weights(reference: Sequence[Record], candidate: Sequence[Record]) -> Pairs:
     """Pair unpaired parameters of one call with unpaired inputs of the other.
 
-    Shapes must identify them, a matrix in either orientation; equal shapes (scale and shift of a
+    Shapes must identify them, a matrix in either orientation. Equal shapes (scale and shift of a
     norm) pair in order if both sides have equally many. One side must have no parameters at all.
     """
     # Either side may be the one that takes weights as inputs.
@@ -204,7 +206,7 @@ def _by_shape(records: Sequence[Record], port: str) -> dict[_Shape, list[Record]
     by_shape: dict[_Shape, list[Record]] = defaultdict(list)
     for record in records:
         key = record.key
-        # The first input of several axes is the activation, which has a port of its own
+        # The first input with several axes is the activation, which has a port of its own
         # elsewhere.
         first = port == "input" and key.slot == "0" and len(record.shape) > 2
         if key.port == port and key.phase == "forward" and "float" in record.dtype and not first:
@@ -262,7 +264,7 @@ def pair_read(
     leaves = [call for call in calls if call.leaf and call.called]
     pairs: Pairs = []
     for index, call in enumerate(leaves[:-1]):
-        # The output of a fused attention and the input of the projection after it are one
+        # The output of a fused attention and the input of the projection after it are the same
         # tensor; some libraries keep the first, others the second.
         reader = leaves[index + 1]
         if call.kind != "core attention" or (call.site, call.visit) in links:

@@ -1,7 +1,7 @@
-"""Dataflow of a run: which output each input is, by its topology or by equal bytes.
+"""Dataflow of a run: the output that each input is, by its topology or by equal bytes.
 
-It looks at one run only, so a fault of one side cannot create a pair. The roles that follow from
-the dataflow are inferred in `roles`.
+Only one run is examined, so a fault of one side cannot create a pair. `roles` infers the roles that
+follow from the dataflow.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _SAMPLE = 1 << 16
-"""Bytes at either end of a tensor that identify it within its run."""
+"""Number of bytes at either end of a tensor that identify it within its run."""
 _MOST_READ = 1 << 28
-"""Greatest number of bytes read per step; edges beyond that stay unknown."""
+"""Largest number of bytes read per step; edges beyond that stay unknown."""
 
 _CONSTANT = "constant "
 
@@ -36,7 +36,7 @@ class Dataflow(NamedTuple):
     Attributes:
         makers: Input → the output that it is.
         names: Input → name of the tensor in the dump (a weight, an input of the model).
-        params: Site → the operator's parameters, where the dump holds them.
+        params: Site → the operator's parameters, if the dump has them.
     """
 
     makers: Mapping[Place, Place]
@@ -64,9 +64,10 @@ class Dataflows:
         """The edges of one step.
 
         Args:
-            frame: Which step of which process.
+            frame: The step and its process.
             calls: The calls of that step.
-            signature: Equal for steps with the same calls; bytes of the first of them are read.
+            signature: Equal for steps with the same calls; only bytes of the first such step are
+                read.
         """
         place = (frame.rank, frame.process)
         if place not in self._by_process:
@@ -91,7 +92,7 @@ def edges_of(run: Run, rank: int, process: int) -> Dataflow:
 
 
 def _has_operators(leaves: Iterable[Call]) -> bool:
-    """Whether attention operators are sites: only they give inputs a meaning by position."""
+    """Whether attention operators are sites: only their inputs have a meaning by position."""
     return any(call.kind == "core attention" for call in leaves)
 
 
@@ -103,7 +104,7 @@ def _from_topology(topology: Mapping[str, Any]) -> Dataflow:
             makers[taker] = maker
     names: dict[Place, str] = {}
     params: dict[str, Mapping[str, Any]] = {}
-    # An explicit stack instead of recursion: the nesting comes from a file.
+    # An explicit stack instead of recursion, because the nesting comes from a file.
     below = [cast("object", root) for root in list_of(topology.get("roots"))]
     while below:
         node = below.pop()
@@ -146,8 +147,7 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
             for record in call.records:
                 if record.key.port != port or record.key.phase != "forward":
                     continue
-                # A record with a digest costs no read, however much was read
-                # before.
+                # A record with a digest costs no read, however much was read before.
                 readable = bool(record.digest) or (record.kept == "full" and read <= _MOST_READ)
                 if not readable or not record.shape:
                     continue
@@ -158,7 +158,7 @@ def _from_bytes(run: Run, calls: Sequence[Call]) -> tuple[dict[Place, Place], di
                     names[place] = digest
                 if digest.startswith(_CONSTANT):
                     continue  # constants are equal everywhere and do not identify their maker
-                # Vectors are equal too often (biases, scales) to say who made them.
+                # Vectors (biases, scales) are equal too often to identify their maker.
                 if not digest or len(record.shape) < 2 or not call.leaf:
                     continue
                 if port == "output":
@@ -194,10 +194,10 @@ def _sampled(run: Run, record: Record) -> tuple[str, int]:
     ends = values if values.size <= 2 * _SAMPLE else _both_ends(values)
     if not (ends != ends[0]).any():
         return "", ends.size
-    # All elements equal: bytes repeat with the width of an element.
+    # All elements are equal if bytes repeat with the width of an element.
     width = values.size // math.prod(record.shape)
     same = "" if width and (ends[width:] != ends[:-width]).any() else _CONSTANT
-    # Only the number of elements counts: a view with other axes is the same tensor.
+    # Only the number of elements counts, because a view with other axes is the same tensor.
     return f"{same}{record.dtype} {math.prod(record.shape)} {kernel.digest(ends)}", ends.size
 
 

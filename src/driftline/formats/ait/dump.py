@@ -1,9 +1,9 @@
 """`ait llm` dumps of torch models: `ait_dump/torch_tensors/{device}_{pid}/{token}/{module}/`.
 
-The first folder may be `ait_dump*` or `msit_dump*`. A dump is opened at any level, from the folder
-that holds it down to one token. Files are `.pth` tensors or a `statistics.csv` per module;
-`model_tree.json` gives classes and the module tree. Dumps made by hand
-(`golden_tensor/{token}/{id}_tensor.pth`) are read too. ATB's own `tensors/` folder is read by
+The first folder may be `ait_dump*` or `msit_dump*`. A dump can be opened at any level, from the
+folder that contains it down to one token. Files are `.pth` tensors or a `statistics.csv` for each
+module; `model_tree.json` gives classes and the module tree. Dumps made by hand
+(`golden_tensor/{token}/{id}_tensor.pth`) can be read too. ATB's own `tensors/` folder is read by
 `ascend/atb`.
 """
 
@@ -39,7 +39,7 @@ TREE = "model_tree.json"
 METADATA = "metadata.json"
 STATISTICS = "statistics.csv"
 SHEET = "driftline_"
-"""Before the names of our own files in the folder of a process."""
+"""Prefix of our own files in the folder of a process."""
 LARGEST_JSON = 1 << 28
 _LARGEST_STATISTICS = 1 << 26
 _NUMBER = re.compile(r"\d+")
@@ -59,13 +59,13 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The dump as a run.
+    """Open the dump as a run.
 
     Raises:
-        BadFile: There is not a single tensor in it.
-        BadRun: There are several dumps in it.
+        BadFile: The dump has no tensor.
+        BadRun: The folder contains several dumps.
     """
-    # Two dumps side by side belong to two runs; mixing them would double every key.
+    # Two dumps in one folder belong to two runs; mixing them would duplicate every key.
     holding = [r for r in _roots(path) if r != path and sniff(r)]
     refuse_several(path, (root.name for root in holding))
     reader = _Reader(path)
@@ -96,11 +96,11 @@ def open(path: Path) -> TreeRun:
 
 
 class AitRun(TreeRun):
-    """A dump of `ait llm`, and the list of calls that our own dumps of operators have beside it."""
+    """A dump of `ait llm`, with the list of calls that our own dumps of operators add."""
 
     folders: Mapping[tuple[int, int], Path] = MappingProxyType({})
     token: int | None = None
-    """The only token that was opened; None for all."""
+    """The token, if only one was opened; None for all."""
 
     def sheets(self, rank: int = 0, process: int = 0) -> list[str]:
         folder = self.folders.get((rank, process))
@@ -116,7 +116,7 @@ class AitRun(TreeRun):
             return ""
         if self.token is None:
             return text
-        # The list is of all tokens of the process.
+        # The list contains all tokens of the process.
         return "".join(f"{line}\n" for line in text.split("\n") if _step_of(line) == self.token)
 
 
@@ -126,7 +126,7 @@ def _step_of(line: str) -> int | None:
 
 
 def _processes(path: Path) -> Iterator[_Process]:
-    # The innermost level first: a token's folder is also inside everything else.
+    # The innermost level is checked first, because a token's folder is inside all other levels.
     if path.name.isdigit() and _has_modules(path):
         yield _Process(path.parent, int(path.name))
     elif _has_tokens(path):
@@ -191,8 +191,8 @@ class _Reader:
 
     @property
     def order(self) -> Order:
-        """What the order of the leaves means."""
-        # Files have no order of their own; the module tree lists modules as they were registered.
+        """The meaning of the leaves' order."""
+        # Files have no order of their own; the module tree lists modules in registration order.
         if not self.topologies:
             return "none"
         return "execution" if self._all_in_order else "registration"
@@ -209,7 +209,7 @@ class _Reader:
             places = places_of(roots)
             self.topologies[rank, number] = topology_of(roots)
         ordered: list[tuple[tuple[Any, ...], Leaf]] = []
-        # Where one token was opened, the others are left alone.
+        # If one token was opened, the others are not read.
         below = [str(process.token)] if process.token is not None else []
         for token in below or sorted(folders_in(process.folder), key=natural):
             if token.isdigit():
@@ -264,13 +264,12 @@ class _Reader:
                 yield _order(key, place), Leaf(record, source)
         elif _is_tensor(parts[-1]):
             key = module_tree.key_of(parts[-1].rpartition(".")[0], site, step, rank, number)
-            # Noted rather than dropped: the user may wonder where a file went.
+            # Recorded rather than ignored, because the user may miss the file.
             if key is None:
                 self.note(f"{source} has a name that says nothing", rank, number)
                 return
             for member in describe(folder, name):
-                # A file may hold a dict or a tuple; its parts become slots of their
-                # own.
+                # A file may hold a dict or a tuple, whose parts become separate slots.
                 slot = f"{key.slot}.{member.name}" if member.name else key.slot
                 own = key.with_slot(slot)
                 yield _order(own, place), leaf(own, source, member, class_name=class_name)
@@ -284,8 +283,7 @@ class _Reader:
             self.note(f"{GOLDEN}/{METADATA} cannot be read: {reason_of(trouble)}", rank, number)
         for name in folder.files(GOLDEN, named=_is_tensor):
             parts = name.split("/")
-            # Exactly golden_tensor/token/file; anything else there was put by somebody
-            # else.
+            # Exactly golden_tensor/token/file; any other file is foreign.
             if len(parts) != 3 or not parts[1].isdigit() or not name.endswith(".pth"):
                 continue
             site = parts[2].removesuffix(".pth").removesuffix("_tensor")
@@ -297,20 +295,20 @@ class _Reader:
             self.facts["golden_tensor"] = paired
 
     def _source(self, folder: Folder, name: str) -> str:
-        """The file relative to what was opened."""
-        # Asked for every file; paths are slow to compute.
+        """The path of a file relative to the opened folder."""
+        # Needed for every file; paths are slow to compute, so prefixes are cached.
         if folder.path not in self._prefixes:
             inside = folder.path.is_relative_to(self.path)
             prefix = str(folder.path.relative_to(self.path)) if inside else None
             self._prefixes[folder.path] = "" if prefix == "." else prefix
         prefix = self._prefixes[folder.path]
-        if prefix is None:  # one token was opened: its files are below that
+        if prefix is None:  # one token was opened: its files are below that folder
             return name.partition("/")[2]
         return f"{prefix}/{name}" if prefix else name
 
 
 def _order(key: TensorKey, place: Place | None) -> tuple[Any, ...]:
-    """Sort key: inputs where the walk enters a module, everything else where it leaves it."""
+    """Sort key: inputs when the walk enters a module, other tensors when it leaves the module."""
     if place is None:
         return (key.step, 1, 0, natural(key.site), key.visit, key.port != "input", _slot(key))
     when = place.entered if key.port in ("input", "param") else place.left
@@ -351,22 +349,22 @@ class _StatisticsLine(NamedTuple):
 
 
 def _statistics(folder: Folder, name: str) -> tuple[list[_StatisticsLine], list[str]]:
-    """The lines that make sense, and a sentence for each that does not."""
+    """The valid lines, and a sentence about each invalid one."""
     notes: list[str] = []
     try:
-        # `utf-8-sig`: spreadsheet programs put a byte order mark in front.
+        # `utf-8-sig`: spreadsheet programs add a byte order mark.
         text = folder.read(name, _LARGEST_STATISTICS).decode("utf-8-sig")
         rows = list(csv.DictReader(io.StringIO(text)))
     except (OSError, ValueError, csv.Error) as trouble:
         return [], [f"cannot be read: {reason_of(trouble)}"]
     lines: list[_StatisticsLine] = []
-    # Line 1 is the heading, so numbers agree with an editor's.
+    # Line 1 is the heading, so the numbers agree with those of an editor.
     for number, row in enumerate(rows, 2):
         try:
             lines.append(_line(row))
         except (KeyError, ValueError, TypeError, AttributeError) as trouble:
             notes.append(f"line {number} makes no sense: {reason_of(trouble)}")
-    # A file of another kind has thousands of bad lines; twenty say enough.
+    # A file of another kind has thousands of bad lines; twenty are enough.
     return lines, notes[:20]
 
 
@@ -375,7 +373,7 @@ def _line(row: Mapping[str, str]) -> _StatisticsLine:
     if side not in ("input", "output"):
         raise ValueError(f"neither input nor output: {side[:40]!r}")
     dtype = row["DataType"].strip().removeprefix("torch.")
-    # Without the width of an element even the size of the tensor would be unknown.
+    # Without the width of an element, even the size of the tensor would be unknown.
     if dtype not in DTYPES:
         raise ValueError(f"the element type {dtype[:40]!r} is not known")
     shape = tuple(int(size) for size in _NUMBER.findall(row["Shape"]))
@@ -397,7 +395,7 @@ def _line(row: Mapping[str, str]) -> _StatisticsLine:
 
 
 def _number(text: str) -> float:
-    """A number, NaN for what is none: `N/A`, or nothing at all."""
+    """A number; NaN for other text, such as `N/A`, or for none."""
     try:
         return float(text)
     except ValueError:

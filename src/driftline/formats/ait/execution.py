@@ -1,16 +1,17 @@
-"""When the modules of an `ait llm` torch dump ran, worked out from what they read and gave.
+"""The execution order of the modules of an `ait llm` torch dump, derived from inputs and outputs.
 
-`model_tree.json` lists modules as the program registered them, which need not be the order in which
-it called them: transformers registers the norms of a block after its attention and its mlp. Two
-facts tell the order among the modules of one container:
+`model_tree.json` lists modules in the order in which the program registered them, which need not be
+the order in which it called them: transformers registers the norms of a block after its attention
+and its mlp. Two facts determine the order among the modules of one container:
 
-1. A module that reads another's output, byte by byte, ran after it.
-2. A module whose input nobody gave reads what was computed between modules (a residual sum, say),
-   of outputs that no module reads. So it ran after the modules that gave those, unless it ran
-   before them by 1.
+1. A module that reads another module's output, byte by byte, ran after it.
+2. A module whose input no module made reads a value that was computed between modules (such as a
+residual sum) from outputs that no module reads. So it ran after the modules that made those
+outputs, unless it ran before them by 1.
 
-What these leave open stays as it was registered. Values are compared within one step of one dump
-only, so a fault of one side of a comparison cannot decide who its partner is.
+Where these facts leave the order open, the order of registration stays. Values are compared within
+one step of one dump only, so a fault on one side of a comparison cannot affect which tensors are
+paired.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ Call = tuple[str, int]
 """Site and visit."""
 _ROOT = "(root)"
 _SAMPLE = 1 << 12
-"""Bytes at either end of a tensor that identify it within its step."""
+"""Number of bytes at either end of a tensor that identify it within its step."""
 _MOST_TENSORS = 50_000
-"""Of one step; larger ones stay as they were registered rather than be read twice."""
+"""Limit for one step.
+
+Steps with more tensors keep the order of registration, so that they are not read twice.
+"""
 
 
 def in_order(leaves: Sequence[Leaf]) -> list[Leaf] | None:
-    """The leaves of one step of one process as they were computed; None if nothing shows it.
+    """Sort the leaves of one step of one process by execution; None if nothing shows the order.
 
     Args:
-        leaves: In the order of registration.
+        leaves: Leaves in the order of registration.
     """
     if not leaves or len(leaves) > _MOST_TENSORS:
         return None
@@ -54,7 +58,7 @@ def _call(leaf: Leaf) -> Call:
 
 
 class _Step:
-    """What every call of one step read and gave, and which calls are inside which."""
+    """The inputs and outputs of every call of one step, and the nesting of the calls."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._reads: dict[Call, set[str]] = {}
@@ -72,7 +76,7 @@ class _Step:
         self._inside: dict[str, list[Call]] = {}
         self._around: dict[str, str] = {}
         for call in self._reads:
-            holder = self._around.setdefault(call[0], _holder(call[0], sites))
+            holder = self._around.setdefault(call[0], _container_of(call[0], sites))
             self._inside.setdefault(holder, []).append(call)
         self._readers: dict[str, set[str]] = {}
         self._makers: dict[str, set[str]] = {}
@@ -83,14 +87,16 @@ class _Step:
 
     @property
     def can_be_ordered(self) -> bool:
-        """Whether inputs were kept, and no container was called twice: whose calls are inside
-        which of its calls is then not known."""
+        """Whether inputs were kept, and no container was called twice.
+
+        For a container that was called twice, it is unknown which call contains which inner call.
+        """
         return bool(self._readers) and not any(site in self._inside for site in self._visits)
 
     def moments(self) -> Iterator[tuple[Call, tuple[int, int]]]:
-        """When each call began and ended."""
+        """The times when each call began and ended, as counts."""
         clock = 0
-        # An explicit stack instead of recursion: the nesting comes from a file.
+        # An explicit stack instead of recursion, because the nesting comes from a file.
         stack: list[tuple[Call | None, int, Iterator[Call]]] = [(None, 0, self._sorted(""))]
         while stack:
             call, begun, below = stack[-1]
@@ -104,71 +110,71 @@ class _Step:
                 yield call, (begun, clock)
 
     def _sorted(self, holder: str) -> Iterator[Call]:
-        """The calls directly inside a container as they ran."""
+        """The calls directly inside a container, in execution order."""
         calls = self._inside.get(holder, [])
         before: dict[Call, set[Call]] = {call: set() for call in calls}
         makers: dict[str, list[Call]] = {}
         for call in calls:
-            for text in self._all_given(call):
+            for text in self._all_outputs(call):
                 makers.setdefault(text, []).append(call)
         for call in calls:
-            for text in sorted(self._needs(call)):
+            for text in sorted(self._outer_inputs(call)):
                 for maker in makers.get(text, ()):
                     if maker != call:
                         _add(before, maker, call)
         unread = [call for call in calls if self._is_unread(call)]
         for call in calls:
-            if self._is_fed_by_nobody(call):
+            if self._has_no_maker(call):
                 for other in unread:
                     if other != call:
                         _add(before, other, call)
         return _topological(calls, before)
 
-    def _all_given(self, call: Call) -> set[str]:
-        """Outputs of a call and of everything inside it."""
+    def _all_outputs(self, call: Call) -> set[str]:
+        """Outputs of a call and of all calls inside it."""
         if call not in self._given:
-            inner = (self._all_given(inner_call) for inner_call in self._of(call))
+            inner = (self._all_outputs(inner_call) for inner_call in self._inner_calls(call))
             self._given[call] = self._gives[call].union(*inner)
         return self._given[call]
 
-    def _needs(self, call: Call) -> set[str]:
-        """Inputs of a call and of everything inside it that are not made inside it."""
+    def _outer_inputs(self, call: Call) -> set[str]:
+        """Inputs of a call and of all calls inside it, without those that are made inside it."""
         if call not in self._needed:
-            inner = self._of(call)
-            made_inside = set[str]().union(*(self._all_given(inner_call) for inner_call in inner))
-            needed = set[str]().union(*(self._needs(inner_call) for inner_call in inner))
+            inner = self._inner_calls(call)
+            made_inside = set[str]().union(*(self._all_outputs(inner_call) for inner_call in inner))
+            needed = set[str]().union(*(self._outer_inputs(inner_call) for inner_call in inner))
             self._needed[call] = self._reads[call] | (needed - made_inside)
         return self._needed[call]
 
-    def _of(self, call: Call) -> list[Call]:
+    def _inner_calls(self, call: Call) -> list[Call]:
         return self._inside.get(call[0], [])
 
     def _is_unread(self, call: Call) -> bool:
-        """Whether nobody outside reads what a call gives, and no container hands it on."""
+        """Whether no call outside reads a call's outputs, and no container returns them."""
         gives = self._gives[call]
-        above = set(self._above(call[0]))
+        above = set(self._enclosing(call[0]))
         return bool(gives) and all(
             all(_is_inside(reader, call[0]) for reader in self._readers.get(text, ()))
             and not above & self._makers[text]
             for text in gives
         )
 
-    def _is_fed_by_nobody(self, call: Call) -> bool:
-        """Whether none of a call's inputs is an output of another, or an input of a container."""
-        above = set(self._above(call[0]))
+    def _has_no_maker(self, call: Call) -> bool:
+        """Whether no input of a call is an output of another call, or an input of a container."""
+        above = set(self._enclosing(call[0]))
         return not any(
             any(not _is_inside(maker, call[0]) for maker in self._makers.get(text, ()))
             or above & self._readers.get(text, set())
-            for text in self._needs(call)
+            for text in self._outer_inputs(call)
         )
 
-    def _above(self, site: str) -> Iterator[str]:
+    def _enclosing(self, site: str) -> Iterator[str]:
         while site := self._around[site]:
             yield site
 
 
-def _holder(site: str, sites: set[str]) -> str:
-    """The nearest container that was called; empty for the outermost module."""
+def _container_of(site: str, sites: set[str]) -> str:
+    """The nearest enclosing container that was called; empty for the outermost module."""
     if site == _ROOT:
         return ""
     while "." in site:
@@ -183,7 +189,7 @@ def _is_inside(site: str, holder: str) -> bool:
 
 
 def _add(before: dict[Call, set[Call]], earlier: Call, later: Call) -> None:
-    """One call runs before another, unless that contradicts what is known already."""
+    """Record that one call runs before another, unless that contradicts earlier records."""
     waiting, seen = [earlier], {earlier}
     while waiting:
         for call in before[waiting.pop()]:
@@ -196,7 +202,7 @@ def _add(before: dict[Call, set[Call]], earlier: Call, later: Call) -> None:
 
 
 def _topological(calls: Sequence[Call], before: dict[Call, set[Call]]) -> Iterator[Call]:
-    """All calls, each after those that run before it; else as they were registered."""
+    """All calls, each after those that run before it; otherwise in the order of registration."""
     place = {call: index for index, call in enumerate(calls)}
     after: dict[Call, list[Call]] = {call: [] for call in calls}
     waits = {call: len(before[call]) for call in calls}
@@ -214,21 +220,21 @@ def _topological(calls: Sequence[Call], before: dict[Call, set[Call]]) -> Iterat
 
 
 def _identity(leaf: Leaf) -> str:
-    """A text that is equal for equal tensors of a step; empty for one that many could equal."""
+    """A text that is equal for equal tensors of a step; empty if many tensors may be equal."""
     record = leaf.record
     count = math.prod(record.shape)
-    # Vectors and constants are equal too often to say who made them.
+    # Vectors and constants are equal too often to show which module made them.
     if leaf.fetch is None or record.lost or len(record.shape) < 2 or not count:
         return ""
     try:
         values = np.ascontiguousarray(leaf.fetch()).reshape(-1).view(np.uint8)
     except (DriftlineError, OSError, ValueError):
-        return ""  # whoever reads it says why
+        return ""  # the reader of the tensor will get the reason
     ends = values
     if values.size > 2 * _SAMPLE:
         ends = np.concatenate((values[:_SAMPLE], values[-_SAMPLE:]))
     width = values.size // count
     if not width or not (ends[width:] != ends[:-width]).any():
         return ""
-    # Only the number of elements counts: a view with other axes is the same tensor.
+    # Only the number of elements counts, because a view with other axes is the same tensor.
     return f"{record.dtype} {count} {kernel.digest(ends)}"

@@ -3,8 +3,8 @@
     root.layers.0.mlp/output_1_0.pth      layers.0.mlp, output, slot 1.0
     cuda1_4242                            rank 1
 
-The writer of the same names is `dialects/ait/dump_tree.py`, which adds what ait's own tree
-loses: arguments by name (`input_mask`), later calls (`.visit2`), unusual phases and moments.
+`dialects/ait/dump_tree.py` writes the same names. It adds what ait's own tree lacks: names of
+arguments (`input_mask`), later calls (`.visit2`), unusual phases and moments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from driftline.runs.records import PORTS, TensorKey, usual_moment, usual_phase
 
 ROOT = "root"
 RUN_ROOT = "(root)"
-"""What a run calls the model itself."""
+"""The name of the model itself in a run."""
 _DEVICE = re.compile(r"[A-Za-z]+(\d*)_-?\d+(?:\.\d+)?|\d+_[A-Za-z]+(\d*)")
 _OPERATOR = re.compile(r"(root(?:\..+)?)_(aten\.\w+)")
 _POSITIONS = re.compile(r"\d+(?:_\d+)*")
@@ -26,7 +26,7 @@ _LONGEST_FIRST = tuple(sorted(PORTS, key=len, reverse=True))
 
 
 def rank_of(folder: str) -> int:
-    """The index of the device that a process folder names; 0 when it names none.
+    """The device index in the name of a process folder; 0 if there is none.
 
     >>> rank_of("npu3_4242"), rank_of("cpu_4242.1"), rank_of("4242_npu2")
     (3, 0, 2)
@@ -37,7 +37,7 @@ def rank_of(folder: str) -> int:
 
 
 def site_of(folder: str) -> str:
-    """The site of a module's folder, or of an operator's inside it.
+    """The site of the folder of a module, or of an operator inside it.
 
     >>> site_of("root"), site_of("root.model.norm"), site_of("root.model.norm@aten.mul")
     ('(root)', 'model.norm', 'model.norm/aten.mul')
@@ -54,7 +54,7 @@ def site_of(folder: str) -> str:
 
 
 def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKey | None:
-    """The key of a file, from its name without the suffix; None if it is no tensor's name.
+    """The key of a file, from its name without the suffix; None if it is not the name of a tensor.
 
     >>> str(key_of("output", "norm", 0, 0, 0)), str(key_of("output_1_0", "norm", 2, 0, 0))
     ('rank0/step0/norm/output/0', 'rank0/step2/norm/output/1.0')
@@ -63,7 +63,7 @@ def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKe
     """
     words = stem.split(".")
     visit, phase, moment = 0, "", ""
-    # Endings are read from the back, because the name in front may contain dots.
+    # Suffixes are read from the end, because the name before them may contain dots.
     while len(words) > 1:
         word = words[-1]
         if word.startswith("visit") and word[5:].isdigit():
@@ -79,7 +79,7 @@ def key_of(stem: str, site: str, step: int, rank: int, process: int) -> TensorKe
     for port in _LONGEST_FIRST:
         if name == port or name.startswith(f"{port}_"):
             slot = name[len(port) + 1 :]
-            # Positions inside containers; an argument's name keeps its underscores.
+            # Positions inside containers become dots; an argument's name keeps its underscores.
             if _POSITIONS.fullmatch(slot):
                 slot = slot.replace("_", ".")
             return TensorKey(
@@ -103,7 +103,7 @@ DEEPEST = 200
 
 
 class Place(NamedTuple):
-    """Where a module stands: its class, and when a walk through the tree enters and leaves it."""
+    """Place of a module: its class, and when a walk through the tree enters and leaves it."""
 
     class_name: str
     entered: int
@@ -118,7 +118,7 @@ def places_of(roots: Sequence[Any]) -> dict[str, Place]:
 
     def walk(node: Any, depth: int) -> None:
         nonlocal clock
-        # The file is not trusted: other types are skipped, and recursion is bounded.
+        # The file is not trusted: other types are skipped, and recursion is limited.
         if not isinstance(node, dict) or depth > DEEPEST:
             return
         module = cast("dict[str, Any]", node)
@@ -148,8 +148,7 @@ def topology_of(roots: Sequence[Any]) -> dict[str, Any]:
         if depth < DEEPEST:
             for index, child in enumerate(_children(node)):
                 if isinstance(child, dict):
-                    # Only the first tree has ids: the others have no number in
-                    # ait's own scheme.
+                    # Only the first tree has ids: ait's scheme has no number for the others.
                     own = None if ids is None else f"{ids}_{index}" if ids else str(index)
                     children.append(converted(cast("dict[str, Any]", child), own, site, depth + 1))
         if children:

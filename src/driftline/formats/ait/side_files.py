@@ -1,12 +1,12 @@
-"""Writes the files beside the tensors in an `ait` tree: operation csv, kernel csv, times, topology.
+"""Write the files next to the tensors in an `ait` tree: operation csv, kernel csv, times, topology.
 
     ait_dump/operation_io_tensors/{pid}/operation_tensors_{n}.csv
     ait_dump/kernel_io_tensors/{pid}/kernel_tensors_{n}.csv
     ait_dump/cpu_profiling/{pid}/operation_statistic_{n}.txt and .csv
     ait_dump/model/{pid}/{model}.json, ait_dump/layer/{pid}/{layer}.json, and .onnx next to them
 
-They are made from a run's list of calls and its sheets. Both `dump --layout ait` and
-`convert --to ait` use it. The caller says where a tensor's file is.
+They are made from a run's list of calls and its sheets. `dump --layout ait` and `convert --to ait`
+both use this file. The caller gives the location of a tensor's file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from driftline.runs.sidecars.operator_sheets import (
 )
 from driftline.units import csv_cell
 
-# Model names become file names, on any file system.
+# Model names become file names, which must be valid on any file system.
 _UNSAFE = re.compile(r"[^0-9A-Za-z_.+@=#-]")
 _LONGEST = 200
 # By address, because formats must not import dialects.
@@ -38,13 +38,13 @@ FileOf = Callable[[Call, str, CallTensor], str]
 
 
 class Wanted(NamedTuple):
-    """Which of the sheets are to be written.
+    """Selection of the sheets to write.
 
     Attributes:
         operations: The operation csv.
         model: The model's topology.
-        layers: That of its layers.
-        onnx: An ONNX file beside each topology.
+        layers: The topology of its layers.
+        onnx: An ONNX file next to each topology.
     """
 
     operations: bool = True
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 def drop_empty(folder: Path) -> None:
     """Remove the folder of a process without tensors, and its parent if that is empty too.
 
-    With an empty `torch_tensors` next to them, sheets would not be read as those of an ATB dump.
+    Next to an empty `torch_tensors`, sheets would not be read as those of an ATB dump.
     """
     for place in (folder, folder.parent):
         if place.is_dir() and not any(place.iterdir()):
@@ -72,7 +72,7 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
     for step, step_calls in sorted(steps.items()):
         files: dict[tuple[int, str, str], str] = {}
         for call in step_calls:
-            for tensor in call.inputs:  # a parameter that it read has a port of its own
+            for tensor in call.inputs:  # a parameter has a port of its own
                 file = file_of(call, "input", tensor) or file_of(call, "param", tensor)
                 files[call.number, "input", tensor.slot] = file
             for tensor in call.outputs:
@@ -82,16 +82,16 @@ def operations_by_step(calls: Iterable[Call], file_of: FileOf) -> dict[str, str]
 
 
 def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
-    """Write the sheets of a run's process into the seed's tree; returns how many it has.
+    """Write the sheets of a run's process into an ait tree; returns the number of sheets.
 
     Args:
-        run: Whose sheets.
-        rank: Which process.
-        process: Which process.
+        run: The run.
+        rank: Rank of the process.
+        process: Number of the process of that rank.
         folder: The process's folder in the tree: `ait_dump/torch_tensors/{device}_{pid}`.
 
     Raises:
-        OSError: The disk refused.
+        OSError: The disk refused the write.
     """
     names = run.sheets(rank, process)
     if not names:
@@ -102,12 +102,12 @@ def convert_sheets(run: Run, rank: int, process: int, folder: Path) -> int:
         for name in names
         if name not in (CALLS, GRAPHS) and kind_of_sheet(name) != "operation_tensors"
     }
-    # Written anew from the calls: the paths in the old sheet are those of the run.
+    # Written again from the calls, because the old sheet has the paths of the run.
     operations = any(kind_of_sheet(name) == "operation_tensors" for name in names)
     find: Any = FIND_FILE.load()
     write_sheets(
         folder.parent.parent,
-        # The tree's folder is `{device}_{pid}`; side files are kept by process id.
+        # The folder of the tree is `{device}_{pid}`; side files are stored by process id.
         folder.name.partition("_")[2],
         calls,
         sheets,
@@ -130,21 +130,22 @@ def write_sheets(
 
     Args:
         root: The `ait_dump` folder.
-        pid: Name of the process's folder in each.
-        calls: What ran.
-        sheets: Sheets that are there already, by name.
-        wanted: What to make of the calls.
-        file_of: Where the values of a call's tensor are; empty if they were not kept.
+        pid: Name of the process's folder in each kind of folder.
+        calls: The calls of the process.
+        sheets: Existing sheets, by name.
+        wanted: What to make from the calls.
+        file_of: Returns the file of a call's tensor; empty if its values were not kept.
 
     Raises:
-        OSError: The disk refused.
+        OSError: The disk refused the write.
     """
     texts = dict(sheets)
     if wanted.operations:
         texts |= operations_by_step(calls, file_of)
     for name, text in texts.items():
         kind = kind_of_sheet(name)
-        # Times by site are a run's own; here they are the seed's text, and its later table.
+        # Only runs have times by site; an ait tree has times as text, and in later versions as a
+        # table.
         if kind is None or (kind == "operation_statistic" and not name.endswith(".txt")):
             continue
         place = root / FOLDERS[kind] / pid / name
@@ -157,7 +158,7 @@ def write_sheets(
 
 
 def statistic_table(text: str) -> str:
-    """Times by operator as the table that later versions of the original write."""
+    """Times by operator, as the table that later versions of ait write."""
     table = READ_TIMES.load()(text, "")
     lines = [",".join(("opname", *table.headings[1:]))]
     lines += [",".join(map(csv_cell, row)) for row in table.lines]
@@ -165,7 +166,7 @@ def statistic_table(text: str) -> str:
 
 
 def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted) -> list[str]:
-    # Imported here: most conversions write no topology.
+    # Imported here, because most conversions write no topology.
     from driftline.graphs.model import at_level
     from driftline.graphs.sources.calls import calls_graph
     from driftline.graphs.writers.atb import layer_graph, layer_json, layers_of, model_json
@@ -184,7 +185,7 @@ def _write_topology(root: Path, pid: str, calls: Sequence[Call], wanted: Wanted)
         if wanted.onnx:
             try:
                 _write(place.with_suffix(".onnx"), onnx_bytes(at_level(part)))
-            # A graph that cannot be drawn must not cost the rest of the dump.
+            # A graph that cannot be drawn must not prevent the rest of the dump.
             except DriftlineError as problem:
                 trouble.append(f"{part.name} is not drawn: {problem}")
     return trouble

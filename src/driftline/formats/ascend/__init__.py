@@ -1,1 +1,1 @@
-"""Ascend's element types, storage layouts and protocol buffers, shared by ATB and GE."""
+"""Ascend's element types, storage layouts and protocol buffers, used by both ATB and GE."""

@@ -1,8 +1,8 @@
-"""Protobuf without descriptors: messages in binary form field by field, in text form by token.
+"""Protobuf without descriptors: binary messages field by field, text messages token by token.
 
-Enough to read a message whose layout the caller knows. Nothing is allocated but what is asked for.
-A message that cannot be believed raises `Malformed`, a text `NotText`, with the reason; this file
-does not know what any field means.
+This is enough to read a message whose layout the caller knows. Only requested values are allocated.
+An invalid message raises `Malformed`, an invalid text `NotText`, with the reason. This file does
+not know what any field means.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 # Ten groups of seven bits hold 64 bits.
 LONGEST_VARINT = 10
 MOST_FIELDS = 65_536
-"""Of one message; nothing that is read here has a thousandth of it."""
+"""Limit for one message; no message that is read here has a thousandth of it."""
 
 
 class Malformed(ValueError):
-    """Bytes that are no such message, with the reason."""
+    """Bytes that are not a valid message, with the reason."""
 
 
 def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """A number and the position behind it.
+    """Read a number; returns it and the position after it.
 
     Raises:
-        Malformed: It does not end, or is longer than any number may be.
+        Malformed: The number does not end, or is longer than allowed.
     """
     value = shift = 0
     for position in range(start, min(end, start + LONGEST_VARINT)):
         byte = data[position]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            # The tenth byte may carry bits beyond 64, which protobuf ignores.
+            # The tenth byte may have bits beyond 64, which protobuf ignores.
             return value & 0xFFFF_FFFF_FFFF_FFFF, position + 1
         shift += 7
     if end - start >= LONGEST_VARINT:
@@ -42,18 +42,18 @@ def varint(data: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Every field of the message in `data[at:end]`: number, wire type, and its value.
+    """Every field of the message in `data[position:end]`: number, wire type, and its value.
 
     Returns:
         `(number, VARINT, value, 0)` for numbers, `(number, BYTES, start, stop)` for text, bytes,
         messages and packed lists, `(number, wire, start, stop)` for the fixed widths.
 
     Raises:
-        Malformed: The message ends in the middle of something, or says something impossible.
+        Malformed: The message ends inside a field, or contains something impossible.
     """
     message_fields: list[tuple[int, int, int, int]] = []
     while position < end:
-        # Two bytes make a field: a hostile file would otherwise become millions of tuples.
+        # A field takes only two bytes, so a hostile file could become millions of tuples.
         if len(message_fields) > MOST_FIELDS:
             raise Malformed(f"more than {MOST_FIELDS} fields in one message")
         begin = position
@@ -62,11 +62,11 @@ def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, in
         if tag >= 0x80:
             tag, position = varint(data, begin, end)
         number, wire = tag >> 3, tag & 7
-        # Field numbers begin at 1; zero is the sign of bytes that are no message.
+        # Field numbers begin at 1; zero shows that the bytes are not a message.
         if number == 0:
             raise Malformed(f"byte {begin} opens a field of number 0")
         if wire in (VARINT, BYTES):
-            # Most numbers are one byte long: this loop is half of opening a large dump.
+            # Most numbers are one byte long; this loop takes half the time of opening a large dump.
             if position < end and data[position] < 0x80:
                 value = data[position]
                 position += 1
@@ -90,10 +90,10 @@ def fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, in
 
 
 def expect(number: int, wire: int, wanted: Literal[0, 2]) -> None:
-    """Refuse a known field of another kind.
+    """Refuse a known field that has another wire type.
 
     Raises:
-        Malformed: The wire type is not the wanted one.
+        Malformed: The wire type differs.
     """
     if wire != wanted:
         raise Malformed(f"field {number} has wire type {wire} instead of {wanted}")
@@ -103,14 +103,14 @@ def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_m
     """Add the value or values of a repeated number, packed or not.
 
     Raises:
-        Malformed: It is no list of numbers, or longer than anybody would write.
+        Malformed: The field is not a list of numbers, or is too long.
     """
     number, wire, start, stop = field
     if wire == VARINT:
         into.append(start)
     else:
         expect(number, wire, BYTES)
-        # Stops one past the limit, so that a long list is refused without being read.
+        # Stops one after the limit, so that a long list is refused without being read.
         while start < stop and len(into) <= at_most:
             value, start = varint(data, start, stop)
             into.append(value)
@@ -119,22 +119,22 @@ def numbers(data: bytes, field: tuple[int, int, int, int], into: list[int], at_m
 
 
 def text(data: bytes, start: int, stop: int, longest: int = 65_536) -> str:
-    """A string; strange bytes are replaced.
+    """Decode a string; invalid bytes are replaced.
 
     Raises:
-        Malformed: It is longer than anybody would write.
+        Malformed: The string is too long.
     """
     if stop - start > longest:
         raise Malformed(f"a text of {stop - start} bytes, more than the {longest} anybody writes")
     return bytes(data[start:stop]).decode("utf-8", "replace")
 
 
-# ---- Text form: `name: "x"  attr { key: "a" value { s: "b: {c}" } }`
+# ---- Text form: `name: "x" attr { key: "a" value { s: "b: {c}" } }`
 
 
 DEEPEST = 100
 Event = tuple[Literal["open", "close", "value"], str, str]
-"""("open", field, ""), ("close", "", "") or ("value", field, the token as it is written)."""
+"""("open", field, ""), ("close", "", "") or ("value", field, the token as written)."""
 
 # Every alternative consumes a character, so the scan is linear in the text.
 _TOKEN = re.compile(
@@ -155,22 +155,21 @@ _CLOSES = {"{": "}", "<": ">", "[": "]"}
 
 
 class NotText(ValueError):
-    """Something that is no protobuf text, with its line."""
+    """The text is not a protobuf text; the message has the line."""
 
 
 def walk(text: str) -> Iterator[Event]:
-    """Every field of a text in the order in which it stands.
+    """Every field of a text, in its order.
 
     Raises:
-        NotText: It is none, or nested deeper than anybody would write.
+        NotText: The text is not a protobuf text, or is nested too deep.
     """
     closers: list[str] = []
-    lists: list[str] = []  # the field that each open list belongs to
-    field = pending = ""  # strings side by side are one
+    lists: list[str] = []  # the field of each open list
+    field = pending = ""  # adjacent strings are one value
     awaiting: Literal["field", "colon", "value", "more"] = "field"
     for kind, token, offset in _tokens(text):
-        # Strings that stand side by side are one value, so the first waits for the next
-        # token.
+        # Adjacent strings are one value, so a string waits for the next token.
         if awaiting == "more":
             if kind == "string":
                 pending += " " + token
@@ -239,7 +238,7 @@ def _malformed_text(text: str, offset: int, what: str) -> NotText:
 
 
 def unquoted(token: str) -> str:
-    """The text a value stands for: strings without quotes and escapes, words as they are.
+    """The text of a value: strings without quotes and escapes, words unchanged.
 
     >>> unquoted(r'"a: {b}\\n" "\\303\\244"')
     'a: {b}\\nä'

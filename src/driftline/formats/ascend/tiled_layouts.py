@@ -1,9 +1,9 @@
-"""Storage layouts of Ascend devices, put back into ordinary order: NZ → ND, NC1HWC0 → NCHW, …
+"""Convert storage layouts of Ascend devices to ordinary order: NZ → ND, NC1HWC0 → NCHW, …
 
-FRACTAL_NZ keeps a matrix of M rows and N columns in small tiles: padded with zeros, cut into
-columns of C0 (16 as a rule, 32 for bytes) and stored column block by column block. Two spellings of
-the same bytes are in use: `(batch, N1, M, C0)`, ATB's, and `(…, N1, M1, 16, C0)`, the graph
-engine's, with M = 16 · M1. Knows shapes and arrays, no files.
+FRACTAL_NZ stores a matrix of M rows and N columns in small tiles: it is padded with zeros, cut into
+columns of width C0 (usually 16, or 32 for bytes), and stored one column block after the other. The
+same bytes are described by two shapes: `(batch, N1, M, C0)` in ATB, and `(…, N1, M1, 16, C0)` in
+the graph engine, with M = 16 · M1. This file knows shapes and arrays, but no files.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 
 AnyArray = np.ndarray[Any, np.dtype[Any]]
 ROWS = 16
-"""Rows of one tile in the graph engine's spelling."""
+"""Number of rows of one tile in the graph engine's shapes."""
 
 
 def nz_shape(dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape in ordinary order of tiles that are stored with these sizes, padding included.
+    """The ordinary shape of tiles that are stored with these sizes, including padding.
 
-    None when the sizes cannot be tiles. A single batch is left out: `(1, N1, M, C0)` is how a plain
-    matrix is stored.
+    None if the sizes cannot be those of tiles. A single batch is dropped, because a plain matrix is
+    stored as `(1, N1, M, C0)`.
 
     >>> nz_shape((1, 2, 16, 16)), nz_shape((3, 2, 16, 16)), nz_shape((2, 5, 4, 16, 16))
     ((16, 32), (3, 16, 32), (2, 64, 80))
     """
     if len(dims) < 3:
         return None
-    # Only the graph engine writes the rows of a tile as an axis of their own.
+    # Only the graph engine has a separate axis for the rows of a tile.
     if len(dims) >= 5 and dims[-2] == ROWS:
         *batch, blocks, tiles, rows, width = dims
         return (*batch, tiles * rows, blocks * width)
@@ -41,12 +41,12 @@ def nz_shape(dims: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def nz_to_nd(values: AnyArray, dims: tuple[int, ...], crop: tuple[int, ...] = ()) -> AnyArray:
-    """Stored tiles → the tensor in C order.
+    """Convert stored tiles to the tensor in C order.
 
     Args:
-        values: The elements as stored.
+        values: Elements as stored.
         dims: Sizes as stored.
-        crop: The true sizes of the last dimensions, where somebody knows them; padding is cut off.
+        crop: True sizes of the last dimensions, if they are known; padding is cut off.
 
     >>> stored = np.array([[[1, 2], [5, 6]], [[3, 4], [7, 0]]])
     >>> nz_to_nd(stored, (2, 2, 2)).tolist()
@@ -68,7 +68,7 @@ def _graph_engine(dims: tuple[int, ...]) -> bool:
     return len(dims) >= 5 and dims[-2] == ROWS
 
 
-# ---- Layouts of the graph engine, with the original shape beside the stored one
+# ---- Layouts of the graph engine, which have the original shape in addition to the stored one
 
 
 Shape = tuple[int, ...]
@@ -86,14 +86,14 @@ _SWAPS: dict[tuple[str, str], Shape] = {
 
 
 class Rearrangement(NamedTuple):
-    """How stored elements become the tensor.
+    """How stored elements are rearranged into the tensor.
 
     Attributes:
-        seen_as: The shape in which the stored elements are seen first.
-        axes: Its axes in their new order.
-        merged: The shape after that, padding included.
-        kept: How much of each axis of `merged` is no padding.
-        shape: What comes out.
+        seen_as: Shape to which the stored elements are first reshaped.
+        axes: Permutation of its axes.
+        merged: Shape to which the result is then reshaped, including padding.
+        kept: Size of each axis of `merged` without padding.
+        shape: Final shape.
     """
 
     seen_as: Shape
@@ -104,7 +104,7 @@ class Rearrangement(NamedTuple):
 
     @property
     def keeps_order(self) -> bool:
-        """Whether only the shape changes: flat, nothing is to be done."""
+        """Whether only the shape changes, so that the flat elements stay as they are."""
         return self.axes == tuple(range(len(self.axes))) and self.kept == self.merged
 
     def apply(self, flat: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
@@ -117,19 +117,19 @@ class Rearrangement(NamedTuple):
 def rearrangement(
     format_name: str, stored: Shape, original: Sequence[int] | None
 ) -> Rearrangement | None:
-    """How a tensor stored in a layout becomes the original one.
+    """How a stored tensor is rearranged into the original one.
 
     Args:
-        format_name: As `atb_types` calls it.
-        stored: The shape in storage.
-        original: The shape it had before; None when it is not known.
+        format_name: Name of the layout, as `types.format_name` returns it.
+        stored: Stored shape.
+        original: Original shape; None if it is unknown.
 
     Returns:
-        None where nothing is to be done, or where nobody can say what: the elements then stay in
-        the order in which they are stored.
+        None if nothing is to be done, or if the rearrangement is unknown. The elements then stay in
+        their stored order.
     """
     wanted = None if original is None else tuple(original)
-    # Nothing to move, or nothing there.
+    # Nothing to move, or no elements.
     if wanted == stored or 0 in stored:
         return None
     if format_name.startswith("FRACTAL_NZ"):
@@ -150,7 +150,7 @@ def rearrangement(
 def _checked(
     seen_as: Shape, axes: Shape, merged: Shape, kept: Shape, shape: Shape
 ) -> Rearrangement | None:
-    """The rearrangement, if nothing but padding would be cut off and nothing is missing."""
+    """The rearrangement, if it cuts off nothing but padding and nothing is missing."""
     # A header that is not trusted must not cut off values as if they were padding.
     fits = (
         math.prod(seen_as) == math.prod(merged)
@@ -174,7 +174,7 @@ def _from_nz(stored: Shape, wanted: Shape | None) -> Rearrangement | None:
         return _checked(stored, axes, merged, merged, merged)
     if not wanted:
         return None
-    # A vector is stored as a matrix of one row.
+    # A vector is stored as a matrix with one row.
     matrix = wanted[-2:] if len(wanted) > 1 else (1, *wanted)
     return _checked(stored, axes, merged, (*lead, *matrix), wanted)
 
@@ -183,7 +183,7 @@ def _from_nc1hwc0(stored: Shape, wanted: Shape) -> Rearrangement | None:
     if len(stored) != 5 or len(wanted) != 4:
         return None
     n, c1, h, w, c0 = stored
-    # The original may have been NCHW or NHWC; the sizes of the other axes tell which.
+    # The original may be NCHW or NHWC; the sizes of the other axes show which.
     if (wanted[0], *wanted[2:]) == (n, h, w):
         return _checked(stored, (0, 1, 4, 2, 3), (n, c1 * c0, h, w), wanted, wanted)
     return _checked(stored, (0, 2, 3, 1, 4), (n, h, w, c1 * c0), wanted, wanted)
@@ -214,7 +214,7 @@ def _from_fractal_z(stored: Shape, wanted: Shape) -> Rearrangement | None:
 
 
 def _from_plain(format_name: str, stored: Shape, wanted: Shape) -> Rearrangement | None:
-    """Swap axes where that gives the wanted shape, else see the same elements in it."""
+    """Swap axes if that gives the wanted shape; otherwise reshape the same elements."""
     # A known swap that gives exactly the wanted sizes is more likely than a mere reshape.
     for (source, _), axes in _SWAPS.items():
         if source == format_name and len(stored) == len(axes):

@@ -1,8 +1,8 @@
-"""Element types and storage formats of Ascend files: what the numbers in a header mean.
+"""Element types and storage formats of Ascend files: the meaning of the numbers in a header.
 
 The codes are those of `aclDataType` and `aclFormat`. Types that numpy and torch lack (HiFloat8,
 six-bit floats, single bits) are read as a type of `numerics.dtypes` that holds each of their values
-exactly. Knows no file.
+exactly. This file does not know files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class ElementType(NamedTuple):
     """One type code.
 
     Attributes:
-        name: As the csv files of a dump call it.
-        dtype: Our type that the values are given as; empty when they cannot be given.
-        bits: Width of one element on disk.
-        recoded: How values become `dtype`: not at all, by a table of codes, or bit by bit.
+        name: Name of the type in the csv files of a dump.
+        dtype: Our type for its values; empty if there is none.
+        bits: Width of one element in the file.
+        recoded: How values are converted to `dtype`: not at all, by a table of codes, or bit by
+            bit.
     """
 
     name: str
@@ -68,7 +69,7 @@ ACL_TYPES: dict[int, ElementType] = {
     40: ElementType("float4_e2m1", "float4_e2m1fn_x2", 4),
     41: ElementType("float4_e1m2", "float8_e5m2", 4, "table"),
 }
-"""`aclDataType`. Six-bit floats take a byte each; four-bit types are two to a byte, low first."""
+"""`aclDataType`. Six-bit floats take one byte each; four-bit types are two to a byte, low first."""
 
 ACL_FORMATS: dict[int, str] = {
     -1: "undefined",
@@ -91,9 +92,9 @@ ACL_FORMATS: dict[int, str] = {
 }
 NZ_FORMATS = frozenset((29, 50, 51))
 PLAIN_FORMATS = frozenset((-1, 0, 1, 2, 16, 27, 30, 35, 47))
-"""Formats whose storage is the tensor in C order; the others re-order or pad."""
+"""Formats whose storage is the tensor in C order; the others reorder or pad."""
 
-# Csv files use these three beside the names of the table above.
+# Csv files use these three in addition to the names in the table above.
 _BY_NAME: dict[str, ElementType] = {
     **{kind.name: kind for kind in ACL_TYPES.values()},
     "float32": ACL_TYPES[0],
@@ -103,7 +104,7 @@ _BY_NAME: dict[str, ElementType] = {
 
 
 def type_named(name: str) -> ElementType | None:
-    """A type by the name a csv file gives it: `float16`, or `ACL_FLOAT16` in old ones.
+    """The type with a name from a csv file: `float16`, or `ACL_FLOAT16` in old files.
 
     >>> type_named("ACL_BF16").dtype
     'bfloat16'
@@ -116,7 +117,7 @@ def format_name(code: int) -> str:
 
 
 def recode(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: ElementType, elements: int) -> AnyArray:
-    """Bytes of a type numpy and torch do not have → flat storage values of `kind.dtype`."""
+    """Convert bytes of a type that numpy and torch lack to flat storage values of `kind.dtype`."""
     storage = DTYPES[kind.dtype].storage
     if kind.recoded == "bits":
         return np.unpackbits(raw, count=elements, bitorder="little").view(storage)
@@ -127,7 +128,7 @@ def recode(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: ElementType, elements
 
 @functools.cache
 def _recoding(name: str) -> AnyArray:
-    """Storage value of our type for each code of theirs."""
+    """Storage value of our type for each foreign code."""
     if name == "hifloat8":
         return hifloat8_values().astype("<f2")
     if name == "float6_e3m2":
@@ -136,13 +137,13 @@ def _recoding(name: str) -> AnyArray:
         values, target = _small_floats(2, 3, 1), "float8_e4m3fn"
     else:
         values, target = _small_floats(1, 2, 1), "float8_e5m2"
-    # The sign is part of the key because 0.0 == -0.0.
+    # The sign is part of the key, because 0.0 == -0.0.
     code_of = {
         (float(value), math.copysign(1.0, value)): code
         for code, value in enumerate(value_table(target).tolist())
     }
     codes = [code_of[value, math.copysign(1.0, value)] for value in values]
-    # A byte with its unused high bits set means the same as without them.
+    # A byte whose unused high bits are set has the same value as without them.
     return np.resize(np.array(codes, np.uint8), 256)
 
 
@@ -153,7 +154,7 @@ def _small_floats(exponent_bits: int, mantissa_bits: int, bias: int) -> list[flo
         exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
         fraction = (code & (2**mantissa_bits - 1)) / 2**mantissa_bits
         size = fraction * 2.0 ** (1 - bias)
-        # An exponent of zero marks subnormal values, without the hidden one.
+        # An exponent of zero marks subnormal values, which have no hidden one.
         if exponent:
             size = (1 + fraction) * 2.0 ** (exponent - bias)
         values.append(-size if code >> (exponent_bits + mantissa_bits) else size)
@@ -164,9 +165,10 @@ def _small_floats(exponent_bits: int, mantissa_bits: int, bias: int) -> list[flo
 def hifloat8_values() -> AnyArray:
     """The value of each HiFloat8 code (arXiv 2409.16626).
 
-    After the sign stands a prefix that says how many exponent bits follow (11: 4, 10: 3, 01: 2,
-    001: 1, 0001: 0, 0000: a power of two from 2^-22 to 2^-16); the exponent is a sign and a number
-    whose leading 1 is not written; the rest is fraction. 0x80 is NaN, 0x6F and 0xEF are infinite.
+    After the sign, a prefix gives the number of exponent bits (11: 4, 10: 3, 01: 2, 001: 1, 0001:
+    0, 0000: a power of two from 2^-22 to 2^-16). The exponent consists of a sign and a number whose
+    leading 1 is not stored; the remaining bits are the fraction. 0x80 is NaN; 0x6F and 0xEF are
+    infinite.
 
     >>> [float(hifloat8_values()[code]) for code in (0x08, 0x6E, 0x01, 0x07)]
     [1.0, 32768.0, 2.384185791015625e-07, 1.52587890625e-05]
@@ -175,7 +177,7 @@ def hifloat8_values() -> AnyArray:
     for code in range(256):
         body = code & 0x7F
         sign = -1.0 if code & 0x80 else 1.0
-        # Prefix 0000: the three bits that follow count powers of two.
+        # Prefix 0000: the three bits after it are an exponent of two.
         if body < 8:
             size = 0.0 if body == 0 else 2.0 ** (body - 23)
         else:

@@ -1,8 +1,8 @@
-"""Writes anything that opens as a run as a run of our own, or as files that other programs read.
+"""Write anything that opens as a run as a run of our own, or as files for other programs.
 
-`convert` is the entry point: it checks the output, opens the source and replaces the output only
-when everything was written. `Conversion` does the work, one tensor at a time, so that a dump larger
-than memory goes through; it knows nothing of addresses or of what may be replaced.
+`convert` is the entry point: it checks the output, opens the source, and replaces the output only
+after everything was written. `Conversion` does the work, one tensor at a time, so that a dump may
+be larger than memory. It does not know addresses, or what may be replaced.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 Target = Literal["run", "npy", "pt", "safetensors", "ait"]
 Progress = Callable[[int, int], None]
 
-# By address: the layouts of other tools are loaded when somebody asks for one.
+# By address, so that the layouts of other tools are loaded only on request.
 AIT_TREE = Address("driftline.dialects.ait.dump_tree:AitTree")
 AIT_SHEETS = Address("driftline.formats.ait.side_files:convert_sheets")
 OWN_TREES = {"atb": Address("driftline.formats.ascend.atb.export:AtbTree")}
-"""Formats whose dumps `--to ait` writes back in a layout of their own."""
+"""Formats whose dumps `--to ait` writes back in their own layout."""
 _UNFINISHED = ".unfinished-"
-# Mapped pages count as this process's memory until the run lets them go.
+# Mapped pages count as this process's memory until the run releases them.
 _RELEASE_AFTER = 256 << 20
-# Facts of a process, copied beside those of the run; with `only_ranks`, a reader does not report
-# the other ranks as missing.
+# Facts of a process that are copied in addition to those of the run. With `only_ranks`, a reader
+# does not report the other ranks as missing.
 _PROCESS_KEYS = (
     *("framework", "devices", "seed", "seeds", "default_dtype", "threads", "deterministic"),
     "only_ranks",
@@ -56,7 +56,7 @@ _PROCESS_KEYS = (
 
 
 class Conversion:
-    """One conversion under way: what was written, and what was left out for which reason."""
+    """One conversion in progress: what was written, and what was left out for which reason."""
 
     def __init__(self, run: Run, place: Path, to: Target, progress: Progress | None) -> None:
         self.run = run
@@ -82,8 +82,7 @@ class Conversion:
                 rank=rank,
                 world_size=world_of(self.run),
                 command=command_of(self.run),
-                # The folder is temporary until the end; a seal at exit could find
-                # it renamed.
+                # The folder is temporary until the end; a seal at exit could find it renamed.
                 seal_at_exit=False,
             )
             about = facts.get((rank, process), {})
@@ -118,18 +117,18 @@ class Conversion:
                 raise OSError(0, writer.failure)
 
     def _put(self, writer: RunWriter, record: Record) -> None:
-        # Our index cannot name the type, so the tensor goes into the list of events.
+        # Our index cannot name the type, so the tensor is recorded as an event.
         if record.dtype not in DTYPES:
             reason = record.lost or f"the element type {record.dtype} is not known"
             writer.event("lost", f"{record.key}: {reason}")
             self._skip(record, reason)
             return
-        # The blob is the place in the source; the writer gives a new one.
+        # The blob is the location in the source; the writer assigns a new one.
         plain = record._replace(blob=None)
         if record.kept in ("full", "sample"):
             raw = self._values(record)
             if isinstance(raw, str):
-                # A tensor that cannot be read stays in the run with the reason.
+                # A tensor that cannot be read stays in the run, with the reason.
                 writer.put(plain._replace(lost=raw), None)
                 self._skip(record, raw)
                 return
@@ -182,7 +181,7 @@ class Conversion:
             self._step()
 
     def _into_own_tree(self, tree_of: Any) -> None:
-        """The tree that the dump had; the other one is that of torch modules."""
+        """Write the tree that the dump had; `into_ait` writes that of torch modules."""
         for rank, process, records in self._parts():
             tree = tree_of(self.place, rank, process, os.getpid())
             for record in records:
@@ -198,15 +197,14 @@ class Conversion:
                 self._step()
 
     def into_ait(self) -> None:
-        # A tree of torch modules cannot hold ATB's operations; they get their own layout.
+        # A tree of torch modules cannot hold ATB's operations, which have their own layout.
         if (own := OWN_TREES.get(self.run.facts.first_format)) is not None:
             self._into_own_tree(own.load())
             return
         require("torch", install="torch")
         tree_of = AIT_TREE.load()
         for rank, process, records in self._parts():
-            # The tree names a process after its device; a dump of another tool may not
-            # know it.
+            # The tree names a process after its device, which a dump of another tool may not know.
             kind = next((r.device for r in self.run.records if r.device), "cpu").partition(":")[0]
             device = kind if kind == "cpu" and not rank else f"{kind}{rank}"
             tree = tree_of(self.place, device=device)
@@ -244,7 +242,7 @@ class Conversion:
         ):
             listed.add((rank, process))
             yield rank, process, list(some)
-        # A process that left only sheets has no record, but its sheets are converted too.
+        # A process that stored only sheets has no record, but its sheets are converted too.
         for about in self.run.processes():
             process_key = (int(about.get("rank", 0)), int(about.get("process", 0)))
             if process_key not in listed and self.run.sheets(*process_key):
@@ -256,7 +254,7 @@ class Conversion:
                 yield event
 
     def _has_values(self, record: Record) -> bool:
-        """Whether a file can be made of it; if not, it is counted with the reason."""
+        """Whether a tensor can be written to a file; if not, it is counted with the reason."""
         reason = self.run.lost(record)
         if not reason and record.dtype not in DTYPES:
             reason = f"the element type {record.dtype} is not known"
@@ -267,7 +265,7 @@ class Conversion:
         return not reason
 
     def _values(self, record: Record) -> Storage | str:
-        """The values, or why there are none."""
+        """The values, or the reason why there are none."""
         if reason := self.run.lost(record):
             return reason
         try:
@@ -275,7 +273,7 @@ class Conversion:
         except (DriftlineError, OSError) as trouble:
             return reason_of(trouble)
         self._mapped += raw.nbytes
-        # Otherwise converting a 100 GB dump would fill the memory with its pages.
+        # Otherwise the pages of a 100 GB dump would fill the memory.
         if self._mapped > _RELEASE_AFTER:
             self.run.release()
             self._mapped = 0
@@ -314,7 +312,7 @@ def _details(details: Any) -> dict[str, Any]:
 
 
 def command_of(run: Run) -> list[str]:
-    """What made the run, as far as it says; a dump of somebody else's does not."""
+    """The command that made the run, if the run has it; foreign dumps do not."""
     command = run.manifest.get("command")
     if isinstance(command, (list, tuple)) and command:
         return [str(word) for word in cast("list[Any]", command)]
@@ -322,7 +320,7 @@ def command_of(run: Run) -> list[str]:
 
 
 def world_of(run: Run) -> int:
-    """How many ranks its job had, as far as it says; at least those that have tensors in it."""
+    """Number of ranks of the job, if known; at least the number of ranks with tensors."""
     return max(run.facts.world, len({record.key.rank for record in run.records}), 1)
 
 
@@ -330,14 +328,14 @@ def world_of(run: Run) -> int:
 
 
 class Converted(NamedTuple):
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
-        path: Where the result is.
-        tensors: How many were written.
-        size: Bytes of values.
-        skipped: Reason → how many tensors have no values in the result for it.
-        left_out: Those tensors: key and reason. Into a run they go along as lost ones.
+        path: Path of the result.
+        tensors: Number of tensors written.
+        size: Number of bytes of values.
+        skipped: Reason → number of tensors that have no values in the result for this reason.
+        left_out: Key and reason of these tensors. A converted run contains them as lost tensors.
     """
 
     path: Path
@@ -358,26 +356,27 @@ def convert(
     """Write a run, or a dump or tensor file of another program, in another format.
 
     Args:
-        source: What `open_run` opens.
+        source: Anything that `open_run` opens.
         output: Folder of the result.
-        to: `run` for ours; `npy`, `pt` and `safetensors` for files of these with a list of keys
-            next to them; `ait` for the tree of `ait llm dump`, that of ATB if it came from there.
+        to: `run` for our format; `npy`, `pt` and `safetensors` for files of these formats with a
+            list of keys next to them; `ait` for the tree of `ait llm dump`, or that of ATB if the
+            source came from there.
         force: Replace an earlier result of the same kind.
-        progress: Called with (tensors done, tensors in all).
+        progress: Called with the number of finished tensors and the total.
 
     Raises:
         AlreadyThere: The output exists and may not be replaced.
-        DriftlineError: The source cannot be read, or the output not be written.
+        DriftlineError: The source cannot be read, or the output cannot be written.
     """
     if ":/" in os.fspath(output) and (url := url_of(output)) is not None:
         return _convert_to_url(source, url, output, to=to, force=force, progress=progress)
     run = source if isinstance(source, Run) else open_run(source)
     place = Path(output)
-    # The output is replaced at the end: the source would be gone.
+    # The output is replaced at the end, so the source would be deleted.
     if not isinstance(source, Run) and _is_same_folder(Path(source), place):
         raise BadInput(f"{place} cannot be converted into itself", hint="give another output")
     _refuse_empty(run, to)
-    # The `ait` writers make this folder themselves; only it may be replaced.
+    # The `ait` writers create this folder themselves, and only this folder may be replaced.
     final = place / "ait_dump" if to == "ait" else place
     if to == "run":
         check_room(place, force=force)
@@ -411,7 +410,7 @@ def _refuse_empty(run: Run, to: Target) -> None:
     """Refuse a run of which nothing could be written.
 
     Raises:
-        BadInput: It has no tensors, or none with values where values are needed.
+        BadInput: The run has no tensors, or none with values although values are needed.
     """
     sheets = to in ("run", "ait") and any(
         run.sheets(int(about.get("rank", 0)), int(about.get("process", 0)))
@@ -420,7 +419,7 @@ def _refuse_empty(run: Run, to: Target) -> None:
     if not len(run) and not sheets:
         raise BadInput(f"{run.name} holds no tensors", hint="driftline show says what it holds")
     values = sheets or any(record.kept in ("full", "sample") for record in run.records)
-    # Refused before anything is written: every tensor would be skipped.
+    # Refused before anything is written, because every tensor would be skipped.
     if to != "run" and not values:
         raise BadInput(
             f"nothing of {run.name} can be written as {to}: only {run.records[0].kept} was kept",
@@ -437,7 +436,7 @@ def _convert_to_url(
     force: bool,
     progress: Progress | None,
 ) -> Converted:
-    """The same to an address: made here, then sent there."""
+    """As `convert`, to an address: the result is made here, and then sent."""
     import tempfile
 
     from driftline.runs.stores.api import push, refuse_overwriting
@@ -447,7 +446,7 @@ def _convert_to_url(
             f"--to {to} writes files of this machine, and the output is an address",
             hint="give a folder; a run may go to an address",
         )
-    # Asked first: converting may take an hour.
+    # Checked first, because converting may take an hour.
     refuse_overwriting(url, force=force)
     with tempfile.TemporaryDirectory(prefix="driftline-") as folder:
         done = convert(source, Path(folder) / "run", to=to, progress=progress)
@@ -465,10 +464,10 @@ def _is_same_folder(source: Path, output: Path) -> bool:
 
 
 def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
-    """See that what is there may be replaced: only if asked, and only if it is of this kind.
+    """Refuse an existing output, unless it may be replaced and is of this kind.
 
     Raises:
-        AlreadyThere: Something is there and may not be replaced.
+        AlreadyThere: The output exists and may not be replaced.
     """
     if place.exists() and not place.is_dir():
         raise AlreadyThere(f"'{place}' exists and is a file", hint="choose another output folder")
@@ -479,7 +478,7 @@ def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
             f"output folder '{place}' exists and is not empty",
             hint="choose another one, or --force to replace what is in it",
         )
-    # `--force` must not delete a folder that somebody named by mistake.
+    # `--force` must not delete a folder that was named by mistake.
     if not replaceable:
         raise AlreadyThere(
             f"'{place}' holds other things than converted tensors, so it is not replaced",
@@ -489,30 +488,30 @@ def _check_room(place: Path, force: bool, *, replaceable: bool) -> None:
 
 @contextlib.contextmanager
 def _atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
-    """An empty folder to write to, which becomes `place` if all goes well and else is deleted.
+    """An empty folder to write to; it becomes `place` on success, and is deleted otherwise.
 
-    It is written under another name next to it and renamed at the end. A conversion that is stopped
-    half way leaves nothing under the name that was asked for, and what was there before stays. A
-    killed process leaves `.NAME.unfinished-PID`, which the next one removes.
+    It has another name next to `place` and is renamed at the end. So a conversion that is stopped
+    half way leaves nothing under the requested name, and an earlier result stays. A killed process
+    leaves `.NAME.unfinished-PID`, which the next conversion removes.
 
     Args:
-        place: The name that is asked for.
-        inner: The folder in it that becomes `place`, where writers make one of their own.
+        place: The requested name.
+        inner: The inner folder that becomes `place`, if the writers create one of their own.
 
     Raises:
-        OSError: The disk refused.
+        OSError: The disk refused the write.
     """
     place = place.absolute()
     new = not place.parent.exists()
     place.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(place)
-    # In the same folder, hence on the same disk: renaming is then one step.
+    # In the same parent folder, hence on the same disk: renaming is then one step.
     working = place.with_name(f".{place.name}{_UNFINISHED}{os.getpid()}")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
     try:
         yield working
-        # The link stays and its target is replaced.
+        # A link stays, and its target is replaced.
         if place.is_symlink():
             place = place.resolve()
         if place.exists():
@@ -520,7 +519,7 @@ def _atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
         (working / inner).rename(place)
         if inner:
             shutil.rmtree(working)
-    # Also when the user interrupts: half a result must not stay.
+    # Also if the user interrupts: half a result must not remain.
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         if new:
@@ -530,7 +529,7 @@ def _atomic_folder(place: Path, inner: str = "") -> Generator[Path]:
 
 
 def _remove_leftovers(place: Path) -> None:
-    """Take away what killed processes left of the same output."""
+    """Remove what killed processes left of the same output."""
     begin = f".{place.name}{_UNFINISHED}"
     for path in place.parent.iterdir():
         number = path.name.removeprefix(begin)
@@ -543,7 +542,7 @@ def _is_running(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A process of another user exists although it may not be signalled.
+    # A process of another user exists even if it may not be signalled.
     except (OSError, OverflowError):
         return True
     return True

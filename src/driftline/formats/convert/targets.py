@@ -1,9 +1,9 @@
-"""Files that other programs read, written from a run, and the list of keys next to them.
+"""Write files for other programs from a run, with a list of keys next to them.
 
-`driftline_tensors.jsonl` has a line per tensor with its file and its key, so that the folder reads
-back as the run it came from; a line per module tree and per event follows. The first part reads
-that list, the second writes it with `.npy`, `.pt` or `.safetensors` files. The files need no list:
-any program reads them.
+`driftline_tensors.jsonl` has a line for each tensor with its file and its key, so that the folder
+can be read as the run from which it was written; lines for module trees and events follow. The
+first part of this file reads the list; the second writes it, and the `.npy`, `.pt` or
+`.safetensors` files. Other programs read these files without the list.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def has_list(path: Path) -> bool:
 
 
 def line_of(record: Record, file: str, name: str, stored: str) -> dict[str, Any]:
-    """What the list says of one tensor.
+    """The line of one tensor in the list.
 
     Args:
         record: The tensor in the run.
-        file: File it was written to, relative to the folder.
-        name: Its name inside that file; empty in a file of one tensor.
+        file: Path of the file, relative to the folder.
+        name: Name of the tensor inside that file; empty if the file has one tensor.
         stored: Element type in the file; `bytes` for the plain bytes of `record.dtype`.
     """
     key = record.key
@@ -75,17 +75,17 @@ def line_of(record: Record, file: str, name: str, stored: str) -> dict[str, Any]
 
 
 def open_exported(folder: Folder, format_name: str) -> TreeRun:
-    """The folder as the run that was converted.
+    """Open the folder as the run that was converted.
 
     Raises:
-        BadFile: The list cannot be believed.
+        BadFile: The list is not valid.
     """
     place = folder.path / LIST
     try:
         text = folder.read(LIST, LARGEST_LIST).decode()
     except (OSError, UnicodeDecodeError) as trouble:
         raise BadFile(f"{place} cannot be read: {reason_of(trouble)}") from trouble
-    # The list is not trusted: only files that a walk of the folder met are opened.
+    # The list is not trusted: only files that were found in the folder are opened.
     present = set(folder.files())
     members: dict[str, dict[str, Member]] = {}
     leaves: list[Leaf] = []
@@ -105,14 +105,14 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
             elif line.get("schema") != SCHEMA:
                 raise ValueError("it is of no kind that is known")
             else:
-                listed_facts = dict(line.get("facts", {}))  # not there in lists of 0.1.0
+                listed_facts = dict(line.get("facts", {}))  # missing in lists of 0.1.0
                 facts = {name: listed_facts[name] for name in RUN_KEYS if name in listed_facts}
                 facts["converted_from"] = str(line.get("converted_from", ""))
                 processes = [
                     read_process(process_facts).to_json()
                     for process_facts in listed_facts.get("processes", [])
                 ]
-        # A line may hold any JSON; whatever it breaks is one refusal with its number.
+        # A line may hold any JSON; any error becomes one refusal with the line's number.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as trouble:
             raise BadFile(
                 f"{place}, line {number}, cannot be believed: {reason_of(trouble)}",
@@ -126,7 +126,7 @@ def open_exported(folder: Folder, format_name: str) -> TreeRun:
 
 
 class _ExportedRun(TreeRun):
-    """A converted folder; its list also keeps what each process left about itself."""
+    """A converted folder; its list also stores the facts of each process."""
 
     listed_processes: Sequence[Mapping[str, Any]] = ()
 
@@ -147,10 +147,10 @@ def _leaf(
         )
         members[file] = {member.name: member for member in described}
     inside = members[file]
-    # A file of one tensor may call it anything.
+    # A file of one tensor may give it any name.
     member = inside.get(str(line["name"])) or _only_member(inside)
     port = line["port"]
-    # Checked before a key is made: an unknown port would fail far from here.
+    # Checked before a key is made, because an unknown port would fail far from here.
     if port not in PORTS:
         raise ValueError(f"there is no port {str(port)[:40]!r}")
     phase, moment = line.get("phase", usual_phase(port)), line.get("moment", usual_moment(port))
@@ -174,7 +174,7 @@ def _leaf(
         raise ValueError(f"a tensor in a file was not kept as {str(kept)[:40]!r}")
     shape = tuple(int(size) for size in line["shape"])
     dtype, fetch = member.dtype, member.fetch
-    # The file's format lacks the type, so its plain bytes were written.
+    # The file's format lacks the type, so the plain bytes were written.
     if line["stored"] == "bytes":
         dtype = str(line["dtype"])
         if DTYPES[dtype].byte_count(_elements(shape, kept, stride)) != _elements(member.shape):
@@ -212,7 +212,7 @@ def _only_member(inside: Mapping[str, Member]) -> Member:
 
 def _count(line: Mapping[str, Any], name: str) -> int:
     value = line.get(name, 0)
-    # `True` is an int in Python, and no count.
+    # `True` is an int in Python, but not a count.
     if type(value) is not int or value < 0:
         raise ValueError(f"its {name} is no count")
     return value
@@ -262,11 +262,11 @@ class TensorList:
 
 
 def widened(raw: Storage, record: Record) -> Array:
-    """Shaped values; what numpy has no type for comes as a wider type, exactly."""
+    """Values in their shape; types that numpy lacks become wider types, exactly."""
     dtype = DTYPES[record.dtype]
     count = kept_elements(record)
     values: Array
-    # numpy has no four-bit types; each value gets a byte or a float32 of its own.
+    # numpy has no four-bit types, so each value becomes a byte or a float32.
     if dtype.bits == 4:
         codes = unpack_nibbles(raw.view(np.uint8), count)
         if dtype.kind == "float":
@@ -282,7 +282,7 @@ def widened(raw: Storage, record: Record) -> Array:
     elif dtype.name == "complex32":
         values = raw.view("<f2").astype(np.float32).view(np.complex64)
     elif dtype.kind == "float" and dtype.bits == 8:
-        # Powers of two down to 2**-127 and 448 alike are numbers of float32.
+        # float32 holds all values of these types, from 2**-127 to 448 and beyond.
         values = value_table(dtype.name).astype(np.float32)[raw.view(np.uint8)]
     else:
         values = raw
@@ -290,9 +290,9 @@ def widened(raw: Storage, record: Record) -> Array:
 
 
 def safe_name(text: str) -> str:
-    """One path component: no separators, no surprises, not too long."""
+    """A path component without separators and special characters, of limited length."""
     plain = _UNSAFE.sub("_", text)[:_LONGEST_NAME]
-    # `.` and `..` are made only of dots.
+    # `.` and `..` consist only of dots.
     return f"_{plain}" if plain.strip(".") == "" else plain
 
 
@@ -307,10 +307,10 @@ class FilePerTensor:
         self._torch: Any = require("torch", install="torch") if suffix == ".pt" else None
 
     def put(self, record: Record, raw: Storage) -> int:
-        """Write one tensor; returns how many bytes of values it has in its file.
+        """Write one tensor; returns the number of bytes of its values in the file.
 
         Raises:
-            OSError: The disk refused.
+            OSError: The disk refused the write.
         """
         name = self._name(record)
         path = self.folder / name
@@ -323,7 +323,7 @@ class FilePerTensor:
             tensor = self._tensor(record, raw)
             try:
                 self._torch.save(tensor, path)
-            except RuntimeError as trouble:  # what torch makes of a full disk
+            except RuntimeError as trouble:  # torch's error for a full disk
                 raise OSError(0, str(trouble).splitlines()[0][:160]) from trouble
             stored, size = str(tensor.dtype).removeprefix("torch."), int(tensor.nbytes)
         self._listed.tensor(record, name, "", stored)
@@ -338,7 +338,7 @@ class FilePerTensor:
             shape = (*shape[:-1], shape[-1] // 2)
         if raw.nbytes == 0:
             return self._torch.empty(tuple(record.shape), dtype=dtype)
-        # A copy: torch warns about read-only memory, and may not alias a mapped file.
+        # A copy, because torch warns about read-only memory, and must not alias a mapped file.
         owned = self._torch.frombuffer(bytearray(raw.tobytes()), dtype=self._torch.uint8)
         return owned.view(dtype).reshape(shape)
 
@@ -351,7 +351,7 @@ class FilePerTensor:
         stem += f".{key.moment}" if key.moment != usual_moment(key.port) else ""
         plain = f"{rank}/step{key.step}/{safe_name(key.site)}/{safe_name(stem)}"
         name, count = plain + self.suffix, 1
-        # Cleaning names may make two of them equal; neither file may be overwritten.
+        # Different names may become the same safe name; neither file may be overwritten.
         while name in self._taken:
             count += 1
             name = f"{plain}~{count}{self.suffix}"
@@ -362,10 +362,10 @@ class FilePerTensor:
 def write_safetensors(
     folder: Path, records: Iterable[Record], values: Values, listed: TensorList
 ) -> int:
-    """Write the tensors of one rank, a file per step; returns how many bytes of values.
+    """Write the tensors of one rank, one file per step; returns the number of bytes of values.
 
     Raises:
-        OSError: The disk refused.
+        OSError: The disk refused the write.
     """
     by_step: dict[int, list[Record]] = {}
     for record in records:
@@ -399,7 +399,7 @@ def _write_step(
         listed.tensor(record, file, name, record.dtype if plain else "bytes")
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    # safetensors asks for a header of a multiple of eight bytes.
+    # safetensors requires a header whose length is a multiple of eight bytes.
     text += b" " * (-len(text) % _HEADER_UNIT)
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))

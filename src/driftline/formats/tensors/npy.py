@@ -1,7 +1,7 @@
-"""`.npy` files: one array each. Python objects are refused unread; no header is trusted blindly.
+"""`.npy` files: one array each. Python objects are refused unread, and no header is trusted.
 
-`usual_header` knows headers as numpy writes them and is fast; `read_header` leaves any other to
-numpy's own reader.
+`usual_header` recognises headers as numpy writes them and is fast; `read_header` passes any other
+header to numpy's own reader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME = "npy"
 MAGIC = b"\x93NUMPY"
 _VERSION_1 = MAGIC + b"\x01\x00"
 HEADER_BYTES = 12 + 65_535
-"""The longest header that is looked at; numpy itself stops at 10 000 characters of it."""
+"""Longest header that is read; numpy itself stops at 10 000 characters of it."""
 
 
 def sniff(path: Path) -> bool:
@@ -35,7 +35,7 @@ def sniff(path: Path) -> bool:
 
 
 def members(path: Path) -> list[Member]:
-    """The file's one array, named after nothing: it pairs with any other lone tensor.
+    """The single array of the file, without a name, so that it pairs with any other lone tensor.
 
     Raises:
         BadFile: The header is malformed, the type is not a number, or the data are cut short.
@@ -53,16 +53,16 @@ def members(path: Path) -> list[Member]:
 
 
 class Header:
-    """What an `.npy` header says, checked.
+    """The content of an `.npy` header, checked.
 
     Attributes:
-        stored: numpy's dtype as stored, byte order included.
+        stored: numpy's dtype as stored, including its byte order.
         name: Our name of the element type.
         shape: Sizes.
-        fortran: The first index varies fastest.
-        offset: Where the data begin.
-        byte_count: How long they are.
-        plain: The bytes are as `flat` gives them: little endian, C order.
+        fortran: Whether the first index varies fastest.
+        offset: Offset of the data.
+        byte_count: Number of bytes of data.
+        plain: Whether the bytes already are as `flat` returns them: little endian, C order.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Header:
         self.plain = dtype is not None and stored.str == dtype.storage and not fortran
 
     def flat(self, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[Any]]:
-        """The data bytes as a flat array in C order and little endian; a view where they are so."""
+        """The data as a flat array, in C order and little endian; a view if they already are so."""
         array = raw[: self.byte_count].view(self.stored)
         if self.plain:
             return array
-        # With one axis both orders are the same.
+        # With one axis, both orders are the same.
         if self.fortran and len(self.shape) > 1:
             array = array.reshape(self.shape, order="F").ravel(order="C")
         return array.astype(DTYPES[self.name].storage, copy=False).reshape(-1)
 
 
 def read_header(stream: BinaryIO, source: str) -> Header:
-    """Parse the header at the start of a stream without running or allocating what it asks for."""
+    """Parse the header at the start of a stream, without running or allocating what it claims."""
     first = stream.read(HEADER_BYTES)
     start = io.BytesIO(first)
     readers: dict[tuple[int, int], Any] = {
@@ -101,16 +101,16 @@ def read_header(stream: BinaryIO, source: str) -> Header:
         # Version 3 differs only in the encoding of field names, and fields are refused below.
         reader = readers[min(npy_format.read_magic(start), (2, 0))]
         with warnings.catch_warnings():
-            # Python warns of odd escapes in a damaged header; the refusal says enough.
+            # Python warns about odd escapes in a damaged header; the refusal is enough.
             warnings.simplefilter("ignore")
             shape, fortran, stored = reader(start)
-    except Exception as trouble:  # numpy raises half a dozen kinds for a damaged header
+    except Exception as trouble:  # numpy raises half a dozen types for a damaged header
         if not first.startswith(MAGIC):
             what = "does not begin as an npy file does" if first else "is empty"
             raise BadFile(f"{source} {what}") from trouble
         reason = str(trouble).splitlines()[0][:120] if str(trouble) else type(trouble).__name__
         raise BadFile(f"{source} has a malformed npy header: {reason}") from trouble
-    # Before the type is looked at further: an object array holds a pickle.
+    # Before the type is inspected further, because an object array holds a pickle.
     if stored.hasobject:
         raise BadFile(
             f"{source} holds Python objects, which could run code when they are loaded",
@@ -137,10 +137,10 @@ _PLAIN = re.compile(
 
 @functools.lru_cache(4096)
 def _plain_header(text: bytes) -> Header | None:
-    """What the header of a file says, from its first byte on; None if `read_header` has to look.
+    """Parse a header, from the file's first byte on; None if `read_header` must do it.
 
-    Files of one dump have the same few headers: this remembers them, and takes a microsecond where
-    numpy's own reader takes sixty.
+    The result is cached, because files of one dump have the same few headers. This takes a
+    microsecond, numpy's own reader sixty.
     """
     match = _PLAIN.fullmatch(text, 10)
     if match is None:
@@ -155,7 +155,7 @@ def _plain_header(text: bytes) -> Header | None:
 
 
 def usual_header(start: bytes) -> Header | None:
-    """The header at the start of a file if it is as numpy writes it; None to let numpy look."""
+    """The header at the start of a file if it has numpy's usual form; None to let numpy read it."""
     # Versions 2 and 3 are for very long headers and for names beyond ASCII.
     if start[:8] != _VERSION_1:
         return None

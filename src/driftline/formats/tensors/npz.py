@@ -1,4 +1,4 @@
-"""`.npz` files: a zip of `.npy` files. Names inside are never used as paths, bombs are refused."""
+"""`.npz` files: zips of `.npy` files. Names inside are never used as paths; bombs are refused."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from driftline.runs.files.mapped_file import map_range
 NAME = "npz"
 MOST_MEMBERS = 1_000_000
 MOST_INFLATION = 1_100
-"""deflate cannot do better than 1032 to 1: a file that claims more lies or overlaps itself."""
+"""deflate cannot exceed 1032 to 1: a file that claims more is false, or its members overlap."""
 LARGE = 1 << 30
 USUAL_INFLATION = 100
-"""Beyond `LARGE`, a member that unpacks to more than so many times its size is refused."""
+"""A member beyond `LARGE` that unpacks to more than this many times its size is refused."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 0x1
 
 
 def sniff(path: Path) -> bool:
-    """A zip whose members are arrays (a zip of `data.pkl` is torch's)."""
+    """Whether a file is a zip whose members are arrays (a zip with `data.pkl` is torch's)."""
     names = names_in_zip(path)
     return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 def names_in_zip(path: Path) -> list[str]:
-    """Names of a zip's members; empty for a file that is no zip."""
-    # Only a zip that begins the file: a tensor file may end with bytes that look like one.
+    """Names of a zip's members; empty for a file that is not a zip."""
+    # Only a zip that begins the file, because a tensor file may end with bytes that look like one.
     with path.open("rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             return []
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
-    except Exception:  # a damaged directory raises half a dozen kinds, struct.error among them
+    except Exception:  # a damaged directory raises half a dozen types
         return []
 
 
 def members(path: Path) -> list[Member]:
-    """The arrays of the archive. Stored ones are mapped, compressed ones unpacked on use.
+    """The arrays of the archive. Stored ones are mapped; compressed ones are unpacked on use.
 
     Raises:
         BadFile: No zip, an encrypted member, a bomb, or an array that `.npy` would refuse.
@@ -71,7 +71,7 @@ def _refuse_bombs(path: Path, infos: list[zipfile.ZipInfo]) -> None:
     if len(infos) > MOST_MEMBERS:
         raise BadFile(f"{path} has {len(infos)} members; more than {MOST_MEMBERS} are refused")
     size = path.stat().st_size
-    # Over all members: overlapping ones each claim the same packed bytes.
+    # Over all members, because overlapping members each claim the same packed bytes.
     claimed = sum(info.file_size for info in infos)
     if claimed > MOST_INFLATION * max(size, 1):
         raise BadFile(
@@ -93,7 +93,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Memb
     source = f"{path}: member '{info.filename}'"
     with archive.open(info) as stream:
         header = npy.read_header(cast(BinaryIO, stream), source)
-    # The array's claim against the archive's, before memory is allocated.
+    # The array's claim is checked against the archive's, before memory is allocated.
     if header.byte_count > info.file_size - header.offset:
         raise BadFile(
             f"{source} claims {header.byte_count} bytes of data and has "
@@ -106,7 +106,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Memb
 def _fetch(path: Path, info: zipfile.ZipInfo, header: npy.Header) -> np.ndarray[Any, np.dtype[Any]]:
     if header.byte_count == 0:
         return header.flat(np.empty(0, np.uint8))
-    # Uncompressed bytes can be used where they are in the archive.
+    # Uncompressed bytes can be used in place in the archive.
     if info.compress_type == zipfile.ZIP_STORED:
         return header.flat(_mapped(path, info, header))
     try:
@@ -124,7 +124,7 @@ def _fetch(path: Path, info: zipfile.ZipInfo, header: npy.Header) -> np.ndarray[
 def _mapped(
     path: Path, info: zipfile.ZipInfo, header: npy.Header
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A stored member's data where they are; its local header has a length of its own."""
+    """Map a stored member's data; the length of its local header is read first."""
     with path.open("rb") as stream:
         stream.seek(info.header_offset)
         local = stream.read(_LOCAL_HEADER.size)

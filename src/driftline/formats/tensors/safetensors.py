@@ -1,7 +1,7 @@
 """`.safetensors` files: a JSON header of limited length, and mapped bytes.
 
-The numpy loader of the safetensors package knows neither bfloat16 nor float8; the header is simple
-enough to read here, and every claim it makes is checked against the file's length before use.
+The numpy loader of the safetensors package knows neither bfloat16 nor float8. The header is simple
+enough to read here, and all its claims are checked against the file's length before use.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NAME = "safetensors"
 LARGEST_HEADER = 100_000_000
 _LENGTH_FIELD = 8
 _PADDING = re.compile(r"__pad\d+")
-"""Driftline's own shards fill their gaps with entries of this name; they are no tensors."""
+"""Driftline's own shards fill gaps with entries of this name, which are not tensors."""
 
-# Beyond the tags that we write: types that other writers have tags for, and not every reader knows.
+# In addition to the tags that we write: types for which other writers have tags that not every
+# reader knows.
 _TAGS: dict[str, str] = {
     **{dtype.safetensors: name for name, dtype in DTYPES.items()},
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
@@ -40,18 +41,18 @@ _TAGS: dict[str, str] = {
 
 
 def sniff(path: Path) -> bool:
-    """A length field that is followed by the opening brace of an object."""
+    """Whether the file begins with a length field and the opening brace of an object."""
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_FIELD + 1)
-    # A header below 4 GB has four zero bytes here, which text files have not.
+    # A header below 4 GB has four zero bytes here, unlike a text file.
     return len(start) == _LENGTH_FIELD + 1 and start[-1:] == b"{" and start[4:8] == b"\0\0\0\0"
 
 
 def members(path: Path) -> list[Member]:
-    """The tensors of the file, in the order their bytes are.
+    """The tensors of the file, in the order of their bytes.
 
     Raises:
-        BadFile: The header is cut, too long, malformed, or claims bytes that are not there.
+        BadFile: The header is cut, too long, malformed, or claims missing bytes.
     """
     total = path.stat().st_size
     header, start = _header(path, total)
@@ -60,7 +61,7 @@ def members(path: Path) -> list[Member]:
         if name == "__metadata__" or _PADDING.fullmatch(name):
             continue
         entries.append(_entry(path, name, claim, total - start))
-    # By position, so that overlaps can be found by looking at neighbours.
+    # Sorted by position, so that overlaps are found between neighbours.
     entries.sort()
     end = 0
     for begin, stop, name, _, _ in entries:
@@ -88,7 +89,7 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
         if len(field) < _LENGTH_FIELD:
             raise BadFile(f"{path} is too short to be a safetensors file")
         length = int.from_bytes(field, "little")
-        # Before anything of that size is allocated: the claim against what the file can hold.
+        # The claim is checked against the file's length before anything of that size is allocated.
         if length > total - _LENGTH_FIELD:
             raise BadFile(
                 f"{path} claims a header of {length} bytes, but the file has {total}",
@@ -110,7 +111,7 @@ def _header(path: Path, total: int) -> tuple[dict[str, Any], int]:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
-    # Readers differ in which of two equal names they take; neither is right.
+    # Readers differ in which of two equal names they use; neither is right.
     if len(entries) != len(pairs):
         raise ValueError("a name occurs twice")
     return entries
@@ -134,7 +135,7 @@ def _entry(
             f"{path}: tensor '{name}' claims bytes {str(begin)[:24]} to {str(stop)[:24]} of {room}",
             hint="the file is cut short or damaged",
         )
-    # Type and shape against the range, so that a view of it cannot fail later.
+    # Type and shape are checked against the range, so that a view of it cannot fail later.
     wanted = DTYPES[dtype].byte_count(math.prod(shape))
     if stop - begin != wanted:
         raise BadFile(
@@ -144,7 +145,7 @@ def _entry(
 
 
 def _is_count(value: Any) -> bool:
-    # Excludes `true`, which JSON makes a bool and Python an int.
+    # Excludes `true`, which JSON reads as a bool, which is an int in Python.
     return type(value) is int and value >= 0
 
 
@@ -160,5 +161,5 @@ def _mapped(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _slice(
     mapped: np.ndarray[Any, np.dtype[np.uint8]], begin: int, stop: int, dtype: str
 ) -> np.ndarray[Any, np.dtype[Any]]:
-    # A view even where the offset is odd: numpy and the kernel read unaligned memory.
+    # A view even if the offset is odd: numpy and the kernel read unaligned memory.
     return mapped[begin:stop].view(DTYPES[dtype].storage)

@@ -1,7 +1,7 @@
-"""`.pt`/`.pth` files, loaded by torch with `weights_only=True`; a file that needs code is refused.
+"""`.pt`/`.pth` files, loaded by torch with `weights_only=True`; files that need code are refused.
 
 torch is imported when such a file is opened, not before. Nested dicts, lists and tuples are
-flattened to names joined by dots; what is no tensor is passed over.
+flattened to names joined by dots; other values than tensors are skipped.
 """
 
 # torch's own annotations are partial.
@@ -33,13 +33,13 @@ INSTALL = "torch"
 DEEPEST = 64
 MOST_CONTAINERS = 200_000
 LARGEST_EXPANSION = 1 << 30
-"""A few stored bytes may claim any size as an expanded view; beyond this none is written out."""
+"""Largest size of an expanded view: a few stored bytes may claim any size."""
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""What torch wrote before it wrote zips: its magic number, pickled with protocol 2."""
+"""torch's older layout than zips begins with this magic number, pickled with protocol 2."""
 
 
 def sniff(path: Path) -> bool:
-    """A zip with torch's `data.pkl`, or the magic number of the older layout."""
+    """Whether a file is a zip with torch's `data.pkl`, or begins with the older magic number."""
     with path.open("rb") as stream:
         if stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC:
             return True
@@ -47,11 +47,11 @@ def sniff(path: Path) -> bool:
 
 
 def members(path: Path) -> list[Member]:
-    """The tensors of the file, in the order it holds them.
+    """The tensors of the file, in the file's order.
 
     Raises:
-        NotInstalled: torch is not there.
-        BadFile: The file is damaged, or asks for code to be run.
+        NotInstalled: torch is not installed.
+        BadFile: The file is damaged, or would have to run code.
     """
     torch_module = require("torch", install=INSTALL)
     loaded = _load(path, torch_module)
@@ -65,7 +65,7 @@ def members(path: Path) -> list[Member]:
 def _parts(
     name: str, tensor: torch.Tensor, torch_module: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A quantised tensor as what it holds: its codes, and next to them scale and zero point."""
+    """The codes, scale and zero point of a quantised tensor; any other tensor unchanged."""
     scheme = str(tensor.qscheme()) if tensor.is_quantized else ""
     # Other schemes have no codes with one scale and zero point.
     if not scheme.endswith("affine") or str(tensor.dtype) not in _CODES:
@@ -89,11 +89,12 @@ def _load(path: Path, torch_module: Any) -> Any:
     load = functools.partial(torch_module.load, path, map_location="cpu", weights_only=True)
     try:
         with warnings.catch_warnings():
-            # What torch thinks of a file's pickle protocol is nothing the user can act on.
+            # torch's warnings about a file's pickle protocol are of no use to the user.
             warnings.simplefilter("ignore")
-            # Only the zip layout can be mapped; a damaged zip is no zip and fails in the plain way.
+            # Only the zip layout can be mapped; a damaged zip is not one, and fails in plain
+            # loading.
             return load(mmap=True) if zipfile.is_zipfile(path) else load()
-    except Exception as trouble:  # the unpickler passes on whatever a damaged stream makes it raise
+    except Exception as trouble:  # the unpickler raises anything for a damaged stream
         if "weights_only" in str(trouble) or "Unsupported global" in str(trouble):
             raise BadFile(
                 f"{path} holds more than tensors ({_refused_class(str(trouble))}); "
@@ -107,7 +108,7 @@ def _load(path: Path, torch_module: Any) -> Any:
 
 
 def _refused_class(message: str) -> str:
-    """The name torch refused, as far as its message gives it away."""
+    """The name that torch refused, as far as its message contains it."""
     # The wording differs between versions of torch.
     for marker in ("GLOBAL ", "Unsupported global: "):
         if marker in message:
@@ -133,7 +134,7 @@ def _tensors(path: Path, loaded: Any, torch_module: Any) -> Iterator[tuple[str, 
         else:
             return
         left -= 1
-        if left < 0:  # lists that hold each other twice: a few bytes, and a walk without an end
+        if left < 0:  # nested lists that contain each other: few bytes, but endless
             raise BadFile(f"{path} holds more than {MOST_CONTAINERS} nested containers")
         # A pickle can hold a list that contains itself.
         if id(value) in above or len(above) > DEEPEST:
@@ -154,7 +155,7 @@ def _member(path: Path, name: str, tensor: torch.Tensor) -> Member:
         trouble = f"it is stored as {layout}, not dense"
     elif tensor.is_meta:
         trouble = "it is on the meta device and has no values"
-    # Making such a view contiguous would allocate what it claims.
+    # Making such a view contiguous would allocate the claimed size.
     elif tensor.nbytes > max(LARGEST_EXPANSION, tensor.untyped_storage().nbytes()):
         trouble = f"it is a view that expands {tensor.untyped_storage().nbytes()} bytes to "
         trouble += f"{tensor.nbytes}"
@@ -163,7 +164,7 @@ def _member(path: Path, name: str, tensor: torch.Tensor) -> Member:
         shape = (*shape[:-1], shape[-1] * 2)  # torch counts the bytes of packed pairs
     guard = None
     if not trouble and tensor.device.type == "cpu":
-        # torch maps the file itself; this only says where, so that a file that is cut is survived.
+        # torch maps the file itself; the guard survives a cut file
         storage = tensor.untyped_storage()
         guard = Guard(storage.data_ptr(), storage.nbytes(), str(path))
     return Member(name, dtype, shape, functools.partial(_fetch, tensor, dtype, guard), trouble)

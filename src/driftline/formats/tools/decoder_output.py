@@ -1,7 +1,7 @@
 """Decoder dumps: `….cpu_validation_info.N.out`, a folder of `0.pt`, `1.pt`, … one per prompt.
 
-Each file holds `{"tokens": ids of the whole text, "logits": a row per generated token}`, or the
-bare ids when logits were not kept. A prompt is a visit; a generated token is a step of the site
+Each file holds `{"tokens": ids of the whole text, "logits": a row per generated token}`, or only
+the ids if logits were not kept. A prompt is a visit and a generated token is a step of the site
 `logits`, so that a comparison names the first token whose logits differ.
 """
 
@@ -32,12 +32,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def sniff(path: Path) -> bool:
-    # The name decides too: a plain folder of numbered `.pt` files is no decoder's.
+    # The name must match too: a plain folder of numbered `.pt` files is not a decoder's.
     return path.name.endswith(SUFFIX) and bool(_prompts(path))
 
 
 def open(path: Path) -> TreeRun:
-    """The prompts of the folder, by number, as one run."""
+    """Open the prompts of the folder, by number, as one run."""
     folder = Folder(path)
     leaves: list[Leaf] = []
     for name in sorted(
@@ -59,7 +59,7 @@ def _prompts(path: Path) -> list[str]:
 
 
 def _number(name: str) -> int:
-    """By number: as text, 10 would come before 2, and prompts would be paired wrongly."""
+    """Sort key: as text, 10 would come before 2, and prompts would be paired wrongly."""
     return int(name.removesuffix(".pt"))
 
 
@@ -72,7 +72,7 @@ def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:
             yield leaf(key, name, member, class_name=site)
             continue
         steps, width = member.shape
-        # The shape is the file's claim; a record per row must stay bounded.
+        # The shape comes from the file; the number of records must stay limited.
         if steps > MOST_STEPS:
             yield leaf(key, name, member._replace(trouble=f"it claims {steps} tokens"))
             continue
@@ -81,7 +81,7 @@ def _prompt(folder: Folder, name: str, prompt: int) -> Iterator[Leaf]:
             fetch = functools.partial(_row, member.fetch, step, width * bits // 8)
             row = Member("", member.dtype, (width,), fetch)
             row_leaf = leaf(key._replace(step=step), name, row, class_name=site)
-            # Rows of one file need different places, or they would count as one blob.
+            # Rows of one file need different offsets; otherwise they would count as one blob.
             yield row_leaf._replace(offset=step)
 
 

@@ -1,9 +1,9 @@
 """Dumps of MindStudio Probe (msprobe): `step{n}/rank{r}/dump.json` and its tensor files.
 
-Levels L0 (modules), L1 (functions) and mix, tasks tensor, statistics and md5. A module's site is
-its path, a function's `Functional.linear`; the call index is the visit. What msprobe calls the
-input of a backward is the gradient of the output, and the reverse. `construct.json` gives the
-module tree.
+Levels are L0 (modules), L1 (functions) and mix; tasks are tensor, statistics and md5. A module's
+site is its path; a function's site is, for example, `Functional.linear`. The call index is the
+visit. What msprobe calls the input of a backward is the gradient of the output, and the reverse.
+`construct.json` gives the module tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGEST_JSON = 1 << 30
 DEEPEST = 32
 _STEP = re.compile(r"step(\d+)")
 _PART = re.compile(r"rank(\d*)|proc(\d+)")
-# `Module.{path}.{class}.{forward|backward}.{call}`; MindSpore says Cell.
+# `Module.{path}.{class}.{forward|backward}.{call}`; MindSpore has Cell instead of Module.
 _MODULE = re.compile(
     r"(?:Module|Cell)\.(.+)\.([^.]+)\.(forward|backward|parameters_grad)\.(\d{1,18})", re.DOTALL
 )
@@ -56,10 +56,10 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The dump as a run.
+    """Open the dump as a run.
 
     Raises:
-        BadFile: Not one `dump.json` can be read.
+        BadFile: No `dump.json` can be read.
     """
     reader = _Reader(path)
     parts = sorted(_parts(path), key=lambda part: (part.step, natural(part.name)))
@@ -67,7 +67,7 @@ def open(path: Path) -> TreeRun:
     ranks = {name: _rank(name) for name in names}
     for part in parts:
         rank = ranks[part.name]
-        # Processes without a rank share rank 0 and are told apart by their position.
+        # Processes without a rank share rank 0 and are distinguished by their position.
         alike = [name for name in names if ranks[name] == rank]
         reader.read(part, rank, alike.index(part.name))
     if not reader.leaves and reader.troubles:
@@ -86,7 +86,7 @@ def _parts(path: Path) -> Iterator[_Part]:
     if (path / DUMP).is_file() and _PART.fullmatch(path.name):
         match = _STEP.fullmatch(path.parent.name)
         yield _Part(path, int(match[1]) if match else 0, path.name)
-    # A copied folder may have any name; both files together are msprobe's.
+    # A copied folder may have any name; both files together identify msprobe.
     elif (path / DUMP).is_file() and (path / CONSTRUCT).is_file():
         yield _Part(path, 0, "rank0")
     elif match := _STEP.fullmatch(path.name):
@@ -132,15 +132,15 @@ class _Reader:
             calls = _object(dump.get("data"))
         except (OSError, ValueError, RecursionError) as trouble:
             message = f"{self._source(part, DUMP)}: {reason_of(trouble)}"
-            # One rank that cannot be read must not hide the others.
+            # One unreadable rank must not hide the others.
             self.troubles.append(message)
             self.events.append({"kind": "dump", "message": message})
             return
-        # Taken from the last part read; all parts of a dump share them.
+        # Taken from the last part read, because all parts of a dump share them.
         for fact in ("task", "level", "framework"):
             if dump.get(fact):
                 self.facts[fact] = str(dump[fact])
-        # One listing instead of a look at the disk for every tensor.
+        # One listing instead of a disk access for every tensor.
         present = set(folder.files(DATA)) if (part.folder / DATA).is_dir() else set[str]()
         base = TensorKey("", "output", "0", part.step, 0, rank, process)
         for name, sides in calls.items():
@@ -188,8 +188,7 @@ class _Reader:
             source = self._source(part, file)
             if member.trouble:
                 return Leaf(record._replace(lost=member.trouble), source)
-            # The file is believed over the description: bfloat16 may have been widened
-            # when saved.
+            # The file overrides the description: bfloat16 may have been widened when saved.
             record = record._replace(dtype=member.dtype, shape=member.shape)
             return Leaf(record, source, member.fetch)
         source = self._source(part, DUMP)
@@ -229,7 +228,7 @@ def _entries(
         "parameters": "param",
         "output": "output",
     }
-    # msprobe names the sides as the backward function sees them.
+    # msprobe names the sides from the view of the backward function.
     if call.phase == "backward":
         ports = {"input": "grad_output", "output": "grad_input"}
     for side, port in ports.items():
@@ -255,7 +254,7 @@ def _tensors(value: Any, slot: str, depth: int) -> Iterator[tuple[str, Mapping[s
 
 
 def _topology(folder: Folder) -> dict[str, Any] | None:
-    """The module tree that the calls of `construct.json` stand in; None without modules."""
+    """The module tree of the calls in `construct.json`; None without modules."""
     try:
         parents = _object(json.loads(folder.read(CONSTRUCT, LARGEST_JSON)))
     except (OSError, ValueError, RecursionError):
@@ -264,19 +263,19 @@ def _topology(folder: Folder) -> dict[str, Any] | None:
     above: dict[str, str] = {}
     for name, parent in parents.items():
         match = _MODULE.fullmatch(name)
-        # Modules are called several times; the first call places them in the tree.
+        # Modules are called several times; the first call determines the place in the tree.
         if match is None or match[3] != "forward" or match[1] in nodes:
             continue
         nodes[match[1]] = {"site": match[1], "class": match[2], "ids": None}
         outer = _MODULE.fullmatch(parent) if isinstance(parent, str) else None
-        # A caller that is no ancestor by name would tie the tree into a knot.
+        # A caller whose path does not contain the module could make a circle in the tree.
         if outer is not None and match[1].startswith(f"{outer[1]}."):
             above[match[1]] = outer[1]
     if not nodes:
         return None
     roots: list[dict[str, Any]] = []
     for site, node in nodes.items():
-        # A parent's path is a part of its child's, so this cannot go round in circles.
+        # A parent's path is a part of its child's path, so there can be no circle.
         outer_node = nodes.get(above.get(site, ""))
         if outer_node is None:
             roots.append(node)

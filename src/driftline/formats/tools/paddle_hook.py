@@ -3,9 +3,9 @@
     tensors/rank_0/tensor_idx_3_layer_class_Linear_layer_name_linear_0_micro_step_1.npy
     grads/rank_0/grad_idx_3_of_param_name_linear_0.w_0_micro_step_1.npy
 
-A layer is a site, its class the record's, the micro step the step, and the index gives the order.
-Paddle numbers layers per process, so the same layer may have another name elsewhere; alignment can
-use class, order and step instead. The checker's `compare_rst` is not looked into.
+A layer is a site, its class is the record's, the micro step is the step, and the index gives the
+order. Paddle numbers layers per process, so the same layer may have another name elsewhere;
+alignment can use class, order and step instead. The checker's `compare_rst` is not read.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _TENSOR = re.compile(
 )
 _GRAD = re.compile(r"grad_idx_(\d+)_of_param_name_(.+)_micro_step_(-?\d+)\.npy", re.DOTALL)
 _NUMBERED = re.compile(r"\w+_\d+", re.ASCII)
-"""Paddle's own names; a torch program's are paths."""
+"""Paddle's own names; names of a torch program are paths."""
 _USUAL = {"w_0": "weight", "b_0": "bias"}
-"""What a layer calls its first two parameters, by the names Paddle makes for them."""
+"""Names of a layer's first two parameters, by the names that Paddle generates for them."""
 _LOOKED_AT = 200
 
 Kind = Literal["tensors", "grads"]
 
 
 def sniff(path: Path) -> bool:
-    """File names of its kind in a rank's folder."""
+    """Whether a rank's folder has file names of this kind."""
     return any(_holds_saved_files(folder) for _, folder in _rank_folders(path))
 
 
 def open(path: Path) -> TreeRun:
-    """The tree as a run: activations first, then gradients, each by its index."""
+    """Open the tree as a run: activations, then gradients, each in the order of their indices."""
     leaves: list[Leaf] = []
     events: list[dict[str, str]] = []
     for kind, place in _rank_folders(path):
@@ -53,7 +53,7 @@ def open(path: Path) -> TreeRun:
         leaves += _read(path, place, kind, rank, events)
     if not leaves:
         raise BadFile(f"{path} is laid out like a tree of the saving hook and holds no tensor")
-    # The hook exists for both frameworks; only Paddle makes such names.
+    # The hook exists for both frameworks, but only Paddle generates such names.
     numbered = all(_NUMBERED.fullmatch(leaf.record.key.site) for leaf in leaves)
     facts = {
         "numbered_names": numbered,
@@ -64,7 +64,7 @@ def open(path: Path) -> TreeRun:
 
 
 def _with_classes(leaves: list[Leaf]) -> list[Leaf]:
-    """Gradients with the class of their layer, where an activation of it says which."""
+    """Gradients with the class of their layer, if an activation of the layer has it."""
     records = [leaf.record for leaf in leaves]
     classes = {record.key.site: record.class_name for record in records if record.class_name}
     return [
@@ -76,7 +76,7 @@ def _with_classes(leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _rank_folders(path: Path) -> list[tuple[Kind, Path]]:
-    """The folders of ranks below a path, whichever level it is."""
+    """The folders of ranks below a path of any level."""
     if _RANK.fullmatch(path.name):
         return [("grads" if path.parent.name == "grads" else "tensors", path)]
     kinds: tuple[Kind, ...] = ("tensors", "grads")
@@ -133,7 +133,7 @@ def _read(
         else:
             message = f"{place.name}/{name} has another name than the saving hook gives"
             events.append({"kind": "dump", "message": message})
-    # The same layer twice in one micro step is told apart by the index alone.
+    # Only the index distinguishes calls of the same layer in one micro step.
     calls: Counter[tuple[str, str, int]] = Counter()
     leaves: list[Leaf] = []
     # The index comes first in each tuple, so this is the order of execution.

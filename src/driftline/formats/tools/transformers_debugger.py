@@ -1,12 +1,13 @@
-"""Output of transformers' `model_addition_debugger`: a JSON tree of calls, maybe with tensor files.
+"""Output of transformers' `model_addition_debugger`: a JSON tree of calls, with or without files.
 
     LlamaForCausalLM_debug_tree_FULL_TENSORS.json       printed values, or names of files
     LlamaForCausalLM_debug_tree_SUMMARY.json            the same without values
     LlamaForCausalLM.model.norm_outputs.safetensors     with use_repr=False
 
-Printed values are cut and rounded to five digits: only the statistics next to them are read, which
-have five digits too. The tree omits the middle layers; their files exist and are read. A module
-that is called again overwrites its files: its earlier call is then a lost tensor with that reason.
+Printed values are shortened and rounded to five digits, so only the statistics next to them are
+read, which have five digits too. The tree omits the middle layers; their files exist and are read.
+If a module is called again, its files are overwritten: the earlier call is then a lost tensor with
+that reason.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _PRINTED = re.compile(r"tensor\(([^,)]+)")
 _FILE = re.compile(r"(.+?)_(inputs_args|inputs_kwargs|outputs)(?:_(.+))?\.safetensors", re.DOTALL)
 _LAYER = re.compile(r"(.*?\.)(\d{1,18})((?:\..*)?)", re.DOTALL)
 _POSITION = re.compile(r"_(\d+)(?=_|$)")
-"""In a file's name, positions inside containers are joined by `_`, as are the words of a name."""
+"""In a file's name, `_` joins positions inside containers, and also the words of a name."""
 _OVERWRITTEN = "a later call of this module wrote over it"
 
 
@@ -55,7 +56,7 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The folder as a run; later models of it have their class in front of their sites.
+    """Open the folder as a run; the sites of further models begin with the model's class.
 
     Raises:
         BadFile: A tree of calls cannot be read.
@@ -73,8 +74,7 @@ def open(path: Path) -> TreeRun:
                 raise ValueError("not a JSON object")
         except (OSError, ValueError, RecursionError) as trouble:
             raise BadFile(f"{path / name} cannot be read: {reason_of(trouble)}") from trouble
-        # The first model keeps plain names, so that single-model folders pair with other
-        # runs.
+        # The first model keeps plain names, so that folders of one model pair with other runs.
         prefix = f"{model}." if index else ""
         leaves += _Model(folder, files, model, prefix, name).leaves(cast("dict[str, Any]", tree))
     return TreeRun(path, NAME, leaves, facts={"framework": "transformers", "models": models})
@@ -104,7 +104,7 @@ class _Model:
 
     def leaves(self, tree: dict[str, Any]) -> list[Leaf]:
         tensors = list(self._node(tree, 0))
-        # Later entries replace earlier ones: the last call wrote the file.
+        # Later entries replace earlier ones, because the last call wrote the file.
         last = {tensor.file: index for index, tensor in enumerate(tensors) if tensor.file}
         leaves = [self._leaf(tensor, last[tensor.file] == index if tensor.file else True)
                   for index, tensor in enumerate(tensors)]  # fmt: skip
@@ -182,7 +182,7 @@ class _Model:
         return sorted(names, key=natural)
 
     def _unlisted(self, name: str) -> Iterator[Leaf]:
-        """A file that the tree does not mention; its name says what it is."""
+        """A file that the tree does not mention; its name identifies the tensor."""
         parsed = _FILE.fullmatch(name)
         if parsed is None:
             return
@@ -196,17 +196,17 @@ class _Model:
 
 def _listed_tensor(key: TensorKey, entry: Mapping[str, Any]) -> _ListedTensor:
     dtype = entry["dtype"].removeprefix("torch.")
-    # Python refuses to read thousands of digits; no size has more than nineteen.
+    # Python refuses to parse thousands of digits; no size has more than nineteen.
     shape = tuple(int(size[:19]) for size in _NUMBER.findall(entry["shape"]))
     value = entry.get("value")
-    # A string is a file's name; printed values are a list of lines.
+    # A string is the name of a file; printed values are a list of lines.
     file = value.removeprefix("./") if isinstance(value, str) else ""
     record = Record(key, 0, dtype, shape, kept="describe")
     if dtype not in DTYPES:
         record = record._replace(lost=f"the element type {dtype[:40]} is not known")
     elif "mean" in entry:
         count = math.prod(shape)
-        # torch prints the sample's deviation; a summary holds the population's.
+        # torch prints the sample standard deviation; a summary holds that of the population.
         spread = math.sqrt((count - 1) / count) if count > 1 else math.nan
         summary = partial_summary(
             count,
@@ -229,7 +229,7 @@ def _printed(value: Any) -> float:
 
 
 def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
-    """Layers that the tree leaves out go before its last one, in the order of its first."""
+    """Insert layers that the tree omits before its last one, in the order of its first one."""
     if not left_out:
         return leaves
     first_of: dict[str, int] = {}
@@ -254,10 +254,9 @@ def _in_order(leaves: list[Leaf], left_out: list[Leaf]) -> list[Leaf]:
             for name, index in first_of.items()
             if name.startswith(layer[1]) and int(name[len(layer[1]) :]) > int(layer[2])
         ]
-        # Half a position in front of the first later layer, and behind everything before
-        # it.
+        # Half a position before the first later layer, and after everything before that.
         where = (min(later) if later else len(leaves)) - 0.5
-        # Inside a layer: the order that the same tensors have in the layer that is listed.
+        # Inside a layer, the order of the same tensors in the listed layer.
         among = like.get((layer[1], layer[3], key.port, key.slot), len(leaves))
         placed.append(((where, int(layer[2]), among), leaf))
     placed.sort(key=lambda item: item[0])

@@ -1,1 +1,1 @@
-"""Sources of graphs: recorded calls, runs, exported models, compilers' texts."""
+"""Sources of graphs: recorded calls, runs, exported models, texts of compilers."""

@@ -1,8 +1,9 @@
-"""The recorded calls of a program as a graph: modules contain operators, memory gives the edges.
+"""The recorded calls of a program as a graph: modules contain operators, and memory gives the
+edges.
 
-Only the forward pass of one step: operators of the backward pass are not nested in modules and are
-left out, and so is what follows them outside of modules (the optimizer). This file knows the lines
-of `calls.jsonl`, not where they are stored.
+The graph shows only the forward pass of one step. Operators of the backward pass are not nested in
+modules and are left out, as are later operators outside of modules, which belong to the optimizer.
+This file knows the lines of `calls.jsonl`, but not where they are stored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def calls_graph(calls: Sequence[Call], step: int | None = None) -> Graph | None:
 
     Args:
         calls: Calls of one process.
-        step: The step; None for the first one that has calls.
+        step: The step; None for the first step that has calls.
     """
     steps = sorted({call.step for call in calls if call.phase == "forward"})
     if not steps:
@@ -48,18 +49,18 @@ def _forward_calls(calls: Sequence[Call], step: int, backward: Sequence[int]) ->
     listed.sort(key=lambda call: call.number)
     if not backward or not any(call.kind == "module" for call in listed):
         return listed
-    # Operators after the start of the backward pass and outside of modules are the optimizer's.
+    # Operators outside of modules that start after the backward pass belong to the optimizer.
     turn = min(backward)
     return [c for c in listed if c.number < turn or c.inside is not None or c.kind == "module"]
 
 
 def _of_model(graph: Graph, builder: _GraphBuilder, tops: Sequence[Call], index: int) -> Graph:
-    """The graph of a program with a single model: the parts of the model are the first level."""
+    """The graph of a program with a single model; the parts of the model are the first level."""
     root, nodes = tops[index], graph.nodes
     if nodes[index].children:
         nodes = (*nodes[:index], *nodes[index].children, *nodes[index + 1 :])
     inputs = dict.fromkeys(builder.name_of(tensor) for tensor in root.inputs)
-    # Operators after the model, such as a loss, give outputs of the program as well.
+    # Operators after the model, such as a loss, make outputs of the program as well.
     after = tops[index + 1 :]
     read = {builder.name_of(tensor) for call in after for tensor in call.inputs}
     last = [name for call in after for name in builder.made(call) if name not in read]
@@ -74,7 +75,7 @@ def _of_model(graph: Graph, builder: _GraphBuilder, tops: Sequence[Call], index:
 
 
 class _GraphBuilder:
-    """Makes nodes from calls and names their tensors."""
+    """Makes nodes from calls, and names their tensors."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -84,8 +85,8 @@ class _GraphBuilder:
         depth: dict[int, int] = {}
         for call in calls:
             above = call.inside
-            # A parent that a killed program did not list, or that is too deep for a graph, is
-            # replaced by the next one further out.
+            # If a killed program did not list the parent, or the parent is too deep for a graph,
+            # the next enclosing call becomes the parent.
             if above is None or above not in depth or depth[above] >= DEEPEST - 2:
                 above = self._above.get(above) if above in depth else None
             depth[call.number] = depth[above] + 1 if above is not None else 0
@@ -94,7 +95,7 @@ class _GraphBuilder:
                 self._children.setdefault(above, []).append(call)
 
     def parent(self, call: Call) -> int | None:
-        """The module call around a call."""
+        """The module call that contains a call."""
         return self._above.get(call.number)
 
     def node(self, call: Call) -> GraphNode:
@@ -116,7 +117,7 @@ class _GraphBuilder:
     def made(self, call: Call) -> list[str]:
         if call.kind == "module":
             return [self.name_of(tensor) for tensor in call.outputs]
-        # Operators make new tensors, so their outputs are named by the call.
+        # Operators make new tensors, so their outputs are named after the call.
         return [
             self._named(f"{_name(call)}_output_{tensor.slot}", tensor) for tensor in call.outputs
         ]

@@ -1,7 +1,7 @@
 """A compiler's graph: operators by name, their edges, and the FX node that each one implements.
 
-Built from the `graphs` of a topology. The name of a fused operator is the names of its members
-joined without a separator; `members` splits such a name.
+It is built from the `graphs` of a topology. The name of a fused operator consists of the names of
+its members, joined without a separator; `members` splits such a name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, cast
 
 LONGEST_NAME = 16_384
 MOST_WAYS = 64
-"""Greatest number of ways to split a name that are compared; longest names come first."""
+"""Largest number of ways to split a name that are compared.
+
+Ways with the longest names come first.
+"""
 
 _FLAT = re.compile(r"[./\\\s]")
 _FX = re.compile(r"([^-]+)-.*\.OUTPUT\.(\d+(?:\.\d+)*)", re.DOTALL)
@@ -26,10 +29,10 @@ class Node(NamedTuple):
     """One operator.
 
     Attributes:
-        name: Flattened as file names have it.
-        class_name: Its type.
+        name: Name, flattened as in file names.
+        class_name: Type of the operator.
         inputs: The sources of its data inputs, in order.
-        fx: For each output the FX node and slot that it implements; None if there is none.
+        fx: The FX node and slot that each output implements; None if there is none.
     """
 
     name: str
@@ -59,9 +62,9 @@ class OperatorGraph:
 
         Args:
             kind: `ge` or `fx`.
-            name: Its name in the dump.
+            name: Name of the graph in the dump.
             prefix: Prefix of the sites of its operators.
-            nodes: Its operators; empty if the dump has no graph text.
+            nodes: Operators; empty if the dump has no graph text.
         """
         self.kind = kind
         self.name = name
@@ -71,13 +74,13 @@ class OperatorGraph:
         for node in self.nodes.values():
             for tensor in node.inputs:
                 self.readers[tensor].append(node.name)
-        # Both are computed on first use: many dumps are matched by name and never ask.
+        # Both are computed on first use: many dumps are matched by name and never need them.
         self._owners: dict[str, str] | None = None
         self._vocabulary: tuple[Collection[str], Vocabulary, dict[str, list[str]]] | None = None
 
     @classmethod
     def from_json(cls, shown: Mapping[str, Any]) -> OperatorGraph:
-        """A graph from a topology.
+        """Read a graph from a topology.
 
         Raises:
             KeyError, TypeError, ValueError: The entry is damaged.
@@ -100,14 +103,14 @@ class OperatorGraph:
         return node.fx[tensor[1]] if node is not None and 0 <= tensor[1] < len(node.fx) else None
 
     def owner(self, name: str) -> str:
-        """The FX node of an operator: its own, or the only one that its outputs flow into."""
+        """The FX node of an operator: its own, or the only one that its outputs lead to."""
         if self._owners is None:
             self._owners = self._find_owners()
         return self._owners.get(name, "")
 
     def _find_owners(self) -> dict[str, str]:
         owners: dict[str, str] = {}
-        # A graph lists producers before readers, so that one pass from its end is enough.
+        # A graph lists producers before readers, so one pass from its end is enough.
         for node in reversed(self.nodes.values()):
             own = next((fx[0] for fx in node.fx if fx is not None), "")
             if not own:
@@ -135,8 +138,8 @@ class OperatorGraph:
 
         Args:
             members: Names of the operators.
-            shown: Number of inputs in the dump. A fused operator may read a tensor once that
-                several of its members read.
+            shown: Number of inputs in the dump. If several members read the same tensor, the fused
+                operator may read it only once.
         """
         # Tensors between members are internal to the fused operator.
         inside = set(members)
@@ -148,14 +151,13 @@ class OperatorGraph:
             if source[0] not in inside
         ]
         if len(read) != shown:
-            # The order of first reading is kept, because operands are matched by
-            # position.
+            # The order of first reading is kept, because operands are matched by position.
             once = list({operand.source: operand for operand in reversed(read)}.values())[::-1]
             read = once if len(once) == shown else read
         return read
 
     def outputs_of(self, members: Sequence[str]) -> list[Tensor]:
-        """The outputs of several operators that others read, or nobody reads, in order."""
+        """The outputs of several operators that others read, or that none reads, in order."""
         inside = set(members)
         outputs: list[Tensor] = []
         for name in members:
@@ -169,18 +171,18 @@ class OperatorGraph:
     def members(self, name: str, also: Collection[str] = ()) -> list[str]:
         """The operators that a name stands for: itself, or the fused ones.
 
-        Of several ways to split a name, the one whose operators are most connected in the graph
-        wins, then the one with the longest names first.
+        If there are several ways to split a name, the way whose operators are most connected in the
+        graph is chosen; among equals, the one with the longest names first.
 
         Args:
             name: Name of a dumped operator.
-            also: Additional names; must be the same object for every call.
+            also: Additional names. Must be the same object for every call.
 
         Returns:
             Empty if the name is unknown.
         """
         name = flat(name)
-        # Keyed by identity: the caller passes the same collection for every name of a dump.
+        # Keyed by identity, because the caller passes the same collection for every name of a dump.
         if self._vocabulary is None or self._vocabulary[0] is not also:
             self._vocabulary = (also, Vocabulary({*self.nodes, *also}), {})
         _, words, members_of = self._vocabulary
@@ -190,20 +192,20 @@ class OperatorGraph:
 
     def _members(self, name: str, also: Collection[str], words: Vocabulary) -> list[str]:
         own = self.nodes.get(name)
-        # An operator with FX names of its own was not fused.
+        # An operator with its own FX names was not fused.
         if name in also or (own is not None and any(own.fx)):
             return [name]
         ways = [way for way in words.ways(name) if way != [name]]
         if own is not None:
-            # A text written after optimisation lists the fused operator itself; only ways with
-            # FX names say more than that.
+            # A text written after optimisation lists the fused operator itself; only splits with FX
+            # names add information.
             ways = [way for way in ways if any(any(self.nodes[part].fx) for part in way)]
         if ways:
             return max(ways, key=self._linked)
         return [name] if own is not None else []
 
     def _linked(self, members: list[str]) -> float:
-        """The fraction of operators after the first that read from another member."""
+        """Fraction of operators, without the first, that read from another member."""
         inside = set(members)
         nodes = [self.nodes[name] for name in members[1:] if name in self.nodes]
         linked = sum(any(source[0] in inside for source in node.inputs) for node in nodes)
@@ -211,10 +213,10 @@ class OperatorGraph:
 
 
 class Vocabulary:
-    """Known names, and the ways to write a longer name with them."""
+    """Known names, and the ways to split a longer name into them."""
 
     def __init__(self, words: Collection[str]) -> None:
-        # An empty name would match everywhere and never end.
+        # An empty name would match everywhere, without end.
         self.words = frozenset(words) - {""}
         self._lengths = sorted({len(word) for word in self.words}, reverse=True)
 
@@ -224,12 +226,12 @@ class Vocabulary:
         >>> list(Vocabulary({"Add_1", "Add_12", "2Relu", "Relu"}).ways("Add_12Relu"))
         [['Add_12', 'Relu'], ['Add_1', '2Relu']]
         """
-        # Names come from files, so length and number of ways are bounded.
+        # Names come from files, so the length and the number of ways are limited.
         end, words = len(name), self.words
         if end > LONGEST_NAME:
             return
         lengths = [length for length in self._lengths if length <= end]
-        # Positions from which the rest can be written: without them the search is exponential.
+        # Positions from which the rest can be split; without them the search is exponential.
         alive = bytearray(end + 1)
         alive[end] = 1
         for start in range(end - 1, -1, -1):
@@ -253,13 +255,13 @@ class Vocabulary:
 
 
 def _fx_of(name: str) -> tuple[str, str] | None:
-    """`add_2-aten.add.Tensor.OUTPUT.0` as node and slot."""
+    """Split `add_2-aten.add.Tensor.OUTPUT.0` into node and slot."""
     match = _FX.fullmatch(name)
     return (flat(match[1]), match[2]) if match else None
 
 
 def graphs_in(topology: Mapping[str, Any] | None) -> list[OperatorGraph]:
-    """The graphs in a topology; empty if it has none or is damaged."""
+    """The graphs of a topology; empty if it has none or is damaged."""
     shown = (topology or {}).get("graphs")
     if not isinstance(shown, list | tuple):
         return []

@@ -1,6 +1,6 @@
 """The exported graph of a run, as its topology describes it.
 
-The topology may come from another program: missing or damaged entries are empty.
+The topology may come from another program, so missing or damaged entries are empty.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Fusion(NamedTuple):
     """A fused node that computes the work of several modules.
 
     Attributes:
-        node: Its site.
-        op: Its type.
+        node: Site of the node.
+        op: Type of the node.
         holds: Inputs and outputs of modules that are no longer computed.
         tensors: Where its result is read and written instead.
     """
@@ -72,7 +72,7 @@ class ExportedGraph(NamedTuple):
         reads: Name of a node of the exported file → the values that it reads, and those it makes.
         fusions: Nodes that contain several modules.
         makers: Site of any output of a node → the node.
-        rectified: What modules give without what is below zero, because integers cut it off.
+        rectified: Outputs of modules without their negative values, which the integers cut off.
     """
 
     nodes: Mapping[str, Mapping[str, Any]]
@@ -103,8 +103,7 @@ class ExportedGraph(NamedTuple):
         if node is None:
             return {}
         calls = list_of(node.get("calls"))
-        # A node with several outputs lists one call for each of them, in the order of its
-        # sites.
+        # A node with several outputs lists one call for each of them, in the order of its sites.
         index = [*map(str, list_of(node.get("outputs")) or [site])].index(site)
         return object_of(calls[index]) if index < len(calls) else {}
 
@@ -118,12 +117,12 @@ class ExportedGraph(NamedTuple):
         return site_of
 
     def why(self, site: str) -> str:
-        """The reason why a site is not computed; empty if unknown."""
+        """Why a site is not computed; empty if unknown."""
         holder = self.inside.get(site)
         return "" if holder is None else self.describe_inside(holder)
 
     def describe_inside(self, node: str) -> str:
-        """The reason for a tensor that is inside a fused node."""
+        """Why a tensor inside a fused node is not computed."""
         ops = {fusion.node: fusion.op for fusion in self.fusions}
         kind = ops.get(node) or self.nodes.get(node, {}).get("class", "a node")
         return f"inside a fusion: {kind} '{node}' computes it on the way"
@@ -131,7 +130,7 @@ class ExportedGraph(NamedTuple):
 
 def exported_graph(run: Run) -> ExportedGraph | None:
     """The graph of a run that was captured from an exported file; None for any other run."""
-    # Any process may hold the graph; the first one that does is taken.
+    # Any process may hold the graph; the first one that does is used.
     trees = (run.topology(r.key.rank, r.key.process) for r in first_records(run))
     graphs = (tree.get("exported") for tree in trees if tree is not None)
     about = next((graph for graph in graphs if isinstance(graph, Mapping)), None)
@@ -185,7 +184,7 @@ def _misread(entry: Sequence[Any]) -> MisreadNode:
 
 
 def place_of(record: Record) -> Tensor:
-    """Where a tensor was recorded, whichever rank and step."""
+    """The place of a tensor, for any rank and step."""
     key = record.key
     return key.site, key.visit, key.port, key.slot
 
@@ -215,7 +214,7 @@ def _whole(value: object) -> bool:
 
 
 def without_number(site: str) -> Iterable[tuple[str, int]]:
-    """Sites, and call numbers, that a numbered site may be a repeated call of."""
+    """Sites, with call numbers, of which a numbered site may be a repeated call."""
     if "/" in site:
         return
     parts = site.split(".")

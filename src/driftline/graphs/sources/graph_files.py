@@ -1,7 +1,8 @@
-"""Lines of `graphs.jsonl`: a compiled graph, its nodes, its kernels and what each kernel kept.
+"""Lines of `graphs.jsonl`: a compiled graph, its nodes, its kernels and the results of each kernel.
 
-Descriptions only: the value of a node is the tensor at the node's site; how a graph is compiled or
-executed is not known here. Files may come from others, so damaged lines are skipped.
+Lines hold descriptions only: the value of a node is the tensor at the node's site. This file does
+not know how a graph is compiled or executed. Files may come from others, so damaged lines are
+skipped.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-# NaN is not JSON; an error that is not finite is written as null.
+# NaN is not JSON; a non-finite error is written as null.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONGEST_LINE = 1 << 27
 INSIDE = " inside "
+"""Separates operator and kernel in the class of a tensor that is inside a fused kernel.
+
+The tensor's value was recomputed outside of the kernel, from the kernel's inputs.
+"""
 PARAMETER = "parameter "
-"""Begins the class of a node that stands for a parameter or buffer; its name follows."""
-"""Separates operator and kernel in the class of a tensor that is inside a fused kernel: its value
-was recomputed outside of the kernel from the kernel's inputs."""
+"""Start of the class of a node that stands for a parameter or buffer; its name follows."""
 
 
 class Origin(NamedTuple):
-    """The operator call whose result a node gives, counted while the program was traced.
+    """The operator call that makes a node's result, counted while the program was traced.
 
     Attributes:
-        operator: With its overload: `aten.silu.default`.
-        nth: The nth call of this operator, in any overload, in its module and phase.
-        slot: The result of the call.
+        operator: Name with its overload: `aten.silu.default`.
+        nth: Number of the call among those of this operator, in any overload, in its module and
+            phase.
+        slot: Result of the call that is meant.
         total: Number of such calls.
     """
 
@@ -46,24 +50,24 @@ class GraphNode(NamedTuple):
     """One node.
 
     Attributes:
-        name: As the compiler calls it; unique in its graph. In the body of a control flow operator
-            the body's name and a dot come first: `true_graph_0.sin`.
-        site: Site of its value in the run: module, a slash, and its name.
-        module: The module whose forward made it.
+        name: Name given by the compiler, unique in its graph. In the body of a control flow
+            operator it begins with the body's name and a dot: `true_graph_0.sin`.
+        site: Site of its value in the run: module, slash, name.
+        module: Module whose forward made it.
         target: The operator, `placeholder`, or another callee.
-        phase: forward, backward, or recompute for what a backward graph computes again.
+        phase: forward, backward, or recompute for values that a backward graph computes again.
         inputs: Nodes that it reads, in order.
-        shape: Shape of its value; None if it has none or a variable one.
+        shape: Shape of its value; None if it has no shape or a variable one.
         dtype: Type of its value.
         line: Source line: `file:number in function`.
-        origins: Operator calls whose results it gives.
-        of: For one of several results: the node that gives all of them, and the index.
-        axes: For a view that only moves axes: their order.
-        calls: Modules whose calls it is part of, outermost first, each with `@n` from its second
-            call on.
-        leaves: It is returned to the program, not only kept for the backward pass.
-        operator: The operator that it is part of, if the compiler decomposed one.
-        parameter: The name of the parameter or buffer of its module that it stands for.
+        origins: Operator calls whose results it represents.
+        of: For one of several results: the node that makes all of them, and the index.
+        axes: For a view that only permutes axes: their order.
+        calls: Modules whose calls contain it, outermost first; from its second call on, a module
+            has the suffix `@n`.
+        leaves: Whether it is returned to the program, and not only kept for the backward pass.
+        operator: The operator that the compiler decomposed into it, if there is one.
+        parameter: Name of the parameter or buffer of its module that it stands for.
     """
 
     name: str
@@ -95,7 +99,7 @@ class Kept(NamedTuple):
     Attributes:
         buffer: The compiler's name of the memory.
         site: Site of its value in the run.
-        node: The node with this value; empty if no node has exactly this value.
+        node: Node with this value; empty if no node has exactly this value.
         nodes: All nodes that were computed for it.
     """
 
@@ -124,11 +128,11 @@ class NodeError(NamedTuple):
 
     Attributes:
         graph: Number of its graph.
-        node: Its name in the graph.
+        node: Name of the node in the graph.
         step: The step.
         error: relative_l2; infinite if it could not be measured.
-        kernel: The generated kernel differs from its nodes, computed one by one. Otherwise the
-            compiler's decomposition differs from the operator.
+        kernel: Whether the generated kernel differs from its nodes computed one by one. Otherwise
+            the compiler's decomposition differs from the operator.
     """
 
     graph: int
@@ -147,14 +151,14 @@ class Graph(NamedTuple):
     """One compiled graph.
 
     Attributes:
-        number: In order of compilation, in its process.
+        number: Number in the order of compilation, in its process.
         compile_id: Dynamo's id: the piece of code, and the index of its compilation.
         kind: forward, backward, or inference.
         engine: `fx`: nodes were executed one by one; `inductor`: kernels ran.
-        backend: The backend that the program asked for.
+        backend: The backend that the program requested.
         base: The module that executed it; nodes outside of modules belong to it.
-        nodes: In order.
-        kernels: In order; empty for `fx`.
+        nodes: Nodes, in order.
+        kernels: Kernels, in order; empty for `fx`.
     """
 
     number: int
@@ -168,7 +172,7 @@ class Graph(NamedTuple):
 
     @property
     def piece(self) -> str:
-        """The piece of the program; recompilations have the same one."""
+        """The piece of code; recompilations have the same piece."""
         return self.compile_id.partition("/")[0]
 
     def to_line(self) -> str:
@@ -215,8 +219,8 @@ def rebased(graph: Graph, base: str) -> Graph:
 
 
 def _moved(module: str, old: str, new: str) -> str:
-    """A module's name below another base; modules outside of the old base stay."""
-    # `@n` marks a repeated call and stays behind the new name.
+    """A module's name with another base; modules outside of the old base stay."""
+    # `@n` marks a repeated call and stays after the new name.
     if module.partition("@")[0] == old:
         return new + module[len(old) :]
     return new + module[len(old) :] if module.startswith(f"{old}.") else module
@@ -228,8 +232,8 @@ def _site_of(kept: Kept, sites: Mapping[str, str]) -> str:
 
 
 def _short(value: Any) -> dict[str, Any]:
-    """Fields that differ from their default."""
-    # Defaults are left out: most fields of most nodes have them.
+    """Fields that differ from their defaults."""
+    # Defaults are omitted, because most fields of most nodes have them.
     defaults = value._field_defaults
     return {
         name: part
@@ -241,7 +245,7 @@ def _short(value: Any) -> dict[str, Any]:
 def read_graphs(text: str) -> Iterator[Graph]:
     """The graphs of a file, in order; damaged lines are skipped."""
     for line in text.splitlines():
-        # Errors share the file; their lines begin with their own key.
+        # Errors are in the same file; their lines begin with a key of their own.
         if not line.strip() or len(line) > _LONGEST_LINE or line.startswith('{"off"'):
             continue
         try:

@@ -1,8 +1,8 @@
-"""The graph of a run without a list of calls: sites are nodes, equal bytes are edges.
+"""The graph of a run without a list of calls: sites are nodes, and equal bytes are edges.
 
-If the run's topology has edges (as dumps of ATB, GE and FX do), they are used instead. A module
-that returns a tensor made inside it names the same tensor; a tensor that no site made is an input.
-Reads records, and values only where a record has no digest.
+If the run's topology has edges (as dumps of ATB, GE and FX do), they are used instead. If a module
+returns a tensor made inside it, both have the same name; a tensor that no site made is an input.
+Values are read only if a record has no digest.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 BETWEEN = "BetweenModules"
-"""Kind of the node that stands for what a container computes outside of its modules."""
+"""Kind of the node for computations of a container outside of its modules."""
 _LARGEST_READ = 64 << 20
-"""Tensors above this many bytes are not read to look for equal ones."""
+"""Tensors with more bytes are not read to look for equal ones."""
 
 
 class _Call:
@@ -53,7 +53,7 @@ def run_graph(run: Run, rank: int = 0, process: int = 0, step: int | None = None
     chosen = steps[0] if step is None and steps else step
     records = [record for record in forward if record.key.step == chosen]
     if tree is not None and tree.get("edges"):
-        # Recorded edges are certain; equal bytes are not (two zero tensors are alike).
+        # Recorded edges are certain, unlike equal bytes: two zero tensors are equal.
         return _by_edges(run.name, tree, records, str(run.manifest.get("format", "")))
     if records:
         return _by_bytes(run, records)
@@ -93,8 +93,8 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
             name = same_bytes or note(own, record)
             call.inputs.append(name)
         else:
-            # A container returns what something inside it made; any other equal tensor
-            # is a coincidence.
+            # A container returns a tensor that something inside it made; any other equal tensor is
+            # a coincidence.
             name = (
                 same_bytes
                 if same_bytes is not None and same_bytes in call.made()
@@ -103,8 +103,8 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
             call.outputs.append(name)
         if same[0]:
             names[same] = name
-    # Without values equal tensors cannot be found, so neither can computation between modules; and
-    # between the nodes of a compiler's graph there is none.
+    # Without values, equal tensors and thus computations between modules cannot be recognised. A
+    # compiler's graph has no computations between its nodes.
     if names and "graphs" not in run.manifest:
         made = {name for call in calls.values() for name in call.outputs}
         _connect(tops, None, made)
@@ -120,14 +120,14 @@ def _by_bytes(run: Run, records: Sequence[Record]) -> Graph:
 
 
 def _connect(calls: list[_Call], holder: _Call | None, made: set[str]) -> None:
-    """Add a node where a container computes something between its modules.
+    """Add a node wherever a container computes something between its modules.
 
-    A residual sum, for example, is no module: its result is an input that no module made, or an
-    output of the container that nothing inside made. It is drawn as one node, which reads the
-    tensors that no module has read so far.
+    A residual sum, for example, is not a module. Its result is an input that no module made, or an
+    output of the container that nothing inside made. It becomes one node, which reads the tensors
+    that no module has read so far.
     """
     available = set[str]() if holder is None else set(holder.inputs)
-    # With operators captured, everything that is computed is a node already.
+    # If operators were captured, every computation is a node already.
     if any("/" in call.site for call in calls):
         for call in calls:
             _connect(call.children, call, made)
@@ -165,7 +165,7 @@ def _computed_by(holder: _Call, calls: Sequence[_Call], available: set[str]) -> 
 def _between(
     holder: _Call | None, before: Sequence[_Call], inputs: list[str], outputs: list[str]
 ) -> _Call:
-    """A node for what a container computes itself, numbered among those before it."""
+    """A node for a container's own computation, numbered among the preceding ones."""
     site = "" if holder is None else holder.site
     number = sum(call.kind == BETWEEN for call in before)
     name = f"{site}.between{number}" if site and site != "(root)" else f"between{number}"
@@ -229,7 +229,7 @@ def _shown(call: _Call) -> str:
 
 
 def _digest(run: Run, record: Record) -> str:
-    # Values are read only where the record has no digest.
+    # Values are read only if the record has no digest.
     if record.digest or record.kept != "full" or run.lost(record):
         return record.digest
     try:
@@ -306,7 +306,7 @@ class _EdgeGraphBuilder:
         )
 
     def _tensor_names(self, data: Mapping[str, Any], site: str) -> tuple[list[str], list[str]]:
-        """Names of an entry's inputs and outputs; their shapes and types are remembered."""
+        """Names of an entry's inputs and outputs; also stores their shapes and types."""
         named = bool(data.get("inputs") or data.get("outputs"))
         inputs = [str(tensor) for tensor in data.get("inputs") or ()]
         outputs = [str(tensor) for tensor in data.get("outputs") or ()]
@@ -347,13 +347,13 @@ def _with_operators(
         site = str(node.get("site", ""))
         made = [f"{output}:0" for output in node.get("outputs") or (site,)]
         own = {"site": site, "class": node.get("class"), "outputs": made}
-        # Order of the feeding table: slots as the file listed them.
+        # In the order of the feeding table, which is that of the file.
         own["inputs"] = list(feeding.get(site, {}).values())
         holders.get(site.rpartition("/")[0], outermost).append(own)
         order[id(own)] = number
 
     def first(data: Mapping[str, Any]) -> int:
-        """Position of a part's first node; sorts children by execution order."""
+        """Position of a part's first node; also sorts children by execution order."""
         number = order.get(id(data))
         if number is None:
             children = cast("list[Any]", data.get("children") or [])
@@ -367,7 +367,7 @@ def _with_operators(
 
 
 def _edge(edge: Any) -> tuple[str, str, str, str]:
-    """An edge as texts: ATB stores edges as lists, graphs as objects."""
+    """The four texts of an edge: ATB stores edges as lists, graphs as objects."""
     if isinstance(edge, Mapping):
         data = cast("Mapping[str, Any]", edge)
         words = (data.get("from"), data.get("output"), data.get("to"), data.get("input"))

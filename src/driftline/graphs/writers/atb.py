@@ -1,7 +1,9 @@
-"""ATB's topology files (`layer/*.json` and `model/*.json`): read as graphs, written from graphs.
+"""ATB's topology files (`layer/*.json` and `model/*.json`): read as graphs, and written from
+graphs.
 
 Shapes and types of tensors come from the operation csv, if the file is part of a dump that has one.
-Damaged files become errors with a sentence. The caller reads the text; the path is for messages.
+Damaged files raise errors with a sentence. The caller reads the text; the path is only for
+messages.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, cast
 from driftline.errors import BadFile
 from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
 
-# Bounds for files of others: far above what a model needs, and small enough to read.
+# Limits for foreign files: far above what a model needs, and small enough to read.
 LARGEST = 64 << 20
 _MOST_TENSORS = 4096
 _LONGEST_NAME = 4096
@@ -26,11 +28,11 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
 
     Args:
         text: Content of the file.
-        where: Its path, for messages.
+        where: Path of the file, for messages.
         shapes: Shapes from an operation csv.
 
     Raises:
-        BadFile: It is not such a file, or damaged.
+        BadFile: The file is not a topology, or is damaged.
     """
     try:
         content = json.loads(text)
@@ -51,7 +53,7 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
     reader = _TopologyReader(where, shapes or {})
     model = reader.node(top, 0)
     weights = reader.names(top.get("weightTensors"))
-    # A file of a single operation has no nodes; it is then its own only node.
+    # A file of a single operation has no nodes; the operation is then its only node.
     nodes = model.children or (model,)
     return Graph(
         name,
@@ -65,7 +67,7 @@ def atb_graph(text: str, where: str, shapes: Shapes | None = None) -> Graph:
 
 
 class _TopologyReader:
-    """Reads nodes and tensors of one topology file, within bounds."""
+    """Reads nodes and tensors of one topology file, within limits."""
 
     def __init__(self, where: str, shapes: Shapes) -> None:
         self.tensors: dict[str, TensorInfo] = {}
@@ -84,7 +86,8 @@ class _TopologyReader:
         infos_of = self._shapes.get(name)
         if infos_of is not None:
             for names, infos in zip((inputs, outputs), infos_of, strict=True):
-                # A different number of tensors belongs to another operation of the same name.
+                # If the numbers of tensors differ, the line belongs to another operation of the
+                # same name.
                 if len(names) == len(infos):
                     for tensor, info in zip(names, infos, strict=True):
                         self.tensors.setdefault(tensor, info)
@@ -104,7 +107,7 @@ class _TopologyReader:
         if not isinstance(value, list):
             raise BadFile(f"{self._where} is damaged: a list of tensors is no list")
         names = cast("list[object]", value)
-        # A weight list is longer than the operands of a node, hence the larger bound.
+        # A list of weights is longer than the operands of a node, hence the larger limit.
         if len(names) > _MOST_TENSORS * 16:
             raise BadFile(f"{self._where} lists {len(names)} tensors in one place")
         if not all(isinstance(name, str) for name in names):
@@ -126,7 +129,8 @@ def _text(value: object) -> str:
 
 
 def layers_of(graph: Graph) -> list[GraphNode]:
-    """The layers of a model: the outermost members of lists, else its modules, else the model.
+    """The layers of a model: the outermost members of lists, otherwise its modules, otherwise
+    itself.
 
     A member of a list has a number as its name: `model.layers.3`.
     """
@@ -142,13 +146,13 @@ def layers_of(graph: Graph) -> list[GraphNode]:
                 look(node.children, depth + 1)
 
     look(graph.nodes, 0)
-    # Without lists and modules the model itself is the only layer.
+    # Without lists and modules, the model itself is the only layer.
     model = GraphNode(graph.name, graph.kind, graph.inputs, graph.outputs, {}, graph.nodes)
     return layers or [node for node in graph.nodes if node.children] or [model]
 
 
 def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
-    """One layer as a graph of its own."""
+    """One layer as a separate graph."""
     return graph._replace(
         name=layer.name,
         kind=layer.kind,
@@ -161,7 +165,7 @@ def layer_graph(graph: Graph, layer: GraphNode) -> Graph:
 
 def model_json(graph: Graph) -> str:
     """A graph in the form of ATB's `model/{pid}/{name}.json`."""
-    # What no node makes and the model is not given must be weights.
+    # Tensors that no node makes and that are not inputs of the model must be weights.
     weights = [name for name in _inputs_of_nodes(graph) if name not in graph.inputs]
     content = {
         "modelName": graph.name,

@@ -1,7 +1,7 @@
 """Files for Google's Model Explorer: the graph as JSON, and numbers or statuses of its nodes.
 
-The graph file is a collection of one graph; the data files map nodes to errors or statuses. How a
-comparison is made is not known here; the caller passes a finding for each site.
+The graph file is a collection of one graph; the data files map nodes to errors or statuses. This
+file does not know how a comparison is made; the caller passes a finding for each site.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _COLOURS = {"fail": "#d93025", "incomparable": "#f9ab00", "pass": "#34a853"}
 
 
 def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = None) -> str:
-    """The graph as JSON text.
+    """Return the graph as JSON text.
 
     Args:
         graph: The graph.
-        findings: Findings by site; a node without one takes the worst of the nodes inside.
+        findings: Findings by site; a node without one gets the worst finding inside it.
     """
     makers = {name: (node.name, str(i)) for node in graph.nodes for i, name in _numbered(node)}
     nodes = [
@@ -87,12 +87,12 @@ def model_explorer(graph: LevelGraph, findings: Mapping[str, Finding] | None = N
 def node_data(graph: LevelGraph, findings: Mapping[str, Finding], name: str = "") -> str:
     """Numbers for the nodes, in Model Explorer's format for node data.
 
-    Infinity becomes the largest finite number, because the format allows numbers only.
+    Infinity becomes the largest finite number, because the format allows only finite numbers.
 
     Args:
         graph: The graph.
         findings: Findings by site, as for the graph.
-        name: Name of the numbers.
+        name: Name of the data.
     """
     results: dict[str, Any] = {}
     for own, finding in _findings_of(graph, findings):
@@ -116,7 +116,7 @@ def status_data(graph: LevelGraph, findings: Mapping[str, Finding]) -> str:
 def _findings_of(
     graph: LevelGraph, findings: Mapping[str, Finding]
 ) -> Iterator[tuple[str, Finding]]:
-    # Ids must be given in the same order as in the graph file, or colours miss their nodes.
+    # Ids must be assigned in the order of the graph file; otherwise colours get wrong nodes.
     used_ids = set(graph.inputs)
     for node in graph.nodes:
         own = _unused_id(node.name, used_ids)
@@ -139,7 +139,7 @@ def _numbered(node: LevelNode) -> list[tuple[int, str]]:
 
 
 def _unused_id(name: str, used_ids: set[str]) -> str:
-    """An unused id for a node: a node and an input may have the same name."""
+    """An unused id for a node, because a node and an input may have the same name."""
     own = name
     while own in used_ids:
         own += "_"

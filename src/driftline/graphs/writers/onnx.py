@@ -1,8 +1,8 @@
-"""A graph as an ONNX file for viewers: nodes, edges, shapes and parameters, but no weights.
+"""Write a graph as an ONNX file for viewers: nodes, edges, shapes and parameters, but no weights.
 
 The few protobuf messages are written field by field, so no package is needed. Operators keep their
-names, in their own domain: the file can be viewed, not executed. A node's type is the name of its
-torch operator without dots; the node's own name keeps them.
+names, in a domain of their own: the file can be viewed, but not executed. A node's type is the name
+of its torch operator without dots; the node's own name keeps the dots.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from driftline.graphs.overlay import Finding, finding_of
 from driftline.numerics.dtypes import DTYPES
 
 PRODUCER = "driftline"
-# Enough for every element type that is not in the table below.
+# Sufficient for every element type that is not in the table below.
 _IR_VERSION = 8
 _IR_VERSIONS = {17: 9, 18: 9, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12}
 """Newer element types → the IR version that introduced them."""
-# Nodes are in a domain of their own, but the format requires an opset of the default one.
+# Nodes have a domain of their own, but the format requires an opset of the default domain.
 _OPSET = 17
 _VARINT, _BYTES, _FIXED32 = 0, 2, 5
 _LONGEST_TEXT = 1 << 16
@@ -30,7 +30,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _FLOAT, _INT, _STRING, _FLOATS, _INTS, _STRINGS = 1, 2, 3, 6, 7, 8
 
 ELEMENT_TYPES = {"string": 8} | {d.name: d.onnx for d in DTYPES.values() if d.onnx}
-"""Our names of types to ONNX's numbers; what is not here is of an undefined type there."""
+"""Our names of types → ONNX's numbers; other types are undefined in ONNX."""
 
 
 def onnx_bytes(
@@ -92,7 +92,7 @@ def _graph(graph: LevelGraph, findings: Mapping[str, Finding]) -> bytes:
 
 
 def _with_edge(node: LevelNode, names: set[str]) -> LevelNode:
-    """The node with an output, because the format refuses a node without any tensor."""
+    """The node, with an added output if it has no tensor, because the format refuses such nodes."""
     if node.inputs or node.outputs:
         return node
     name = f"{node.name}_done"
@@ -124,7 +124,7 @@ def _node(node: LevelNode, domain: str, finding: Finding | None) -> bytes:
 
 
 def short_kind(kind: str) -> str:
-    """A node's type without dots, because Netron shows only what follows the last dot.
+    """A node's type without dots, because Netron shows only the part after the last dot.
 
     >>> [short_kind(kind) for kind in ("aten.mm.default", "aten.add.Tensor", "my.op.default")]
     ['mm', 'add_Tensor', 'my_op']
@@ -148,7 +148,7 @@ def _finding_attributes(finding: Finding | None) -> dict[str, Any]:
 def _value(name: str, info: TensorInfo | None) -> bytes:
     info = info or TensorInfo()
     tensor = _number(1, ELEMENT_TYPES.get(info.dtype, 0))
-    # The format refuses a tensor without a shape: an unknown shape has one unknown axis.
+    # The format refuses a tensor without a shape, so an unknown shape gets one unknown axis.
     sizes = [_text(2, "unknown")] if info.shape is None else [_number(1, n) for n in info.shape]
     tensor += _bytes(2, b"".join(_bytes(1, size) for size in sizes))
     return _text(1, name) + _bytes(2, _bytes(1, tensor))
@@ -166,7 +166,7 @@ def _attributes(param: Mapping[str, Any]) -> Iterable[bytes]:
 
 
 def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Parameters without nesting: `normParam.epsilon`; None is left out.
+    """Parameters without nesting: `normParam.epsilon`; None is omitted.
 
     >>> list(flat_parameters({"a": 1, "b": {"c": [2.5]}, "d": None}))
     [('a', 1), ('b.c', [2.5])]
@@ -174,7 +174,7 @@ def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tupl
     for key, value in param.items():
         name = f"{prefix}{key}" or "_"
         if isinstance(value, Mapping):
-            # A bound for nested parameters of hostile files.
+            # Nesting is limited because of hostile files.
             if prefix.count(".") < 16:
                 yield from flat_parameters(cast("Mapping[str, Any]", value), f"{name}.")
         elif value is not None:
@@ -182,7 +182,7 @@ def flat_parameters(param: Mapping[str, Any], prefix: str = "") -> Iterable[tupl
 
 
 def in_words(value: object) -> str:
-    """A parameter as text: JSON, unless it is text already."""
+    """A parameter as text: JSON, unless it is a text already."""
     if isinstance(value, str):
         return value
     try:
@@ -193,7 +193,7 @@ def in_words(value: object) -> str:
 
 def _attribute(value: Any) -> bytes:
     """The value of an attribute, and its type."""
-    # Before int: in Python a bool is an int.
+    # Before int, because a bool is an int in Python.
     if isinstance(value, bool):
         return _number(3, int(value)) + _number(20, _INT)
     if isinstance(value, int) and value in _INT64:
@@ -244,6 +244,6 @@ def _text(field: int, text: str) -> bytes:
 def _float(field: int, value: float) -> bytes:
     try:
         packed = struct.pack("<f", value)
-    except OverflowError:  # beyond what the format's 32 bits hold
+    except OverflowError:  # too large for the format's 32 bits
         packed = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
     return _varint(field << 3 | _FIXED32) + packed

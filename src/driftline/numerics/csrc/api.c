@@ -1,8 +1,8 @@
-/* The functions that ctypes calls: every number Driftline takes of a tensor or of a pair of tensors.
+/* The functions that ctypes calls: every number that Driftline computes for a tensor or a pair of tensors.
  *
- * A plain shared library: no Python, no OpenMP, no state of its own, threads only where the caller asks for them. What
- * each number means is written in definitions.py, slowly and obviously; the library is only fast, and is tested against
- * it. It knows element types, not tensors: shapes, strides and files are other people's business. */
+ * A plain shared library: no Python, no OpenMP, no state, and threads only if the caller asks for them. definitions.py
+ * defines each number in slow, plain numpy; this library computes the same numbers fast and is tested against it. It
+ * knows element types, but no shapes, strides or files. */
 #include <float.h>
 #include <math.h>
 #include <pthread.h>
@@ -31,8 +31,9 @@
 
 enum { PATH_GENERIC, PATH_AVX2, PATH_AVX512 };
 
-/* The best path this processor can take, and its system too: registers that are not saved at a switch of processes are
- * of no use. Asked of the processor itself: __builtin_cpu_supports needs libgcc, which zig does not link. */
+/* The best path that both the processor and the operating system support: the system must save the registers when it
+ * switches processes. The processor is asked directly, because __builtin_cpu_supports needs libgcc, which zig does not
+ * link. */
 EXPORT int driftline_best_path(void) {
 #if defined(__x86_64__) && !defined(DRIFTLINE_GENERIC_ONLY)
   enum { FMA = 1 << 12, OSXSAVE = 1 << 27, AVX = 1 << 28, AVX2 = 1 << 5, AVX512F = 1 << 16, AVX512DQ = 1 << 17 };
@@ -58,10 +59,10 @@ static const Isa *isa_of(int path) {
   return &driftline_isa_generic;
 }
 
-/* A number for the tables this library was built from: the binding refuses one it does not know. */
+/* A number for the tables that this library was built from; the binding refuses a library with another number. */
 EXPORT int driftline_abi(void) { return ABI_NUMBER; }
 
-/* ---- denormals: a program may have switched them off for itself (torch.set_flush_denormal) ---- */
+/* ---- denormals: the program may have switched them off (torch.set_flush_denormal) ---- */
 
 typedef struct { uint64_t word; } FloatMode;
 
@@ -92,7 +93,7 @@ INLINE void restore_floats(FloatMode old) {
 
 /* ---- pairs and summaries ---- */
 
-/* `widen`: 1 when the reference, 2 when the candidate is real and the other side complex. `count` counts reals. */
+/* `widen`: bit 0: the reference is real and the candidate complex; bit 1: the reverse. `count` counts reals. */
 EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtype, int64_t count, int widen,
                            double atol, double rtol, int r_mask, int c_mask, int path, Moments *out) {
   const Isa *isa = isa_of(path);
@@ -177,8 +178,8 @@ static void *score_thread(void *given) {
   return 0;
 }
 
-/* `scratch` has room for three rows per thread, each rounded up to whole strips of 1024. Threads other than the caller's
- * live as long as the call: a pool would have to survive forks and the interpreter's end. */
+/* `scratch` has room for three rows per thread, each rounded up to whole strips of 1024. Extra threads live only during
+ * the call: a thread pool would have to survive forks and the interpreter's end. */
 EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dtype, int64_t rows, int64_t vocabulary,
                             const int64_t *tokens, int64_t k, int path, int threads, float *scratch, RowScore *out,
                             int64_t *top_at, float *r_top, float *c_top) {
@@ -191,7 +192,7 @@ EXPORT void driftline_score(const void *r, int r_dtype, const void *c, int c_dty
     thread[started] = (ScoreThread){&job, isa_of(path), started, 0};
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that were there */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals go to the threads that existed before */
     const int failed = pthread_create(&thread[started].handle, NULL, score_thread, &thread[started]);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (failed) break; /* the threads that did start take all rows */
@@ -212,7 +213,7 @@ EXPORT void driftline_tally(const void *data, int bits, int64_t count, const Pat
   tally(data, bits, count, pattern, out);
 }
 
-/* Sixteen bytes, most significant first, as the xxhash package's `digest()` gives them. */
+/* Sixteen bytes, most significant first, equal to `digest()` of the xxhash package. */
 EXPORT void driftline_digest(const void *data, int64_t bytes, int path, uint8_t *out) {
   const size_t n = (size_t)bytes;
   Hash h;

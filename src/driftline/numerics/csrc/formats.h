@@ -1,5 +1,5 @@
-/* Element formats: how the bytes of any format, at any alignment, become float64. The table of formats is generated
- * from dtypes.py. */
+/* Element formats: convert bytes of any format, at any alignment, to float64. The table of formats is generated from
+ * dtypes.py. */
 
 #define INLINE static inline __attribute__((always_inline))
 #define COLD __attribute__((noinline, cold, unused))
@@ -12,7 +12,7 @@ INLINE double double_of(uint64_t bits) { double v; memcpy(&v, &bits, 8); return 
 
 INLINE float half_value(uint16_t half) {
   uint32_t magnitude = (uint32_t)(half & 0x7FFF) << 13, sign = (uint32_t)(half & 0x8000) << 16;
-  /* The half's exponent lands in float32's field 112 too low; the product mends it, subnormals included. */
+  /* The half's exponent is 112 too low in float32's field; the product corrects it, also for subnormal numbers. */
   float scaled = float_of(magnitude) * 0x1p112f;
   uint32_t bits;
   memcpy(&bits, &scaled, 4);
@@ -25,7 +25,7 @@ INLINE unsigned nibble(const uint8_t *p, int64_t i) { return (p[i >> 1] >> ((i &
 #define DECODE_LOOP(expression) \
   for (int64_t i = 0; i < n; i++) out[i] = (expression)
 
-/* `first` counts elements. A switch over types in a macro, because the loops are wanted for float and for double. */
+/* `first` counts elements. The switch is in a macro because the loops are needed both for float and for double. */
 #define DECODE_BODY(TYPE)                                                                                  \
   const uint8_t *p = base + (FORMATS[dtype].bits == 4 ? 0 : first * (FORMATS[dtype].bits / 8));            \
   switch (dtype) {                                                                                         \

@@ -1,4 +1,4 @@
-"""Write `tables.h`: the element types and figures of `dtypes.py` and `fields.py` as C.
+"""Write `tables.h`: the element types of `dtypes.py` and the figures of `fields.py` as C.
 
 `python generate_tables.py OUTPUT` is a step of the build. It needs the standard library only, and
 loads the two modules by path, because the package is not installed yet.
@@ -21,7 +21,7 @@ def _module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_driftline_{name}", NUMERICS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # typing looks annotations up there
+    sys.modules[spec.name] = module  # typing looks annotations up in this table
     spec.loader.exec_module(module)
     return module
 
@@ -45,7 +45,7 @@ def _struct(name: str, fields: Any, buckets: int) -> str:
 
 
 def tables() -> str:
-    """The text of the header."""
+    """Return the text of the header."""
     dtypes, fields = _module("dtypes"), _module("fields")
     rows = [dtypes.DTYPES[name] for name in dtypes.C_CODES]
     codes = ", ".join(f"DTYPE_{row.name.upper()}" for row in rows)

@@ -1,5 +1,5 @@
-/* The digest: XXH3, 128 bits, seed 0, written from the published description of the algorithm. Long inputs have an
- * inner loop of their own in every instruction set. */
+/* The digest: XXH3 with 128 bits and seed 0, written from the published description of the algorithm. The inner loop
+ * for long inputs is compiled separately for every instruction set. */
 
 typedef struct { uint64_t low, high; } Hash;
 
@@ -119,7 +119,7 @@ UNUSED static Hash finish_long(const uint64_t *sums, size_t n) {
                 merge_sums(sums, SECRET + 192 - 64 - 11, ~((uint64_t)n * P64_2))};
 }
 
-#if defined(VECTOR_CODE) /* the long inputs' loop, in vectors where there are some */
+#if defined(VECTOR_CODE) /* the loop for long inputs, in vectors if the processor has them */
 #if PORTABLE
 LANE void stripe(uint64_t *sums, const uint8_t *p, const uint8_t *key) {
   uint64_t data[8], keyed[8];

@@ -1,5 +1,5 @@
-/* Everything that is vector code, compiled once per instruction set: CMake gives each its flags and ISA, its name. All
- * functions are static, and the table at the end is the only symbol. */
+/* All vector code, compiled once per instruction set: CMake sets the compiler flags, and the macro ISA to the set's
+ * name. All functions are static; the table at the end is the only symbol. */
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
@@ -11,7 +11,7 @@
 
 #include "tables.h"
 
-#define VECTOR_CODE 1 /* headers that api.c shares leave their loops to this file */
+#define VECTOR_CODE 1 /* compiles the loops of headers that api.c includes too */
 
 #if defined(__AVX2__)
 #define PORTABLE 0

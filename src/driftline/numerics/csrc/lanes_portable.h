@@ -1,5 +1,5 @@
-/* Lanes without an instruction set of their own: the compiler's vectors, 16 bytes wide (SSE2, NEON). Float64 lanes for
- * pairs and summaries, float32 lanes for rows of logits. */
+/* Lanes for processors without AVX: the compiler's own vectors, 16 bytes wide (SSE2, NEON). Float64 lanes are for pairs
+ * and summaries, float32 lanes for rows of logits. */
 
 /* ---- float64 ---- */
 
@@ -11,7 +11,7 @@ typedef M Tally;
 LANE D d_set(double v) { return (D){v, v}; }
 LANE D d_load(const double *p) { D v; memcpy(&v, p, sizeof v); return v; }
 LANE void d_store(double *p, D v) { memcpy(p, &v, sizeof v); }
-LANE D d_fma(D a, D b, D c) { return a * b + c; } /* two roundings, where the other sets have one */
+LANE D d_fma(D a, D b, D c) { return a * b + c; } /* rounds twice; the other instruction sets round once */
 LANE D d_abs(D v) { return (D)((M)v & (M){INT64_MAX, INT64_MAX}); }
 LANE D d_keep(M m, D v) { return (D)((M)v & m); }
 LANE D d_pick(M m, D yes, D no) { return (D)(((M)yes & m) | ((M)no & ~m)); }
@@ -37,12 +37,12 @@ LANE Tally tally_none(void) { return m_none(); }
 LANE Tally tally_add(Tally t, M m) { return t - m; }
 LANE int64_t tally_total(Tally t) { return t[0] + t[1]; }
 
-/* Two of the 64 values of a group: those whose bit in `signs` is set are negated, then lanes are moved to the index
- * XOR `flip`. */
+/* Two of the 64 values of a group. Values whose bit in `signs` is set are negated; then lane i moves to lane i XOR
+ * `flip`. */
 LANE D d_sketch(D v, uint64_t signs, unsigned flip) {
   M minus = {(int64_t)((signs & 1) << 63), (int64_t)((signs >> 1 & 1) << 63)};
   D turned = (D)((M)v ^ minus), swapped = {turned[1], turned[0]};
-  const int64_t swap = -(int64_t)(flip & 1); /* no branch: nothing predicts it */
+  const int64_t swap = -(int64_t)(flip & 1); /* without a branch: it would be unpredictable */
   return d_pick((M){swap, swap}, swapped, turned);
 }
 
@@ -63,9 +63,9 @@ LANE VF plain_setzero_ps(void) { return (VF){0, 0, 0, 0}; }
 LANE VF plain_add_ps(VF a, VF b) { return a + b; }
 LANE VF plain_sub_ps(VF a, VF b) { return a - b; }
 LANE VF plain_mul_ps(VF a, VF b) { return a * b; }
-LANE VF plain_fmadd_ps(VF a, VF b, VF c) { return a * b + c; } /* two roundings; the bounds allow for them */
+LANE VF plain_fmadd_ps(VF a, VF b, VF c) { return a * b + c; } /* rounds twice; the error bounds allow for that */
 LANE void plain_storeu_ps(float *p, VF v) { memcpy(p, &v, sizeof v); }
-/* Unsigned: an int32 sum that wraps is no accident here. */
+/* Unsigned, because an int32 sum may wrap here on purpose. */
 LANE VI plain_add_epi32(VI a, VI b) { return (VI)((VU)a + (VU)b); }
 LANE VI plain_slli_epi32(VI a, int by) { return (VI)((VU)a << by); }
 LANE VF chosen(MASK mask, VF yes, VF no) { return (VF)(((VI)yes & mask) | ((VI)no & ~mask)); }
@@ -86,7 +86,7 @@ LANE VF plain_max_ps(VF a, VF b) { return chosen((VI)(a > b), a, b); }
 LANE VI load_words(const uint8_t *p) { return (VI){read16(p), read16(p + 2), read16(p + 4), read16(p + 6)}; }
 #endif
 
-/* Four elements in their own order. */
+/* Four elements in order. */
 LANE VF load_lanes(const uint8_t *p, int kind) {
   VF v;
   if (kind == LANES_F32) {
@@ -95,7 +95,7 @@ LANE VF load_lanes(const uint8_t *p, int kind) {
   }
   VI words = load_words(p);
   if (kind == LANES_BF16) return (VF)plain_slli_epi32(words, 16);
-  /* As half_value() does it. */
+  /* As in half_value(). */
   VI size = plain_slli_epi32(words & (VI){0x7FFF, 0x7FFF, 0x7FFF, 0x7FFF}, 13);
   VI sign = plain_slli_epi32(words & (VI){0x8000, 0x8000, 0x8000, 0x8000}, 16);
   VI past = (VI)(size >= (VI){0x0F800000, 0x0F800000, 0x0F800000, 0x0F800000}) & 0x7F800000;

@@ -85,8 +85,8 @@ LANE double d_least(D v) {
 LANE Tally tally_add(Tally t, M m) { return t + __builtin_popcount(m_bits(m)); }
 #endif
 
-/* Some of the 64 values of a group: those whose bit in `signs` is set are negated, then lanes are moved to the index
- * XOR `flip`. */
+/* Some of the 64 values of a group. Values whose bit in `signs` is set are negated; then lane i moves to lane i XOR
+ * `flip`. */
 LANE D d_sketch(D v, uint64_t signs, unsigned flip) {
 #if WIDE
   const VI order = _mm512_xor_si512(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(flip % 8));
@@ -121,7 +121,7 @@ LANE unsigned mask_word(MASK mask) { return (unsigned)_mm256_movemask_ps(mask); 
 LANE VI load_bits(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 #endif
 
-/* WIDTH elements in their own order. */
+/* WIDTH elements in order. */
 LANE VF load_lanes(const uint8_t *p, int kind) {
   if (kind == LANES_F32) return AS_FLOAT(load_bits(p));
 #if WIDE
@@ -144,7 +144,7 @@ LANE void widen_lanes(VF v, double *out) {
 #endif
 }
 
-/* Sums of lanes in float64, so that a fold costs no digits. */
+/* The sum of all lanes, in float64, so that no digits are lost. */
 LANE double sum_lanes(VF v) {
 #if WIDE
   __m512d wide = _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));

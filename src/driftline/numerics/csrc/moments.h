@@ -1,11 +1,13 @@
-/* What is gathered over one side and over a pair, and the parts of it that are taken one element at a time. Included by
- * api.c and by every instruction set. */
+/* What is gathered for one tensor and for a pair, and the steps that handle one number at a time. Included by api.c and
+ * by every instruction set. */
 
-/* Elements that are measured at a time: both sides in float64, and cleaned copies of them, stay in the first cache. */
+/* Elements that are measured at a time. Both sides in float64, and cleaned copies of them, fit into the first-level
+ * cache. */
 enum { BLOCK = 512 };
 
-/* A sum over blocks, and what rounding has left out of it. Equal blocks all round the same way: without `rest` a tensor of
- * 10^8 equal elements would lose five of sixteen digits, and the difference of two such sums all that it has. */
+/* A sum over blocks, and the rounding error it has left out. Equal blocks all round the same way: without `rest`, a
+ * tensor of 10^8 equal elements would lose five of sixteen digits, and the difference of two such sums would lose all.
+ * */
 typedef struct { double value, rest; } Sum;
 
 INLINE void add_block(Sum *s, double v) {
@@ -14,10 +16,10 @@ INLINE void add_block(Sum *s, double v) {
   s->value = total;
 }
 
-/* Beyond float64 nothing can have been left out. */
+/* If the sum overflowed float64, `rest` means nothing. */
 INLINE double total_of(const Sum *s) { return fabs(s->value) <= DBL_MAX ? s->value + s->rest : s->value; }
 
-/* One side's own figures. `n`, `mean` and `m2` (squares about the mean) are joined block by block. */
+/* One side's own figures. `n`, `mean` and `m2` (sum of squares about the mean) are joined block by block. */
 typedef struct {
   double n, mean, m2, min, max;
   Sum sum, squares;
@@ -26,13 +28,13 @@ typedef struct {
 
 typedef struct {
   const uint8_t *data[2];
-  int dtype[2], widen[2]; /* `widen`: a real tensor against a complex one, its imaginary parts are zero */
-  double floor[2];        /* every finite value is above it: the value that means -inf, or -inf itself */
+  int dtype[2], widen[2]; /* `widen`: this side is real and the other complex; its imaginary parts are zero */
+  double floor[2];        /* every finite value is above it: the sentinel for -inf, or -inf itself */
   double atol, rtol;
   Side side[2];
   Moments m; /* its sums are filled in at the end */
   Sum rr, cc, rc, ee, abs_e, rel_e;
-  uint64_t ulp;    /* greatest distance so far, float formats */
+  uint64_t ulp;    /* greatest distance so far, for float formats */
   double ulp_real; /* the same for integer formats */
   int masked;      /* the last block held something that is not finite */
 } Pair;
@@ -48,7 +50,7 @@ typedef struct {
 
 INLINE Side empty_side(void) { return (Side){.min = INFINITY, .max = -INFINITY, .nonfinite_at = -1}; }
 
-/* Chan, Golub and LeVeque: two groups' mean and sum of squares about it, joined. */
+/* Joins the means and the sums of squares of two groups (Chan, Golub and LeVeque). */
 INLINE void join_spread(Side *s, double n, double mean, double m2) {
   if (n == 0) return;
   double whole = s->n + n, share = n / whole, delta = mean - s->mean;
@@ -57,20 +59,20 @@ INLINE void join_spread(Side *s, double n, double mean, double m2) {
   s->n = whole;
 }
 
-/* Figures of a side whose values were multiplied by 2^-exponent. */
+/* Figures of a side whose values were multiplied by 2^-exponent, scaled back. */
 typedef struct { double mean, std, l2; } Spread;
 
 INLINE Spread spread_of(const Side *s, int exponent) {
   if (s->n == 0) return (Spread){NAN, NAN, 0};
-  /* Rounding can leave m2 a little below zero; a NaN stays one. */
+  /* Rounding can make m2 slightly negative; a NaN stays NaN. */
   double variance = s->m2 / s->n;
   double std = variance < 0 ? 0.0 : sqrt(variance);
   const double mean = total_of(&s->sum) / s->n, l2 = sqrt(total_of(&s->squares));
   return (Spread){ldexp(mean, exponent), ldexp(std, exponent), ldexp(l2, exponent)};
 }
 
-/* The exponent to scale float64 values by so that their squares neither overflow nor lose digits; 0: none is needed.
- * Only float64 reaches there: 2^480 squared still has room for 2^63 terms. */
+/* The exponent by which float64 values are scaled so that their squares neither overflow nor lose digits; 0 if no
+ * scaling is needed. Only float64 can need it: (2^480)^2 leaves room for 2^63 terms. */
 INLINE int scale_exponent(const Side *s, int dtype) {
   if (dtype != DTYPE_FLOAT64 || s->n == 0) return 0;
   double largest = fmax(fabs(s->min), fabs(s->max));
@@ -83,11 +85,11 @@ INLINE void note_first(int64_t *place, int64_t index) {
   if (*place < 0 || index < *place) *place = index;
 }
 
-/* What each instruction set offers; api.c chooses one. */
+/* The functions that each instruction set provides; api.c chooses one set. */
 typedef struct ScoreJob ScoreJob;
 typedef struct {
   void (*pair)(Pair *, int64_t count);
-  /* One side of a pair again, its values multiplied by 2^-exponent. */
+  /* Measures one side of a pair again, with values multiplied by 2^-exponent. */
   Side (*scaled_side)(const Pair *, int side, int64_t count, int exponent);
   void (*summary)(Single *, int64_t count);
   Side (*scaled_summary)(const Single *, int64_t count, int exponent);

@@ -1,14 +1,14 @@
 /* A pair of tensors, block by block: both sides are decoded to float64, and every sum is float64.
  *
- * A block is measured without masks as long as everything in it is finite, which its sums tell. A block with something
- * that is not finite, or with a sentinel, is measured by the same loop with masks: pairs that are not finite on both
- * sides become zero against zero, which adds nothing to any figure of the pair. What is missing of the last vector of a
- * tensor is filled with -inf on both sides, so that it is masked too.
+ * A block is first measured without masks; its sums show whether everything in it is finite. A block that holds a
+ * non-finite value or a sentinel is measured by the same loop with masks: each pair that is not finite on both sides
+ * is replaced by zero and zero, which adds nothing to any figure of the pair. The last vector of a tensor is padded
+ * with -inf on both sides, so that the padding is masked as well.
  *
  * Three figures are looked up only where they can change, because they cost more than all others together:
  *  - the greatest ULP distance, in blocks with an element that can exceed the greatest so far (see UlpLimits);
  *  - positions, in blocks that hold a new first or greatest one;
- *  - the sum of squares about the mean, by a second pass over a block where the first one's sums would lose digits.
+ *  - the sum of squares about the mean, by a second pass over a block where the sums of the first would lose digits.
  *
  * Chains of float32 were 2.4 to 3.3 times as fast on normal data and 4 to 5 times as slow on masked tensors, and a
  * cosine in bfloat16 could be off by 2e-2. Two tensors of 1 GiB take 0.2 s of processor time more (0.34 to 0.55 s). One
@@ -20,10 +20,10 @@ typedef int64_t L __attribute__((vector_size(8 * LANES)));
 LANE U u_set(uint64_t v) { U o = {0}; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
 LANE U u_pick(L mask, U yes, U no) { return (U)(((L)yes & mask) | ((L)no & ~mask)); }
 
-/* Whole vectors. */
+/* `n` rounded up to whole vectors. */
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) & -(int64_t)LANES; }
 
-/* Elements of 16 or 32 bits, in vectors: the compiler leaves most such loops scalar. */
+/* Decodes elements of 16 or 32 bits with vectors: the compiler leaves most such loops scalar. */
 LANE void decode_lanes(const uint8_t *p, int dtype, int kind, int64_t n, double *out) {
   const int size = kind == LANES_F32 ? 4 : 2;
   int64_t i = 0;
@@ -31,7 +31,7 @@ LANE void decode_lanes(const uint8_t *p, int dtype, int kind, int64_t n, double 
   if (i < n) decode_double(p, dtype, i, n - i, out + i);
 }
 
-/* A block of one side as float64; float64 itself is read where it lies. `first` and `n` count reals. */
+/* A block of one side as float64. Float64 data are returned in place. `first` and `n` count reals. */
 static const double *decoded(const uint8_t *data, int dtype, int widen, int64_t first, int64_t n, double *room) {
   const int aligned = (uintptr_t)data % sizeof(double) == 0;
   if (dtype == DTYPE_FLOAT64 && aligned && !widen && n % LANES == 0) return (const double *)(const void *)(data + 8 * first);
@@ -53,13 +53,13 @@ static const double *decoded(const uint8_t *data, int dtype, int widen, int64_t 
 
 /* ---- one side ---- */
 
-/* Which lanes hold a finite number that is no sentinel: `floor` is the sentinel, below which a format has only -inf, or
- * -inf itself. */
+/* Which lanes hold a finite number that is not a sentinel. `floor` is the sentinel, below which a format has only -inf,
+ * or it is -inf itself. */
 LANE M finite_lanes(D v, D floor) { return m_and(m_lt(floor, v), m_le(v, d_set(DBL_MAX))); }
 INLINE int is_finite(double v, double floor) { return floor < v && v <= DBL_MAX; }
 
-/* Adds a block's sums to a side. The sum of squares about the mean is a difference of two sums; where more than four of
- * its sixteen digits would be lost, the block is passed over once more. */
+/* Adds a block's sums to a side. The sum of squares about the mean is a difference of two sums; if more than four of
+ * its sixteen digits would be lost, a second pass over the block computes it. */
 LANE void join_block(Side *s, const double *x, int64_t n, double floor, double scale, int64_t finite, double sum,
                      double squares) {
   if (finite == 0) return;
@@ -72,7 +72,7 @@ LANE void join_block(Side *s, const double *x, int64_t n, double floor, double s
       drift += d;
       spread = d_fma(d, d, spread);
     }
-    double slip = d_total(drift); /* what rounding left in the mean */
+    double slip = d_total(drift); /* the rounding error of the mean */
     m2 = d_total(spread) - slip * slip / count;
     mean += slip / count;
   }
@@ -81,7 +81,7 @@ LANE void join_block(Side *s, const double *x, int64_t n, double floor, double s
   add_block(&s->squares, squares);
 }
 
-/* Counts what is not finite in a block that holds some. `only_low`: it is known to be -inf, or a sentinel, throughout. */
+/* Counts the non-finite values of a block that holds some. `only_low`: all of them are -inf or a sentinel. */
 static void count_nonfinite(Side *s, const double *x, int64_t base, int64_t n, double floor, int64_t finite,
                             int only_low) {
   int64_t nan = 0, pos_inf = 0;
@@ -104,7 +104,7 @@ static void count_nonfinite(Side *s, const double *x, int64_t base, int64_t n, d
   s->nonfinite_at = base + i;
 }
 
-/* One side of a block, by masks. Sums are of values multiplied by `scale`; extremes are not. */
+/* Measures one side of a block with masks. Sums are of values multiplied by `scale`; extremes are not. */
 static int64_t side_block(Side *s, const double *x, int64_t base, int64_t n, double floor, double scale) {
   const D inf = d_set(INFINITY), by = d_set(scale), low = d_set(floor);
   D sum = d_set(0), squares = sum, least = inf, most = -inf;
@@ -140,19 +140,19 @@ static Side scaled_side(const Pair *p, int which, int64_t count, int exponent) {
 
 /* ---- units in the last place ---- */
 
-/* Where a magnitude stands in a format's list of numbers, after rounding to nearest even. */
+/* The index of a magnitude, rounded to nearest even, in a format's list of numbers. */
 LANE U ordinal(D a, const Format *f) {
   if (f->mantissa == 52) return (U)a;
   int shift = 52 - f->mantissa;
   U bits = (U)a;
-  /* Without mantissa bits the significand is 1 or 2, and a tie goes to the even one: up. */
+  /* A format without mantissa bits has only powers of two. A tie rounds up, as to an even number. */
   U odd = f->mantissa ? (bits >> shift) & 1 : u_set(1);
   U rounded = bits + u_set((1ull << (shift - 1)) - 1) + odd;
   U normal = (rounded >> shift) - u_set((uint64_t)(f->emin + 1022) << f->mantissa);
-  /* Below the normal numbers steps are equal: the integer above 2^52 counts them. */
+  /* Below the normal numbers all steps are equal: the integer above 2^52 counts them. */
   D scaled = a * d_set(double_of((uint64_t)(f->mantissa - f->emin + 1023) << 52)) + d_set(0x1p52);
   U small = (U)scaled - u_set(0x4330000000000000ull);
-  /* Magnitudes are compared as integers, which sort like them. */
+  /* Magnitudes are compared as integers, which have the same order. */
   L below = (L)(bits < u_set((uint64_t)(f->emin + 1023) << 52));
   U place = u_pick(below, small, normal);
   return u_pick((L)(place > u_set(f->top)), u_set(f->top), place);
@@ -172,20 +172,20 @@ static uint64_t greatest_ulp(const double *r_in, const double *c_in, int64_t n, 
   return best;
 }
 
-/* What an element must exceed, in relative error and in error, to be worth a look. */
+/* An element can have a new greatest ULP distance only if its relative error and its error exceed these limits. */
 typedef struct { double rel, ae; } UlpLimits;
 
-/* The number that many steps from zero; between two steps, between their numbers. */
+/* The number with ordinal `n`; for a fraction, a value between the two neighbouring numbers. */
 INLINE double value_of_ordinal(double n, const Format *f) {
   double binade = ldexp(1.0, f->mantissa), e = floor(n / binade);
   if (e < 1) return ldexp(n, f->emin - f->mantissa);
   return ldexp(binade + (n - e * binade), (int)(e < 4096 ? e : 4096) - 1 + f->emin - f->mantissa);
 }
 
-/* `rel`: between r and c (of one sign, as rel < 1) numbers stand at least min(|r|, |c|) * 2^-(mantissa + 1) apart, so
- * there are at most rel / (1 - rel) * 2^(mantissa + 1) steps; rounding r to the candidate's format first may add one.
- * `ae`: of opposite signs, |r| + |c| = |e| gives the most steps when halved; of equal signs, all the steps lie below the
- * larger, which is at most |e| + |e| / rel. Two steps are kept for roundings. */
+/* `rel`: between r and c (of one sign, as rel < 1), neighbouring numbers are at least min(|r|, |c|) * 2^-(mantissa + 1)
+ * apart, so that there are at most rel / (1 - rel) * 2^(mantissa + 1) steps; rounding r to the candidate's format first
+ * may add one. `ae`: for opposite signs, |r| = |c| = |e| / 2 gives the most steps; for equal signs, all steps are below
+ * the larger of the two, which is at most |e| + |e| / rel. Two steps are kept in reserve for rounding. */
 COLD static UlpLimits ulp_limits(const Pair *s) {
   const Format *f = &FORMATS[s->dtype[1]];
   if (!f->is_float) return (UlpLimits){INFINITY, INFINITY};
@@ -201,8 +201,9 @@ COLD static UlpLimits ulp_limits(const Pair *s) {
   return limits;
 }
 
-/* Whether every candidate is the reference rounded to its format: the usual case of a tensor that was only converted, in a
- * quarter of the time that distances take. An error below half the distance of numbers at r proves it; a tie does not. */
+/* Whether every candidate is the reference rounded to its format, as after a mere conversion. This takes a quarter of
+ * the time of computing distances. An error below half the distance of neighbouring numbers at r proves it; a tie does
+ * not. */
 static int is_rounded(const double *r_in, const double *c_in, int64_t n, const Format *f) {
   const D half = d_set(ldexp(1.0, -(f->mantissa + 1))), zero = d_set(0);
   M other = m_none();
@@ -214,7 +215,7 @@ static int is_rounded(const double *r_in, const double *c_in, int64_t n, const F
   return (m_bits(other) & LANE_BITS) == 0;
 }
 
-/* Candidates of an integer format: distance from the reference's nearest integer. */
+/* For candidates of an integer format: the greatest distance from the integer nearest to the reference. */
 static double greatest_step(const double *r, const double *c, int64_t n) {
   double most = 0;
   for (int64_t i = 0; i < n; i++) most = fmax(most, fabs(c[i] - rint(r[i])));
@@ -223,10 +224,10 @@ static double greatest_step(const double *r, const double *c, int64_t n) {
 
 /* ---- both sides ---- */
 
-/* What one side of a block has alone, where the other is not finite: its sums and how much it is. */
+/* Sums and counts over a block's elements that are finite on one side only, for each side. */
 typedef struct { double sum[2], squares[2]; int64_t finite[2]; } Alone;
 
-/* Passes over a block that holds pairs which are neither finite nor masked on both sides: rare in masked tensors. */
+/* Measures a block that holds pairs which are neither finite nor masked on both sides; rare, even in masked tensors. */
 __attribute__((noinline)) static Alone one_sided_block(Pair *s, const double *r_in, const double *c_in, int64_t base,
                                                        int64_t n) {
   const D zero = d_set(0), floors[2] = {d_set(s->floor[0]), d_set(s->floor[1])};
@@ -263,8 +264,8 @@ __attribute__((noinline)) static Alone one_sided_block(Pair *s, const double *r_
                  {tally_total(finite[0]), tally_total(finite[1])}};
 }
 
-/* Figures of a block that are looked up where they can change: the first difference, the position of the greatest error
- * (0: it is not here) and the distance in the candidate's format. */
+/* Looks up a block's figures that can change: the first difference, the position of the greatest error (`greatest` is 0
+ * if it is not in this block) and the distance in the candidate's format. */
 __attribute__((noinline)) static void look_up(Pair *s, const double *r, const double *c, int64_t base, int64_t n,
                                               int masked, int first, double greatest, UlpLimits *limits) {
   double clean[2][BLOCK] __attribute__((aligned(64)));
@@ -303,9 +304,9 @@ __attribute__((noinline)) static void look_up(Pair *s, const double *r, const do
   }
 }
 
-/* Every figure of a pair in one block of whole vectors. `masked`, a constant where this is inlined: something is not
- * finite. Without it 0 is returned, and nothing changed, where that should have been so. `n` counts elements, without
- * what fills the last vector. */
+/* Computes every figure of a pair for one block of whole vectors. `masked` is a constant where this is inlined; it says
+ * that something is not finite. Without it, a block that turns out to need masks returns 0 and changes nothing. `n`
+ * counts elements without the padding of the last vector. */
 LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, int64_t n, int masked,
                  UlpLimits *limits) {
   const int64_t whole = padded(n);
@@ -351,7 +352,7 @@ LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, 
     max_ae = d_max(max_ae, ae);
     max_rel = d_max(max_rel, rel);
     same = tally_add(same, equal);
-    inside = tally_add(inside, m_le(ae, atol + rtol * ar)); /* two roundings, as numpy has it */
+    inside = tally_add(inside, m_le(ae, atol + rtol * ar)); /* two roundings, as in numpy */
     far = m_or(far, m_and(m_lt(rel_limit, rel), m_lt(ae_limit, ae)));
   }
   double least[2] = {d_least(r_min), d_least(c_min)}, most[2] = {d_greatest(r_max), d_greatest(c_max)};
@@ -359,7 +360,7 @@ LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, 
   if (!masked && (!(squares[0] + squares[1] <= DBL_MAX) || least[0] <= s->floor[0] || least[1] <= s->floor[1])) return 0;
   const int64_t finite = masked ? tally_total(joint) : n;
   Alone alone = {{0, 0}, {0, 0}, {0, 0}};
-  const int unlike = (m_bits(apart) & LANE_BITS) != 0; /* something is not finite in another way than low on both sides */
+  const int unlike = (m_bits(apart) & LANE_BITS) != 0; /* more than -inf or sentinels on both sides */
   if (unlike) alone = one_sided_block(s, r_in, c_in, base, n);
   for (int side = 0; side < 2; side++) {
     Side *own = &s->side[side];
@@ -371,7 +372,7 @@ LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, 
     join_block(own, x, n, s->floor[side], 1.0, count, sums[side] + alone.sum[side], squares[side] + alone.squares[side]);
   }
   if (masked) {
-    /* A tolerance below zero, or none at all, counts zero against zero as outside. */
+    /* A negative or NaN tolerance would count zero against zero as outside. */
     if (!(0 <= s->atol + s->rtol * 0)) m->outside -= whole - finite;
   }
   const int64_t differ = whole - tally_total(same);
@@ -394,7 +395,7 @@ LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, 
   return 1;
 }
 
-/* Functions of their own, because one loop's registers are not to be shared with the other's. */
+/* Separate functions, so that the two loops do not share registers. */
 __attribute__((noinline)) static int measure_finite(Pair *s, const double *r, const double *c, int64_t base, int64_t n,
                                                     UlpLimits *limits) {
   return measure(s, r, c, base, n, 0, limits);
@@ -404,7 +405,7 @@ __attribute__((noinline)) static int measure_masked(Pair *s, const double *r, co
   return measure(s, r, c, base, n, 1, limits);
 }
 
-/* 64-bit integers beyond 2^53: differences exactly, in 128 bits, one by one. */
+/* 64-bit integers beyond 2^53: differences are computed exactly, in 128 bits, one by one. */
 INLINE __int128 integer_at(const uint8_t *base, int dtype, int64_t i) {
   switch (dtype) {
     case DTYPE_INT64: return (int64_t)read64(base + 8 * i);
@@ -456,13 +457,13 @@ COLD static void integer_block(Pair *s, const double *r_in, const double *c_in, 
   }
 }
 
-/* Blocks are counted from the first element on, wherever it lies in memory: figures do not depend on alignment. */
+/* Blocks are counted from the first element, not from an aligned address, so figures do not depend on alignment. */
 static void pair(Pair *s, int64_t count) {
   double room[2][BLOCK] __attribute__((aligned(64)));
   UlpLimits limits = ulp_limits(s);
   for (int64_t i = 0; i < count;) {
     int64_t n = count - i < BLOCK ? count - i : BLOCK;
-    if (n > LANES) n -= n % LANES; /* what is left of a vector is a block of its own, by masks */
+    if (n > LANES) n -= n % LANES; /* the rest of a vector becomes a block of its own, with masks */
     const double *r = decoded(s->data[0], s->dtype[0], s->widen[0], i, n, room[0]);
     const double *c = decoded(s->data[1], s->dtype[1], s->widen[1], i, n, room[1]);
     if (exceeds_float64(s, r, c, n)) integer_block(s, r, c, i, n);

@@ -1,15 +1,16 @@
 /* The largest magnitude of a tensor as a bit pattern, and counts of its special values.
  *
- * With the sign bit taken away the patterns of a float format sort like its values, infinity above every finite one
- * and NaN above infinity: one unsigned maximum tells whether anything is not finite, and how near to the top it came.
- * The loops are left to the compiler, which vectorises them; the sums of the tally are of no hurry.
+ * Without the sign bit, the patterns of a float format sort like its values: infinity is above every finite value and
+ * NaN above infinity. One unsigned maximum therefore shows whether anything is not finite, and how near to the format's
+ * limit the tensor came. The compiler vectorises these loops; the counts of the tally are rarely needed.
  */
 
-/* What a format looks like: bits of the magnitude, its sign, the smallest normal number, the largest finite one and
- * infinity (0 where there is none). `odd_nan`: the pattern of minus zero is the only NaN. Shared with peaks.py. */
+/* The layout of a format: mask of the magnitude, sign bit, and the patterns of the smallest normal number, the largest
+ * finite number and infinity (0 if there is none). `odd_nan`: the pattern of minus zero is the only NaN. Shared with
+ * peaks.py. */
 typedef struct { uint64_t mask, sign, normal, top, infinity, odd_nan; } Pattern;
 
-/* zeros, other numbers below the normal ones, at the top, at the bottom, infinities, NaN. */
+/* Numbers of zeros, of other numbers below the normal ones, at the top, at the bottom, of infinities, and of NaN. */
 typedef struct { int64_t zero, subnormal, top, bottom, pos_inf, neg_inf, nan; } SpecialCounts;
 
 typedef uint8_t __attribute__((may_alias)) any8;
@@ -73,7 +74,7 @@ TALLY_OF(tally16, any16)
 TALLY_OF(tally32, any32)
 TALLY_OF(tally64, any64)
 
-/* How many of each kind of special value; exact, and slower than the peak. */
+/* Counts each kind of special value; exact, and slower than the peak. */
 static void tally(const void *data, int bits, int64_t count, const Pattern *pattern, SpecialCounts *out) {
   memset(out, 0, sizeof *out);
   switch (bits) {

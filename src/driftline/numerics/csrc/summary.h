@@ -1,8 +1,8 @@
-/* A summary of one tensor: its own figures, the number of zeros and the sketch, in float64 throughout, because a sketch
- * is subtracted from another one and must not bring rounding of its own.
+/* A summary of one tensor: its own figures, the number of zeros and the sketch. All are in float64, because sketches
+ * are subtracted from each other and must not add rounding errors of their own.
  *
- * Sixty-four elements, a group, share a hash: its bits are their signs, six bits of a product of it the XOR of their
- * buckets. So a group fills every bucket once, which makes it a permutation of lanes. */
+ * A group of 64 elements shares a hash. The bits of the hash are the elements' signs; six bits of its product with a
+ * constant are XORed to the elements' buckets. So a group fills every bucket once, as a permutation of lanes. */
 
 INLINE uint64_t sketch_signs(uint64_t group) {
   uint64_t z = (group + 1) * 0x9E3779B97F4A7C15ull;
@@ -63,7 +63,7 @@ static void summary(Single *s, int64_t count) {
   int finite = 1;
   for (int64_t i = 0; i < count;) {
     int64_t n = count - i < BLOCK ? count - i : BLOCK;
-    if (n > BUCKETS) n -= n % BUCKETS; /* what is left of a group is a block of its own, by masks */
+    if (n > BUCKETS) n -= n % BUCKETS; /* the rest of a group becomes a block of its own, with masks */
     const double *x = decoded(s->data, s->dtype, 0, i, n, room);
     if (n % BUCKETS) { /* float64 may have been read where it lies, and there is nothing behind it */
       if (x != room) memcpy(room, x, (size_t)n * sizeof *x);

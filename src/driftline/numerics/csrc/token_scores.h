@@ -1,21 +1,22 @@
-/* One row of logits against another: top elements, divergences, choices. What each number means: ../token_scores.py.
+/* Compares rows of logits: top elements, divergences, choices. ../token_scores.py says what each number means.
  *
- * One pass over memory, strip by strip: greatest elements and sums. The total variation needs their result, so the pass
- * over the next row sums it, of what this one leaves in the cache. With e = exp(r - max r),
- * u = (c - r) - (max c - max r) and m = exp(u) - 1 the sums are of e, e*u, e*u*m and e*(m - u), each accurate to its own
- * size even where the two rows are nearly equal: u is small then, and m - u a short series.
+ * One pass over memory, strip by strip, computes the greatest elements and the sums. The total variation needs these
+ * results, so the pass over the next row sums it from the values that this pass leaves in the cache. With
+ * e = exp(r - max r), u = (c - r) - (max c - max r) and m = exp(u) - 1, the sums are of e, e*u, e*u*m and e*(m - u).
+ * Each is accurate relative to its own size even if the two rows are nearly equal: then u is small, and m - u a short
+ * series.
  *
- * Terms are float32 (polynomials of 1e-7), totals of a strip float64. A test holds log-sums and divergences to 2e-5 of
- * the float64 definition.
+ * Terms are float32 (polynomials with errors of 1e-7), totals of a strip float64. A test checks that log-sums and
+ * divergences are within 2e-5 of the float64 definition.
  */
 
 enum { STRIP = 1024 };
-UNUSED static const float FILLING = -FLT_MAX;  /* behind a row's end: impossible on both sides, and no logit is less */
-UNUSED static const float NEAR_EQUAL = 0.25f;  /* differences of log-probability up to here go by the series */
-UNUSED static const float FARTHEST = 1e6f;     /* and none counts as more than this */
+UNUSED static const float FILLING = -FLT_MAX;  /* pads the last strip: adds nothing, and no logit is less */
+UNUSED static const float NEAR_EQUAL = 0.25f;  /* smaller differences of log-probability use the series */
+UNUSED static const float FARTHEST = 1e6f;     /* larger differences count as this one */
 
-/* Polynomials of near-equal ripple: 2^f for f in [0, 1] and in [-1/2, 1/2] (1e-7), (exp(u) - 1 - u) / u^2 for
- * |u| <= NEAR_EQUAL (1.5e-6). */
+/* Near-minimax polynomials: 2^f for f in [0, 1] and in [-1/2, 1/2] (1e-7), (exp(u) - 1 - u) / u^2 for |u| <= NEAR_EQUAL
+ * (1.5e-6). */
 #define LOG2_E 0x1.715476p+0f
 #define UP_0 0.9999998958f
 #define UP_1 0.69315462f
@@ -56,7 +57,7 @@ enum { MOST_SCORE_THREADS = 256 };
 
 #if defined(VECTOR_CODE)
 
-/* The rows a thread takes next, many at first and one by one at the end; how many. */
+/* The rows that a thread takes next: many at first, and one at a time at the end. Returns their number. */
 static int64_t take_rows(ScoreJob *job, int64_t *first) {
   int64_t from = __atomic_load_n(&job->next, __ATOMIC_RELAXED), count;
   do {
@@ -70,22 +71,22 @@ static int64_t take_rows(ScoreJob *job, int64_t *first) {
 
 typedef struct { double e, eu, ew, euv; } RowSums;
 
-/* What a strip is summed in: the reference's unit as a power of two, how far the candidate's lies from it, and the
- * greatest logit whose exponential is still a number. */
+/* The units of a strip's sums: the reference's unit as a power of two, the distance of the candidate's unit from it,
+ * and the greatest logit whose exponential is still finite. */
 typedef struct { float base, between, most; } Strip;
 
 INLINE Strip units_of(float top, float between) { return (Strip){top * LOG2_E, between, top + 80}; }
 
-/* What is seen on the way. Of the last strip: the reference's greatest, how far u goes from zero (infinite if `wide`:
- * far), what the row before left there, with its x. `again`: that is summed already. `odd` stays: a difference was no
- * number. */
+/* Results of the last strip: the reference's greatest element, the largest |u| (`apart`; infinite if `wide`, that is,
+ * beyond the series), and the sum over the previous row's values at this place, with that row's x. `again`: that sum is
+ * already taken. `odd` is kept for the whole row: a difference was not a number. */
 typedef struct { float best, apart, x; int odd, wide, again; double parted; } Seen;
 
-/* A row whose total variation is still being summed, in units of its last strip's. */
+/* A row whose total variation is still being summed, in units of its last strip. */
 typedef struct { RowScore *out; float x, base; double sum, whole; } Left;
 
-/* What a thread works in: e and e*m of a row in turns, of each strip the unit and the reference's greatest, a strip of
- * either side as float32. */
+/* The memory of a thread: e and e*m of a row, interleaved; the unit and the reference's greatest element of each strip;
+ * and one strip of either side as float32. */
 typedef struct {
   float *es, *bases, *bests, strip[2][STRIP];
   Left left;
@@ -105,14 +106,14 @@ INLINE const uint8_t *row_of(const ScoreJob *job, int side, int64_t row) {
   return job->data[side] + row * job->vocabulary * (FORMATS[job->dtype[side]].bits / 8);
 }
 
-/* The k greatest so far, greatest first; of equal ones the first stays in front. */
+/* The k greatest elements so far, in descending order; of equal elements the first comes first. */
 typedef struct {
   float *value;
   int64_t *at, size, k;
   float lowest;
 } TopList;
 
-/* The k-th greatest of n numbers, -inf if there are fewer; `room` takes k. */
+/* The k-th greatest of n numbers; -inf if there are fewer. `room` holds k numbers. */
 static float kth_greatest(const float *v, int64_t n, int64_t k, float *room) {
   if (n < k) return -INFINITY;
   for (int64_t i = 0; i < n; i++) {
@@ -124,7 +125,7 @@ static float kth_greatest(const float *v, int64_t n, int64_t k, float *room) {
   return room[k - 1];
 }
 
-/* The first strip from `at` on whose greatest is not less than that. */
+/* The first strip, from `at` on, whose greatest element is not less than `least`. */
 INLINE int64_t next_strip(const float *bests, int64_t at, int64_t strips, float least) {
   while (at < strips && bests[at] < least) at++;
   return at;
@@ -149,7 +150,7 @@ static float value_at(const uint8_t *row, int dtype, int64_t at) {
   return v;
 }
 
-/* Units of a greater reference: the sums become smaller in them. */
+/* Changes to the units of a greater reference, in which the sums are smaller. */
 static void rebase(RowSums *s, Strip *units, float top) {
   const double before = units->base;
   *units = units_of(top, units->between);
@@ -160,7 +161,7 @@ static void rebase(RowSums *s, Strip *units, float top) {
   s->euv *= by;
 }
 
-/* A row with something in it that is no number: counted, and not measured. Whether there is any. */
+/* Counts the non-numbers of a row, which is then not measured further. Returns how many there are. */
 COLD static int64_t count_odd(const ScoreJob *job, int64_t row, RowScore *out) {
   for (int side = 0; side < 2; side++) {
     const uint8_t *p = row_of(job, side, row);
@@ -175,7 +176,7 @@ COLD static int64_t count_odd(const ScoreJob *job, int64_t row, RowScore *out) {
   return out->nan[0] + out->nan[1] + out->inf[0] + out->inf[1];
 }
 
-/* log(1 + x) - x and (1 + x) log(1 + x) - x: differences of nearly equal numbers unless x is large. */
+/* log(1 + x) - x: a difference of nearly equal numbers unless x is large. */
 static double log_rest(double x) {
   if (fabs(x) > 0.02) return log1p(x) - x;
   double sum = 0, power = x;
@@ -186,7 +187,8 @@ static double log_rest(double x) {
   return sum;
 }
 
-/* With p = e / sum e, x = sum p*m: 1 + x is what the other side's exponentials sum to, in the first one's. Returned. */
+/* With p = e / sum e and x = sum p*m, 1 + x is the sum of the other side's exponentials, in this side's units. The
+ * function returns x. */
 static double finish_row(const RowSums *s, int turned, const Strip *units, RowScore *out) {
   double u = s->eu / s->e, w = s->ew / s->e, v = s->euv / s->e, x = u + w;
   double rest = log_rest(x), grown = log1p(x);
@@ -200,23 +202,24 @@ static double finish_row(const RowSums *s, int turned, const Strip *units, RowSc
   return x;
 }
 
-/* Whether the candidate lies so far from where the first strip said that digits are lost, or a number is too large. */
+/* Whether the candidate is so far from the first strip's estimate that digits are lost, or a number is too large. */
 static int poor_units(const RowSums *s, float off) {
   double x = (s->eu + s->ew) / s->e, kl = s->ew / s->e + log_rest(x);
   return !(fabsf(off) < 10) || x < -0.3 || x * x > 100 * kl;
 }
 
-/* Vectors that go step by step beside each other: one chain of multiply-adds leaves the processor waiting. Four spill. */
+/* Independent vectors processed together: one chain of multiply-adds keeps the processor waiting. Four vectors spill
+ * registers. */
 #define TOGETHER 2
 #define EACH for (int j = 0; j < TOGETHER; j++)
 
-/* exp(x) in units of 2^minus_base, all in powers of two: the product is exact within the multiply-add. What comes out
- * below 2^-126 is of no weight beside the row's 1 and may come out as anything smaller than that. */
+/* exp(x) in units of 2^minus_base, computed in powers of two; the multiply-add is exact. Results below 2^-126 are
+ * negligible beside the row's 1, and any smaller number may be returned for them. */
 LANE void exp_group(const VF *x, VF minus_base, VF *out) {
   VF t[TOGETHER], f[TOGETHER], q[TOGETHER];
   EACH t[j] = OP(fmadd_ps)(x[j], OP(set1_ps)(LOG2_E), minus_base);
 #if WIDE
-  EACH f[j] = _mm512_reduce_ps(t[j], 1); /* what is left beside the integer below */
+  EACH f[j] = _mm512_reduce_ps(t[j], 1); /* the remainder above the integer below */
   EACH q[j] = OP(fmadd_ps)(OP(set1_ps)(UP_5), f[j], OP(set1_ps)(UP_4));
   EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_3));
   EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_2));
@@ -224,7 +227,7 @@ LANE void exp_group(const VF *x, VF minus_base, VF *out) {
   EACH q[j] = OP(fmadd_ps)(q[j], f[j], OP(set1_ps)(UP_0));
   EACH out[j] = _mm512_scalef_ps(q[j], t[j]);
 #else
-  const VF magic = OP(set1_ps)(12582912.0f); /* 1.5 * 2^23: an integer added to it lies in the lowest bits */
+  const VF magic = OP(set1_ps)(12582912.0f); /* 1.5 * 2^23: the sum holds an added integer in its lowest bits */
   VF shifted[TOGETHER];
   EACH t[j] = OP(max_ps)(t[j], OP(set1_ps)(-125.0f));
   EACH shifted[j] = OP(add_ps)(t[j], magic);
@@ -238,7 +241,7 @@ LANE void exp_group(const VF *x, VF minus_base, VF *out) {
 #endif
 }
 
-/* (exp(u) - 1 - u) / u where |u| <= NEAR_EQUAL. */
+/* (exp(u) - 1 - u) / u, where |u| <= NEAR_EQUAL. */
 LANE void rest_group(const VF *u, VF *out) {
   VF w[TOGETHER];
   EACH w[j] = OP(fmadd_ps)(OP(set1_ps)(REST_3), u[j], OP(set1_ps)(REST_2));
@@ -247,7 +250,7 @@ LANE void rest_group(const VF *u, VF *out) {
   EACH out[j] = OP(mul_ps)(u[j], w[j]);
 }
 
-/* The greater magnitude of each lane; of not-a-number the sums will tell. */
+/* The greater magnitude of each lane. The sums detect NaN. */
 LANE VF farther(VF most, VF u) {
 #if WIDE
   return _mm512_range_ps(most, u, 0xB);
@@ -258,26 +261,26 @@ LANE VF farther(VF most, VF u) {
 
 LANE VF floats_at(const float *p) { return load_lanes((const uint8_t *)p, LANES_F32); }
 
-/* Which lanes are greater than `limit`; not-a-number is. */
+/* Which lanes are greater than `limit`; NaN counts as greater. */
 LANE MASK beyond(VF v, VF limit) { return not_mask(not_above(v, limit)); }
 
 LANE int any_lane(MASK mask) { return (mask_word(mask) & ((1u << WIDTH) - 1)) != 0; }
 
-/* 1 and how many elements are greater. */
+/* One more than the number of elements that are greater than `said`. */
 static int64_t rank_of(const uint8_t *row, int dtype, int64_t n, float said) {
   const VF limit = OP(set1_ps)(said);
   const int kind = dtype == DTYPE_FLOAT32 ? LANES_F32 : dtype == DTYPE_FLOAT16 ? LANES_F16 : LANES_BF16, size = dtype == DTYPE_FLOAT32 ? 4 : 2;
   int64_t i = 0, rank = 1;
   for (; i + WIDTH <= n; i += WIDTH) {
     VF v = load_lanes(row + size * i, kind);
-    /* Lanes that are above, and no NaN. */
+    /* Lanes above the limit that are not NaN. */
     rank += __builtin_popcount(mask_word(beyond(v, limit)) & mask_word(equal_lanes(v, v)));
   }
   for (; i < n; i++) rank += value_at(row, dtype, i) > said;
   return rank;
 }
 
-/* The reference's strip as float32, where it lies or decoded into `room`. */
+/* The reference's strip as float32: in place, or decoded into `room`. */
 LANE const float *strip_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float *room) {
   const uint8_t *p = row + from * (FORMATS[dtype].bits / 8);
   if (n < STRIP) {
@@ -293,7 +296,7 @@ LANE const float *strip_of(const uint8_t *row, int dtype, int64_t from, int64_t 
   return room;
 }
 
-/* The greatest of a strip; what is no number is passed over. */
+/* The greatest element of a strip; NaN is ignored. */
 LANE float greatest_kind(const uint8_t *p, int kind) {
   const int size = kind == LANES_F32 ? 4 : 2;
   VF a = OP(set1_ps)(-INFINITY), b = a;
@@ -309,7 +312,7 @@ static float greatest_of(const uint8_t *p, int dtype) {
   return dtype == DTYPE_FLOAT16 ? greatest_kind(p, LANES_F16) : greatest_kind(p, LANES_BF16);
 }
 
-/* The first place from `from` on that holds `value`, which is there unless all is no number. */
+/* The first position, from `from` on, that holds `value`. It is found unless all elements are NaN. */
 static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int64_t n, float value) {
   const VF wanted = OP(set1_ps)(value);
   const int kind = dtype == DTYPE_FLOAT32 ? LANES_F32 : dtype == DTYPE_FLOAT16 ? LANES_F16 : LANES_BF16, size = dtype == DTYPE_FLOAT32 ? 4 : 2;
@@ -321,7 +324,7 @@ static int64_t place_of(const uint8_t *row, int dtype, int64_t from, int64_t n, 
   return from < n ? from : 0;
 }
 
-/* Elements that belong to the k greatest so far; none that is not greater than `floor` is one of the row's. */
+/* Offers the elements of a strip to the top list; elements up to `floor` cannot belong to it. */
 static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n, float floor) {
   for (int64_t i = 0; i < n; i += WIDTH) {
     const float limit = top->lowest > floor ? top->lowest : floor;
@@ -332,8 +335,8 @@ static void offer_strip(TopList *top, const float *p, int64_t from, int64_t n, f
   }
 }
 
-/* The k greatest of a row whose strips' greatest are known: k strips have one that is not less than the k-th of those,
- * so nothing less is looked for, and only where it can be. */
+/* The k greatest of a row, given the greatest element of each strip. At least k strips have an element that is not less
+ * than the k-th of those, so smaller elements, and strips without larger ones, are skipped. */
 static void find_top(const ScoreJob *job, int64_t row, ScoreRoom *room, TopList *top) {
   const int64_t n = job->vocabulary, strips = (n + STRIP - 1) / STRIP;
   const float least = kth_greatest(room->bests, strips, top->k, room->bests + strips);
@@ -351,9 +354,9 @@ static void find_top(const ScoreJob *job, int64_t row, ScoreRoom *room, TopList 
   }
 }
 
-/* The sums of one strip, joined to the row's. e and e*m are left for the total variation, and what the row before left
- * at the same place is summed for its own: it has to pass through the cache anyway. `wide`: u may be large; if it is
- * where that was not expected, nothing is joined and the strip must be asked again. Not-a-number is large. */
+/* Adds the sums of one strip to the row's. e and e*m are stored for the total variation; the values that the previous
+ * row stored at the same place pass through the cache anyway and are summed for that row. `wide`: u may be large. If u
+ * is large without `wide`, nothing is added, and the strip must be summed again. NaN counts as large. */
 LANE int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const Strip *units, float *es,
                      RowSums *sums, Seen *seen) {
   const VF zero = OP(setzero_ps)(), minus_base = OP(set1_ps)(-units->base), between = OP(set1_ps)(units->between);
@@ -366,12 +369,12 @@ LANE int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const St
     float *left = es + 2 * i;
     EACH a[j] = floats_at(r + i + j * WIDTH);
     EACH b[j] = load_lanes(c + size * (i + j * WIDTH), kind);
-    /* The next strip; one further on was slower. */
+    /* Prefetches the next strip; one further ahead was slower. */
     EACH __builtin_prefetch(r + i + j * WIDTH + STRIP);
     EACH if ((i + j * WIDTH) % (64 / size) == 0) __builtin_prefetch(c + size * (i + j * WIDTH + STRIP));
     EACH parted = OP(add_ps)(parted, ABS(OP(fmadd_ps)(floats_at(left + 2 * j * WIDTH), minus_x,
                                                       floats_at(left + (2 * j + 1) * WIDTH))));
-    EACH d[j] = OP(sub_ps)(b[j], a[j]); /* exact where they are near, and that is where u is small */
+    EACH d[j] = OP(sub_ps)(b[j], a[j]); /* exact if the two are near, which is where u is small */
     EACH u[j] = OP(sub_ps)(d[j], between);
     exp_group(a, minus_base, e);
     EACH best = OP(max_ps)(a[j], best);
@@ -414,7 +417,7 @@ LANE int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const St
   double v = sum_lanes(s_v);
   int far = any_lane(beyond(ABS(most), near_equal)) || !(fabs(v) <= DBL_MAX);
   if (!seen->again) seen->parted = sum_lanes(parted);
-  seen->again = 1; /* what the row before left is overwritten now */
+  seen->again = 1; /* the previous row's values are overwritten now */
   seen->best = max_lane(best);
   seen->odd |= wide && !(sum_lanes(bad) == 0);
   seen->wide = far;
@@ -433,7 +436,7 @@ LANE int sum_kind(const float *r, const uint8_t *c, int kind, int wide, const St
     return sum_kind(r, c, kind, 1, units, es, sums, seen);                          \
   } while (0)
 
-/* 0: the reference is too great for these units, and nothing was joined. */
+/* Returns 0 if the reference is too great for these units; then nothing was added. */
 static int sum_strip(const float *r, const uint8_t *c, int dtype, const Strip *units, float *es,
                             RowSums *sums, Seen *seen) {
   if (dtype == DTYPE_FLOAT32) SUM_KIND(LANES_F32);
@@ -441,7 +444,7 @@ static int sum_strip(const float *r, const uint8_t *c, int dtype, const Strip *u
   else SUM_KIND(LANES_BF16);
 }
 
-/* What is left of the last row: the sum of |e*m - x*e| over its strips, as the next row would have summed it. */
+/* Total variation of the last row: the sum of |e*m - x*e| over its strips, as a next row would have summed it. */
 static void sum_left(ScoreRoom *room, int64_t n) {
   const VF minus_x = OP(set1_ps)(-room->left.x);
   for (int64_t from = 0; from < n; from += STRIP) {
@@ -455,7 +458,7 @@ static void sum_left(ScoreRoom *room, int64_t n) {
   settle(&room->left);
 }
 
-/* The sums again with both maxima known, `of` being the side that counts as the reference. */
+/* The sums again, with both maxima known; side `of` counts as the reference. */
 COLD static RowSums sum_again(const ScoreJob *job, int of, int64_t row, float of_top, float other_top,
                                      ScoreRoom *room) {
   RowSums sums = {0, 0, 0, 0};
@@ -503,7 +506,7 @@ static void score_row(const ScoreJob *job, int64_t row, ScoreRoom *room, RowScor
     join_left(&room->left, seen.parted, room->bases[from / STRIP]);
     room->bases[from / STRIP] = units.base;
     room->bests[from / STRIP] = seen.best;
-    /* No candidate of this strip is greater than the reference's greatest and what lies between them. */
+    /* No candidate of this strip exceeds the reference's greatest element plus the largest difference. */
     if (!(seen.best + units.between + seen.apart + 1e-6f * (fabsf(seen.best) + fabsf(units.between) + 1) <= c_top)) {
       const float best = greatest_of(c, c_dtype);
       if (best > c_top) {
@@ -511,7 +514,7 @@ static void score_row(const ScoreJob *job, int64_t row, ScoreRoom *room, RowScor
         c_at = from;
       }
     }
-    /* The unit is the greatest reference so far: when it grows, the sums shrink. */
+    /* The unit is the greatest reference so far: if that grows, the sums shrink. */
     if (seen.best > r_top) {
       r_top = seen.best;
       rebase(&sums, &units, r_top);
@@ -527,7 +530,7 @@ static void score_row(const ScoreJob *job, int64_t row, ScoreRoom *room, RowScor
   if (seen.odd || poor_units(&sums, c_top - r_top - units.between)) {
     units = units_of(r_top, c_top - r_top);
     sums = sum_again(job, 0, row, r_top, c_top, room);
-    /* From the flatter row's side a peaked one is a difference of large sums; from the peaked one's it is not. */
+    /* From the flatter row's side, a peaked row is a difference of large sums; from the peaked row's side it is not. */
     turned = sums.eu + sums.ew < -0.3 * sums.e;
     if (turned) {
       units = units_of(c_top, r_top - c_top);
@@ -557,7 +560,7 @@ static void score_rows(ScoreJob *job, ScoreRoom *room) {
   if (room->left.out) sum_left(room, (job->vocabulary + STRIP - 1) / STRIP * STRIP);
 }
 
-/* The rows that one thread takes; `thread` says which part of the scratch memory is its own. */
+/* Scores the rows that one thread takes; `thread` selects its part of the scratch memory. */
 static void score(ScoreJob *job, int thread) {
   ScoreRoom room;
   const int64_t padded_row = (job->vocabulary + STRIP - 1) / STRIP * STRIP;

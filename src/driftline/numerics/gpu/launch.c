@@ -1,10 +1,10 @@
-/* What is done for every tensor of a device, without Python: launching a compiled kernel, and copying
- * a tensor to memory of ours, on a queue of the program's; and the lines of an index for whole
- * flights of summaries, while the program runs on.
+/* The work for every captured device tensor that must not wait for Python: launching a compiled
+ * kernel or copying a tensor to our memory, on a stream of the program; and writing index lines for
+ * many summaries at once, while the program runs on.
  *
- * The driver's functions are looked up when they are first asked for: nothing of CUDA is needed to
- * build this, and where there is no driver `driftline_open_driver` says so. Addresses come as
- * numbers; whoever calls keeps what they point at alive.
+ * The driver's functions are looked up on first use: building this file needs nothing of CUDA, and
+ * `driftline_open_driver` reports a missing driver. Addresses are passed as numbers; the caller
+ * keeps the memory they point to alive.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +32,7 @@ static Asking is_capturing;
 static Current current_context;
 static Copying copy_on_device;
 
-/* Look the driver up; 0 where that was possible. */
+/* Look up the driver's functions; returns 0 on success. */
 PUBLIC int driftline_open_driver(void)
 {
     if (copy_on_device)
@@ -50,7 +50,7 @@ PUBLIC int driftline_open_driver(void)
     return 0;
 }
 
-/* The context of the calling thread, 0 without one. */
+/* The context of the calling thread; 0 if there is none. */
 PUBLIC uint64_t driftline_context(void)
 {
     void *context = NULL;
@@ -59,7 +59,8 @@ PUBLIC uint64_t driftline_context(void)
     return (uint64_t)(uintptr_t)context;
 }
 
-/* Whether a queue takes work of ours: its context is the thread's, and no graph is being recorded. */
+/* Whether a stream accepts our work: its context is the thread's, and no graph is being recorded.
+ * */
 static int usable(uint64_t context, uint64_t stream)
 {
     void *mine = NULL;
@@ -69,14 +70,14 @@ static int usable(uint64_t context, uint64_t stream)
     return !is_capturing((void *)(uintptr_t)stream, &recording) && !recording;
 }
 
-/* One kernel of one shape of tensor: everything that stays the same from call to call. */
+/* One kernel for one shape of tensor: everything that is the same for all calls. */
 typedef struct {
     uint64_t function, context;
     int64_t programs, threads, shared;
-    int64_t numbers[10]; /* its arguments; 0, 4 and 6 are filled in by each call */
+    int64_t numbers[10]; /* its arguments; each call fills in 0, 4 and 6 */
 } Launch;
 
-/* Launch it; 0 when that was done, and nothing has happened otherwise. */
+/* Launch the kernel; returns 0 on success, and otherwise nothing was launched. */
 PUBLIC int driftline_launch(const Launch *one, uint64_t stream, int64_t address, int64_t row,
                             int64_t slot)
 {
@@ -88,7 +89,7 @@ PUBLIC int driftline_launch(const Launch *one, uint64_t stream, int64_t address,
     numbers[0] = address;
     numbers[4] = row;
     numbers[6] = slot;
-    void *arguments[16]; /* Triton's own come last: none, one or two pointers, always null */
+    void *arguments[16]; /* Triton's own arguments come last: none, one or two null pointers */
     for (int i = 0; i < 10; i++)
         arguments[i] = &numbers[i];
     for (int i = 10; i < 16; i++)
@@ -98,7 +99,7 @@ PUBLIC int driftline_launch(const Launch *one, uint64_t stream, int64_t address,
                          (void *)(uintptr_t)stream, arguments, NULL);
 }
 
-/* Copy bytes from one place of a device to another, on a queue; 0 when that was begun. */
+/* Copy bytes within a device, on a stream; returns 0 if the copy was queued. */
 PUBLIC int driftline_copy(uint64_t context, uint64_t stream, uint64_t to, uint64_t from, uint64_t size)
 {
     if (!usable(context, stream))
@@ -108,16 +109,16 @@ PUBLIC int driftline_copy(uint64_t context, uint64_t stream, uint64_t to, uint64
 
 /* --- lines */
 
-/* What is the same in all lines of one place: see `runs/lines.py`. */
+/* The constant parts of all lines of one tensor; see `line_ends` in `runs/index_lines.py`. */
 typedef struct {
-    const char *head, *tail; /* up to the step; from behind the visit to before the digest */
+    const char *head, *tail; /* up to the step; from the visit to the digest */
     int64_t head_size, tail_size;
-    int64_t count, width, brief; /* brief: the digest alone, without a summary */
+    int64_t count, width, brief; /* brief: only the digest, without a summary */
 } Words;
 
 typedef struct {
     int64_t words, step, visit;
-    int64_t slot; /* of its row of figures; several notes may share one */
+    int64_t slot; /* slot of its row of figures; several notes may share one */
 } Note;
 
 static const char letters[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
@@ -146,7 +147,8 @@ static char *put_whole(char *at, int64_t value)
     return at;
 }
 
-/* The fewest digits that mean this number, laid out as Python does it; in the C locale. */
+/* The shortest decimal number that reads back as this value, formatted as Python does; in the C
+ * locale. */
 static char *put_number(char *at, double value)
 {
     if (isnan(value))
@@ -254,7 +256,7 @@ static char *put_summary(char *at, const double *row, int64_t count)
     return PUT(at, "\"}");
 }
 
-/* Bytes that the lines of some notes take at most. */
+/* Upper limit for the bytes that the lines of some notes take. */
 PUBLIC int64_t driftline_lines_room(const Note *notes, int64_t many)
 {
     int64_t size = 0;
@@ -265,7 +267,7 @@ PUBLIC int64_t driftline_lines_room(const Note *notes, int64_t many)
     return size;
 }
 
-/* Write one line for each note, from its row of figures; returns how many bytes that took. */
+/* Write one line for each note, from its row of figures; returns the number of bytes. */
 PUBLIC int64_t driftline_lines(const Note *notes, const double *rows, int64_t many, int64_t order,
                                char *out)
 {

@@ -1,12 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportPrivateUsage=false
 # pyright: reportMissingTypeStubs=false
-"""Kernels, compiled once for each kind of element and launched with as few words as possible.
+"""Compile kernels once for each kind of element, and launch them with little overhead.
 
-Triton looks at every argument of every launch to choose among its compiled variants: 10 to 20 µs,
-several times what a small kernel takes. Ours take plain numbers only, of one type, so that there is
-nothing to choose: the compiled kernel is asked directly. Where that is not possible (the
-interpreter, a Triton whose inside has changed) the ordinary way is taken.
+On every launch, Triton inspects all arguments to choose among its compiled variants. That takes 10
+to 20 µs, several times as long as a small kernel. Our kernels take only numbers of one type, so
+there is nothing to choose, and the compiled kernel is launched directly. If that is not possible
+(in the interpreter, or after internal changes of Triton), the ordinary launch is used.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from driftline import settings
 from driftline.numerics.kernel import opened
 
 LEAST_TRITON = (3, 2)
-"""Below it `tl` lacks what the kernels use; every torch since 2.6 brings a newer one along."""
+"""Older versions lack functions that the kernels use; torch 2.6 and later install a newer one."""
 
 
 _broken = ""
 _compiling = threading.Lock()
-"""Whoever needs a kernel that another thread is compiling waits for it."""
+"""A thread that needs a kernel waits while another thread compiles it."""
 
 
 class CannotLaunch(Exception):
-    """A kernel could not be compiled or started for the first time; none is tried again."""
+    """A kernel could not be compiled or launched for the first time; no other is tried."""
 
 
 def why_not() -> str:
-    """Why kernels cannot run in this process; empty if they can, as far as is known."""
+    """Why kernels cannot run in this process; empty if no reason is known."""
     return _broken or _missing()
 
 
@@ -49,25 +49,25 @@ def _missing() -> str:
         return "Triton is not installed"
     try:
         import triton
-    except Exception as error:  # a broken installation is nobody's fault here
+    except Exception as error:  # a broken installation must not end the program
         return f"Triton cannot be imported: {error}"
-    found = tuple(int(part) for part in triton.__version__.split(".")[:2] if part.isdigit())
-    if found < LEAST_TRITON:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2] if part.isdigit())
+    if version < LEAST_TRITON:
         least = ".".join(map(str, LEAST_TRITON))
         return f"Triton {triton.__version__} is too old, {least} is needed"
     return ""
 
 
 def interpreted() -> bool:
-    """Whether kernels are carried out by Triton's interpreter, on the CPU."""
+    """Whether Triton's interpreter runs kernels on the CPU."""
     return settings.triton_interprets()
 
 
 @functools.cache
 def level() -> int:
-    """What kernels may use: 0 in the interpreter, 2 from compute capability 8.0 on, 3 from 9.0 on.
+    """LEVEL of the kernels: 0 in the interpreter, 2 from compute capability 8.0 on, 3 from 9.0 on.
 
-    Of several devices the oldest counts. 0 also where instructions of NVIDIA's mean nothing.
+    The oldest of several devices counts. It is 0 on devices that are not NVIDIA's.
     """
     if interpreted() or torch.version.hip is not None or not torch.cuda.is_available():
         return 0
@@ -76,7 +76,7 @@ def level() -> int:
 
 
 class Made(NamedTuple):
-    """A compiled kernel as the driver knows it: its handle, threads of a program, shared bytes."""
+    """A compiled kernel as the driver knows it: handle, threads of a program, shared bytes."""
 
     function: int
     threads: int
@@ -84,18 +84,18 @@ class Made(NamedTuple):
 
 
 class Kernel:
-    """One compiled kernel for all devices of a process.
+    """One kernel, compiled once for all devices of a process.
 
-    What is compiled for the first launch serves all others. Left to itself Triton would compile for
-    what it sees in the first one, such as a count that is a multiple of 16, and leave out checks
-    that others need; so every argument but addresses is marked `do_not_specialize`. Addresses are
-    always multiples of 16.
+    The variant that the first launch compiles serves all others. By default, Triton would
+    specialise it for the first arguments, for example for a count that is a multiple of 16, and
+    omit checks that others need. So every argument except addresses is marked `do_not_specialize`;
+    addresses are always multiples of 16.
 
     Args:
-        function: The jitted function; its arguments are numbers, constants come last.
-        constants: Their values, in order.
-        warps: Warps of a program.
-        registers: At most so many for each thread; 0 leaves it to the compiler.
+        function: The jitted function. Its arguments are numbers; the constants come last.
+        constants: Values of the constants, in order.
+        warps: Number of warps of a program.
+        registers: Largest number of registers per thread; 0 lets the compiler choose.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Kernel:
         self._made: dict[int, Made] = {}
 
     def __call__(self, programs: int, device: int, *numbers: int) -> None:
-        """Launch on the current stream of a device; nothing is waited for."""
+        """Launch on the current stream of a device, without waiting."""
         ready = self._ready.get(device)
         if ready is None:
             self._begin(programs, device, numbers)
@@ -132,33 +132,33 @@ class Kernel:
         )
 
     def made(self, device: int) -> Made | None:
-        """What was compiled for a device; None before its first launch, or if nobody can tell."""
+        """The compiled kernel of a device; None before the first launch or if it is hidden."""
         return self._made.get(device)
 
     def compile(self, device: int) -> None:
-        """Compile for a device ahead of the first launch, which then takes milliseconds.
+        """Compile for a device before the first launch, which then takes milliseconds.
 
         Raises:
-            Exception: Triton cannot; the first launch will say so.
+            Exception: Triton cannot compile it; the first launch will report that.
         """
         arguments = len(self._function.arg_names) - len(self._constants)
         with _compiling, torch.cuda.device(device):
-            # Numbers of one declared type: which ones they are makes no difference.
+            # All arguments have one declared type, so their values make no difference.
             self._function.warmup(*[0] * arguments, grid=(1,), **self._constants, **self._options)
 
     def _begin(self, programs: int, device: int, numbers: tuple[int, ...]) -> None:
-        """The first launch on a device: compile, launch, and remember how to do it at once."""
-        if device < 0:  # the interpreter knows no devices
+        """Compile and launch for the first time on a device; remember how to launch directly."""
+        if device < 0:  # the interpreter has no devices
             self._function[(programs,)](*numbers, **self._constants, **self._options)
             return
-        if interpreted():  # it would look for the device's addresses in host memory
+        if interpreted():  # it would look for device addresses in host memory
             raise CannotLaunch("TRITON_INTERPRET is set, and Triton's interpreter reads no device")
         try:
             with _compiling, torch.cuda.device(device):
                 made = self._function[(programs,)](*numbers, **self._constants, **self._options)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # no compiler, no folder for what it makes, no such target
+        except Exception as error:  # no compiler, no cache folder, no such target
             raise CannotLaunch(_give_up(error)) from error
         try:
             self._ready[device] = made.run, made.function, made.packed_metadata
@@ -179,7 +179,7 @@ def _give_up(error: Exception) -> str:
 
 
 class _Usual:
-    """The ordinary launch, called like the short one."""
+    """The ordinary launch, with the arguments of the direct one."""
 
     def __init__(self, function: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self._function = function
@@ -191,16 +191,16 @@ class _Usual:
         self._function[(programs,)](*numbers, **self._constants, **self._options)
 
 
-# What is done for every tensor of a device, in C: launching, copying, and lines of summaries.
+# The work of launch.c: launching, copying, and lines of summaries.
 
 
 _ABI = 2
 NUMBERS = 10
-"""Arguments of the kernel that reads a tensor."""
+"""Number of arguments of the kernel that reads a tensor."""
 
 
 class Launch(ctypes.Structure):
-    """A kernel and its arguments for tensors of one kind; address, row and slot come later."""
+    """A kernel and its arguments for tensors of one kind; the call adds address, row and slot."""
 
     _fields_ = (
         ("function", ctypes.c_uint64),
@@ -213,7 +213,7 @@ class Launch(ctypes.Structure):
 
 
 class Words(ctypes.Structure):
-    """What is the same in all index lines of one place; see `runs.lines.line_ends`."""
+    """The constant parts of all index lines of one tensor; see `runs.index_lines.line_ends`."""
 
     _fields_ = (
         ("head", ctypes.c_char_p),
@@ -227,13 +227,13 @@ class Words(ctypes.Structure):
 
 
 class Driver(NamedTuple):
-    """What is asked of the CUDA driver.
+    """Functions of the CUDA driver.
 
     Attributes:
-        launch: Takes the address of a `Launch`, a stream, a tensor's address, a row and a slot;
-            returns 0 when the kernel was launched, and does nothing otherwise.
-        copy: Takes a context, a stream, where to, where from and how many bytes; likewise.
-        context: The calling thread's, 0 without one.
+        launch: Takes the address of a `Launch`, a stream, a tensor's address, a row and a slot.
+            Returns 0 if the kernel was launched; otherwise nothing was done.
+        copy: Takes a context, a stream, a target, a source and a number of bytes; returns likewise.
+        context: Returns the calling thread's context; 0 if there is none.
     """
 
     launch: Callable[[int, int, int, int, int], int]
@@ -243,7 +243,7 @@ class Driver(NamedTuple):
 
 @functools.cache
 def library() -> Any:
-    """The library; None where it was not built."""
+    """The library of launch.c; None if it was not built."""
     found = opened(Path(__file__).with_name("_launch.so"), "driftline_launch_abi", _ABI)
     if found is None:
         return None
@@ -261,7 +261,7 @@ def library() -> Any:
 
 @functools.cache
 def driver() -> Driver | None:
-    """The CUDA driver by way of the library; None where either is not there."""
+    """The CUDA driver, through the library; None if either is missing."""
     found = library()
     if found is None or found.driftline_open_driver():
         return None
@@ -269,7 +269,7 @@ def driver() -> Driver | None:
 
 
 def context_of(device: int) -> int:
-    """The driver's context of a device; 0 without one."""
+    """The driver's context of a device; 0 if there is none."""
     found = driver()
     if found is None or device < 0:
         return 0
@@ -278,12 +278,12 @@ def context_of(device: int) -> int:
 
 
 def lines(notes: array[int], rows: int, order: int) -> bytes | None:
-    """Index lines of summaries; None where only Python can write them.
+    """Index lines of summaries; None if the library is missing, so that Python must write them.
 
     Args:
-        notes: Address of the words, step, visit and slot of each.
-        rows: Where the row of figures of slot 0 begins.
-        order: Number of the first.
+        notes: Address of the words, step, visit and slot of each line.
+        rows: Address of the row of figures of slot 0.
+        order: Order of the first line.
     """
     found = library()
     if found is None:

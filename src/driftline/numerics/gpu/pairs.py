@@ -1,4 +1,4 @@
-"""Two tensors of one device compared with each other there: nothing of them goes to the host.
+"""Compare two tensors on their device, without copying them to the host.
 
 Kernels read the float types of 16 and 32 bits, and two of 8. Integers of 8 and 16 bits are widened
 first, into a type that has all their numbers. Whatever else is compared on the host.
@@ -31,7 +31,7 @@ EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16)
 """Types that no kernel for pairs reads; float32 has all their numbers."""
 _MOST_PROGRAMS = 528
 _MOST_SHARES = 128
-"""Programs that look one position up."""
+"""Number of programs that look up one position."""
 _ROW = 40
 _MAX_ABS_E, _MAX_ULP = 26, 28
 """Places in a row."""
@@ -104,7 +104,7 @@ def pair_on_device(
 
 
 def moments_of(row: torch.Tensor, count: int) -> PairMoments:
-    """The moments in a row, brought to the host."""
+    """Copy a row to the host and return its moments."""
     row = row.cpu()
     f: list[float] = row.tolist()
     places: list[int] = row.view(torch.int64)[35:].tolist()

@@ -1,8 +1,8 @@
-"""Files of a run in a folder of this machine, opened with care: the run may be anybody's.
+"""Files of a run in a local folder, opened with care, because anybody may have written the run.
 
 Links that lead out of the folder, pipes, devices and oversized files are refused. Shards are mapped
-on demand, a bounded number of them at a time. The protocols at the end are what the reader needs of
-any place where a run's files may be. Does not know what the files mean.
+on demand, a bounded number at a time. The protocols at the end of the file describe what the reader
+needs from any place that holds a run's files. This file does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from driftline.errors import BadFile, Unreachable
 from driftline.numerics.kernel import address_of, let_go
@@ -23,9 +23,6 @@ from driftline.runs.index import IndexLines
 from driftline.runs.layout import INDEX, is_shard_name
 from driftline.runs.records import Record
 from driftline.runs.run import Memory, ReadAhead
-
-if TYPE_CHECKING:
-    from driftline.runs.run import ReadAhead
 
 
 def reason_of(error: BaseException) -> str:
@@ -42,7 +39,7 @@ def is_inside(root: Path, path: Path) -> bool:
 
 
 def folders_in(path: Path) -> list[str]:
-    """Names of the folders in a folder, links excluded; empty if it cannot be listed."""
+    """Names of the folders in a folder, without links; empty if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -51,19 +48,19 @@ def folders_in(path: Path) -> list[str]:
 
 
 def open_inside(root: Path, path: Path) -> int:
-    """Opens a regular file that is inside the run after links are followed.
+    """Open a regular file that is inside the run after links are resolved.
 
     Raises:
-        OSError: It is outside, or cannot be opened.
+        OSError: The file is outside the run, or cannot be opened.
     """
     try:
         real = path.resolve(strict=True)
     except RuntimeError:  # a loop of links
         raise OSError(0, "a link that leads nowhere") from None
-    # Checked on the resolved path: a link inside the run may lead anywhere.
+    # The resolved path is checked, because a link inside the run may lead anywhere.
     if not real.is_relative_to(root):
         raise OSError(0, "leads out of the run's folder; not followed")
-    # A named pipe would block here for ever without O_NONBLOCK.
+    # Without O_NONBLOCK, opening a named pipe would block for ever.
     file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     # Devices may be readable and endless.
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -75,7 +72,7 @@ def open_inside(root: Path, path: Path) -> int:
 def read_inside(root: Path, path: Path, limit: int | None) -> bytes:
     with os.fdopen(open_inside(root, path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # Read after the check on the open file, so that it cannot be exchanged in between.
+        # The size is that of the open file, so the file cannot be exchanged after the check.
         if limit is not None and size > limit:
             raise OSError(0, f"has {size} bytes, more than anybody would write there")
         return file.read()
@@ -89,21 +86,26 @@ def read_object(root: Path, path: Path, limit: int) -> Mapping[str, Any]:
 
 
 MOST_MAPPED = 128
-"""Most shards of a run that are mapped at a time. Each is an open file; a process often may have
-1024, and a run has at least one shard for each rank: of a run of 600 ranks 364 of 2400 tensors were
-once "incomparable: too many open files". Mapped rather than read: `pread` into a small reused
-buffer took 30 to 45 % longer, and populating the map first 10 %."""
+"""Largest number of shards of a run that are mapped at a time.
+
+Each one counts as an open file, of which a process often may have 1024; a run has at least one
+shard for each rank. In a run of 600 ranks, 364 of 2400 tensors were once "incomparable: too many
+open files". Shards are mapped rather than read: `pread` into a small reused buffer took 30 to 45 %
+longer, and populating the map first 10 %.
+"""
 
 
 class Mapped:
-    """The mapped shards of a run, in all its folders; with too many, the oldest is unmapped."""
+    """The mapped shards of a run, in all its folders.
+
+    If there are too many, the oldest is unmapped.
+    """
 
     def __init__(self) -> None:
         self._names: deque[tuple[Shards, str]] = deque()
 
     def add(self, shards: Shards, name: str) -> None:
-        # The oldest goes first; runs are read in order, so it is the least likely to be
-        # needed again.
+        # Runs are read in order, so the oldest shard is the least likely to be needed again.
         self._names.append((shards, name))
         while len(self._names) > MOST_MAPPED:
             oldest, shard_name = self._names.popleft()
@@ -114,7 +116,7 @@ class Shards:
     """The shards in one folder of a run.
 
     Args:
-        root: The run's folder, which no name may lead out of.
+        root: The run's folder; no name may lead out of it.
         name: Name of the process's folder.
         mapped: The mapped shards of all folders of the run.
     """
@@ -129,21 +131,21 @@ class Shards:
         self._faults = faults()
 
     def shortened(self) -> dict[str, int]:
-        """Shards that have become shorter since they were mapped, and their sizes now."""
+        """Shards that have become shorter since they were mapped, with their present sizes."""
         now = {shard: self.size(shard) for shard in self._sizes}
         sizes = {shard: size if isinstance(size, int) else 0 for shard, size in now.items()}
         return {shard: size for shard, size in sizes.items() if size < self._sizes[shard]}
 
     def size(self, shard: str) -> int | str:
-        """Number of bytes of a shard, or why it is unknown.
+        """Number of bytes of a shard, or the reason why it is unknown.
 
         Raises:
-            Unreachable: No more files can be opened, which is no fault of the shard.
+            Unreachable: No more files can be opened, which is not the shard's fault.
         """
         try:
             file = open_inside(self.root, self.root / self.name / shard)
         except FileNotFoundError:
-            # A run that is sent while it is written deletes shards that have arrived.
+            # If a run is sent while it is written, shards that have arrived are deleted here.
             sent = _sent_to(self.root, f"{self.name}/{shard}")
             return f"{shard} is missing" if sent is None else sent[1]
         except OSError as error:
@@ -169,7 +171,7 @@ class Shards:
         self._forget_cut()
         place = self._places.get(blob.shard)
         if place is None:
-            view = memoryview(self._map(blob.shard))  # as long as it lives, the shard stays mapped
+            view = memoryview(self._map(blob.shard))  # keeps the shard mapped
             place = self._places[blob.shard] = (view, address_of(view))
         view, address = place
         check_inside(record, len(view))
@@ -181,9 +183,11 @@ class Shards:
         return self.memory(record)
 
     def release(self) -> None:
-        """Forgets the maps; each ends with its last array or address, in any thread."""
-        # Pages are handed back now: the map itself ends with its last user, perhaps much
-        # later.
+        """Drop all maps.
+
+        A map is unmapped when its last array or address is gone, in any thread.
+        """
+        # Pages are released now, because the map may have users for much longer.
         for view, address in list(self._places.values()):
             let_go(address, len(view))
         self._places.clear()
@@ -195,10 +199,10 @@ class Shards:
         self._maps.pop(shard, None)
 
     def _forget_cut(self) -> None:
-        """Forgets shards that became shorter: all behind their new ends would read as zeros.
+        """Drop shards that became shorter, because the bytes beyond their new end read as zeros.
 
-        Whoever met the first of these has seen it in `faults`; the next one maps the file as it is
-        now, which is too short for the record.
+        The reader of such bytes has noticed that by `faults`. The next reader maps the file as it
+        is now, which is too short for the record.
         """
         if (now := faults()) != self._faults:
             self._faults = now
@@ -229,17 +233,17 @@ class Shards:
             finally:
                 os.close(file)
             self._maps[shard] = content
-            # The largest so far: a thread may still have measured zeros of an earlier, longer map.
+            # Keep the largest size: a thread may have measured zeros of an earlier, longer map.
             self._sizes[shard] = max(len(content), self._sizes.get(shard, 0))
             self._mapped.add(self, shard)
         return content
 
 
 def _require_files(error: OSError) -> None:
-    """Stop if the limit of open files is reached: then no error says anything about a tensor.
+    """Stop if the limit of open files is reached; such an error says nothing about a tensor.
 
     Raises:
-        Unreachable: It is reached.
+        Unreachable: The limit is reached.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise Unreachable(
@@ -249,30 +253,30 @@ def _require_files(error: OSError) -> None:
 
 
 def check_inside(record: Record, size: int) -> None:
-    """Refuses a record whose bytes would reach beyond the end of their shard.
+    """Refuse a record whose bytes would extend beyond the end of their shard.
 
     Raises:
         BadFile: They would.
     """
     blob = record.blob
     assert blob is not None
-    # The index is checked when it is read, but the file may have been cut since.
+    # The index is checked when it is read, but the file may have become shorter since.
     if blob.offset < 0 or blob.length < 0 or blob.offset + blob.length > size:
         raise BadFile(f"{record.key} has no values: {blob.shard} ends before its last byte")
 
 
 def _sent_to(root: Path, name: str) -> tuple[str, int] | None:
-    from driftline.runs.stores.upload import sent_to  # only where something is missing
+    from driftline.runs.stores.upload import sent_to  # needed only if a shard is missing
 
     return sent_to(root, name)
 
 
 def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:
-    """Content of a file that holds one JSON object.
+    """Read a file that holds one JSON object.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It holds something else.
+        OSError: The file cannot be read.
+        ValueError: The content is not a JSON object.
     """
     value = json.loads(files.read(name, limit))
     if not isinstance(value, dict):
@@ -281,12 +285,12 @@ def object_in(files: Files, name: str, limit: int) -> Mapping[str, Any]:
 
 
 class FolderFiles:
-    """Files in a folder of this machine."""
+    """Files in a local folder."""
 
     fetched = False
 
     def __init__(self, root: Path) -> None:
-        """root: The run's folder, links followed."""
+        """root: The run's folder, with links resolved."""
         self.root = root
         self._mapped = Mapped()
 
@@ -307,31 +311,31 @@ class FolderFiles:
         return Shards(self.root, folder, self._mapped)
 
     def is_written(self, folder: str) -> bool | None:
-        from driftline.runs.provenance import is_held  # only of runs that were not closed
+        from driftline.runs.provenance import is_held  # needed only for runs that were not closed
 
         return is_held(self.root / folder / INDEX)
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """None: mapped files gain nothing from reading ahead."""
+        """None, because mapped files gain nothing from reading ahead."""
         del parts
         return None
 
 
-# Protocols: what the reader needs of a place with a run's files. They are used as types only.
+# Protocols: what the reader needs from a place that holds a run's files. Used as types only.
 
 
 class ShardFiles(Protocol):
     """The shards in one folder of a run."""
 
     def size(self, shard: str) -> int | str:
-        """Number of bytes of a shard, or why it is unknown."""
+        """Number of bytes of a shard, or the reason why it is unknown."""
         ...
 
     def content(self, record: Record) -> tuple[Any, int]:
         """A buffer that holds a record's bytes, and their offset in it.
 
         Raises:
-            DriftlineError: They cannot be read.
+            DriftlineError: The bytes cannot be read.
         """
         ...
 
@@ -339,24 +343,24 @@ class ShardFiles(Protocol):
         """Address of a record's bytes.
 
         Raises:
-            DriftlineError: They cannot be read.
+            DriftlineError: The bytes cannot be read.
         """
         ...
 
     def window(self, record: Record, start: int, stop: int) -> Memory:
-        """As `memory`, where only the bytes from `start` to `stop` may be read.
+        """As `memory`, for a caller that reads only the bytes from `start` to `stop`.
 
         Raises:
-            DriftlineError: They cannot be read.
+            DriftlineError: The bytes cannot be read.
         """
         ...
 
     def release(self) -> None:
-        """Release what is held in memory."""
+        """Release the memory that is held."""
         ...
 
     def shortened(self) -> dict[str, int]:
-        """Shards that have become shorter since their bytes were used, and their sizes now."""
+        """Shards that have become shorter since their bytes were used, with their present sizes."""
         ...
 
 
@@ -364,13 +368,13 @@ class Files(Protocol):
     """The files of one run."""
 
     fetched: bool
-    """Whether bytes come from another machine, so that reading a part of a tensor is cheaper."""
+    """Whether bytes come from another machine, so that reading part of a tensor is cheaper."""
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading.
 
         Raises:
-            OSError: It does not exist, or leads out of the run.
+            OSError: The file does not exist, or leads out of the run.
         """
         ...
 
@@ -378,7 +382,7 @@ class Files(Protocol):
         """Read a complete file.
 
         Raises:
-            OSError: As `open`, or it has more bytes than the limit.
+            OSError: As for `open`, or the file has more bytes than the limit.
         """
         ...
 
@@ -391,11 +395,11 @@ class Files(Protocol):
         ...
 
     def is_written(self, folder: str) -> bool | None:
-        """Whether a living process writes there now; None if unknown."""
+        """Whether a living process is writing in a folder; None if unknown."""
         ...
 
     def read_ahead(self, parts: Mapping[tuple[int, int], str]) -> ReadAhead | None:
-        """A background reader of small tensors; `parts` gives folders by rank and process."""
+        """A background reader of small tensors; `parts` maps rank and process to folders."""
         ...
 
 

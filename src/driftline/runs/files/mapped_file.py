@@ -1,12 +1,13 @@
 """Mapped files that may become shorter while they are read, without ending the process.
 
-Files are mapped, because a copy of every tensor would take a third of the time of a comparison. If
-a file is cut meanwhile, its lost pages read as zeros and `faults` counts up: whoever reads compares
-the count before and after, throws what was read away and opens the file again, which then says in
-words that it is too short (`comparison.measure.scheduler` does, per pair). What nobody noticed is
-reported at the end of the command, by the names in `cut_files`.
+Files are mapped because copying every tensor would take a third of the time of a comparison. If a
+file becomes shorter meanwhile, its lost pages read as zeros and `faults` increases. A reader
+compares the count before and after. If it differs, the reader discards what it read and opens the
+file again, which then reports that it is too short (`comparison.measure.scheduler` does this for
+each pair). Cuts that no reader noticed are reported at the end of the command, by the names in
+`cut_files`.
 
-Without the C library a file is mapped all the same, and a cut one ends the process.
+Without the C library, files are mapped as well, and a cut file ends the process.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _FAULTS = "driftline_faults"
 
 
 def faults() -> int:
-    """How many pages of mapped files were lost so far; compared before and after a reading."""
+    """Number of lost pages of mapped files so far; compare it before and after reading."""
     return _counter().value
 
 
 def cut_files() -> list[str]:
-    """Names of the files that became shorter while they were mapped, each once."""
+    """Names of the files that became shorter while they were mapped; each occurs once."""
     library = _library()
     for number, name in list(_names.items()):
         if library.driftline_was_cut(number):
@@ -65,9 +66,9 @@ def cut_files() -> list[str]:
 
 
 def forget_cut_files() -> None:
-    """What was cut so far was somebody else's reading: `cut_files` names it no more.
+    """Remove the cuts so far from `cut_files`: they belong to an earlier reading.
 
-    Not even when its memory is given back, which may be any time later.
+    They do not return when their memory is released, which may happen at any later time.
     """
     library = _library()
     for number in list(_names):
@@ -77,7 +78,7 @@ def forget_cut_files() -> None:
 
 
 class Guard:
-    """Guards a mapped region, which must stay mapped, as long as this object lives."""
+    """Guards a mapped region as long as this object lives; the region must stay mapped."""
 
     __slots__ = ("_number",)
 
@@ -97,12 +98,12 @@ class Guard:
             library.driftline_unguard(number)
 
     def was_cut(self) -> bool:
-        """Whether the file became shorter, and what was behind its new end reads as zeros."""
+        """Whether the file became shorter, so that the bytes beyond its new end read as zeros."""
         return self._number >= 0 and bool(_library().driftline_was_cut(self._number))
 
 
 class MappedFile(mmap.mmap):
-    """A file mapped for reading; guarded until it is unmapped."""
+    """A file mapped for reading, guarded until it is unmapped."""
 
     _guard: Guard | None = None
 
@@ -118,28 +119,28 @@ class MappedFile(mmap.mmap):
         guard, self._guard = self._guard, None
         try:
             super().close()
-        except BufferError:  # somebody looks into it: it stays mapped
+        except BufferError:  # somebody holds a view of it: it stays mapped
             self._guard = guard
             raise
         del guard
 
 
 def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> MappedFile:
-    """Maps an open file; the descriptor may be closed afterwards.
+    """Map an open file; the caller may close the descriptor afterwards.
 
-    No descriptor stays open. Python's own `mmap` keeps a duplicate until the memory is given back,
-    and closes its number then, whoever has it by that time: a program that closes all descriptors
-    and opens a file under that number would lose its file.
+    No descriptor stays open. Python's own `mmap` keeps a duplicate until the memory is released,
+    and then closes its number, whoever has that number by then: a program that closes all
+    descriptors and opens a file under that number would lose its file.
 
     Args:
         file: Descriptor, open for reading.
-        name: What messages call the file.
-        length: Number of bytes; 0 for all, which must be some.
+        name: Name of the file in messages.
+        length: Number of bytes, or 0 for all; a file without bytes is refused.
         offset: First byte, a multiple of the page size.
 
     Raises:
-        OSError: It cannot be mapped.
-        ValueError: It is shorter than that, or empty.
+        OSError: The file cannot be mapped.
+        ValueError: The file is shorter than that, or empty.
     """
     library = _library()
     if library is None:
@@ -149,7 +150,7 @@ def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> Mappe
         length = length or size - offset
         if length <= 0 or offset + length > size:
             raise ValueError(f"{length} bytes from {offset} on are not in a file of {size}")
-        # Memory of nothing, which holds the place and gives it back; then the file in that place.
+        # First map anonymous memory, which Python releases later; then map the file over it.
         nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapped = MappedFile(-1, length, flags=nothing, prot=mmap.PROT_READ)
         place = address_of(memoryview(mapped))
@@ -160,13 +161,13 @@ def map_file(file: int, name: str, *, length: int = 0, offset: int = 0) -> Mappe
 
 
 def map_range(path: str | os.PathLike[str], start: int, length: int) -> npt.NDArray[np.uint8]:
-    """Some bytes of a file, mapped: a read-only array.
+    """Map some bytes of a file as a read-only array.
 
     Raises:
-        OSError: It cannot be opened or mapped.
-        ValueError: It is shorter than that.
+        OSError: The file cannot be opened or mapped.
+        ValueError: The file is shorter than that.
     """
-    # The system maps whole pages only: begin at the page that holds the range.
+    # The system maps whole pages only, so begin at the page that holds the first byte.
     page = start - start % mmap.ALLOCATIONGRANULARITY
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

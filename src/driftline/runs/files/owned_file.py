@@ -1,20 +1,21 @@
-"""Files that Driftline writes while a user's program runs, and never a byte into any other file.
+"""Files that Driftline writes while a user's program runs, without writing into other files.
 
-A descriptor is only a number. A program that becomes a daemon closes every number it has not opened
-itself, and its next `open` returns a number that we still remember as our file. Five things keep
-our bytes out of its files:
+A descriptor is only a number. A program that becomes a daemon closes every number that it did not
+open itself, and its next `open` returns a number that we still remember as our file. Five rules
+keep our bytes out of the program's files:
 
-* Our descriptors have high numbers, which `open` does not return, and end with `exec`. A number
-  that was taken away is not soon used for another file of ours: a late write would damage it.
+* Our descriptors have high numbers, which `open` does not return, and are closed by `exec`. A
+number that was taken away is not soon used for another file of ours, which a late write would
+damage.
 * Before every write, truncation or closing, `fstat` must name the file that we created.
-* After every write `fstat` is asked again. A descriptor that was replaced in between may have led
-  our bytes into a file of the program: where they are not in ours, that is said.
+* After every write, `fstat` is called again. If the descriptor was replaced in between, our bytes
+may be in a file of the program: if they are not in ours, an error says so.
 * A descriptor that was closed or replaced is left alone. The file is opened again by its path, and
-  only used if it is still the file that we created; we go on where our own bytes end.
+used only if it is still the file that we created; writing continues at the end of our own bytes.
 * After a fork, the files belong to the parent; the child closes its copies and writes to none.
 
-Where that fails, `FileTaken` is raised, and the caller stops and says so. This file knows nothing
-of runs and is imported by programs that are watched, so it imports little.
+If a rule cannot be kept, `FileTaken` is raised, and the caller stops and reports it. This file does
+not know runs. It imports little, because the captured programs import it.
 """
 
 from __future__ import annotations
@@ -46,16 +47,22 @@ _FLAGS = {
     "append": os.O_CREAT,
     "new": os.O_CREAT | os.O_EXCL,
     "replace": os.O_CREAT | os.O_TRUNC,
-    # Several processes write it, so the system must find the end, and no offset is ours.
+    # Several processes write it, so the system must find the end for each write.
     "shared": os.O_CREAT | os.O_APPEND,
 }
 _HIGHEST = 4096
-"""The kernel's table of descriptors, copied by every fork, grows with the highest number in use:
-to 32 KB with this one."""
+"""Highest descriptor number that we use.
+
+The kernel's table of descriptors, which every fork copies, grows with the highest number in use: to
+32 KB with this one.
+"""
 _TRIES = 100
 _RANGE = 1024
-"""How many numbers are ours. A writer has three or four files open; the others keep a number from
-coming back while a thread may still write by it."""
+"""Number of descriptor numbers that are ours.
+
+A writer has three or four files open; the remaining numbers keep one from being used again while a
+thread may still write to it.
+"""
 _TURNS = itertools.count()
 
 
@@ -69,11 +76,11 @@ class FileTaken(OSError):
 class OwnedFile:
     """A file that only this process writes, whatever the program does to its descriptors.
 
-    Not for several threads at once: callers take turns.
+    Not thread-safe: callers must not use it at the same time.
 
     Attributes:
-        path: Where it is, independent of the current folder.
-        end: Where `append` writes next: the length of the file as far as we know.
+        path: Absolute path of the file.
+        end: Offset at which `append` writes next: the length of the file as far as we know.
     """
 
     __slots__ = ("__weakref__", "_access", "_file", "_identity", "_locked", "_pid", "end", "path")
@@ -81,16 +88,17 @@ class OwnedFile:
     def __init__(
         self, path: str | os.PathLike[str], mode: Mode = "append", *, locked: bool = False
     ) -> None:
-        """Opens the file.
+        """Open the file.
 
         Args:
-            path: Where it is, or will be.
-            mode: `append` goes on at its end, `new` refuses a file that exists, `replace` empties
-                it, `shared` appends to a file that other processes append to as well.
-            locked: Hold its lock as long as it is open, so that others see that it is written.
+            path: Path of the file, which may not exist yet.
+            mode: `append` continues at the end, `new` refuses an existing file, `replace` empties
+                the file, `shared` appends to a file to which other processes append as well.
+            locked: Whether to hold the file's lock while it is open, so that others see that it is
+                written.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         self.path = os.path.abspath(path)  # noqa: PTH100 - pathlib is slow to import
         self._locked = locked
@@ -103,50 +111,50 @@ class OwnedFile:
         _LIVE.add(self)
 
     def append(self, data: Data) -> int:
-        """Writes at the end; returns how many bytes the system took.
+        """Write at the end; returns the number of bytes that the system took.
 
         Raises:
             FileTaken: The file is no longer ours; nothing was written.
-            OSError: The disk refuses.
+            OSError: The disk refuses the write.
         """
         return self.write_at(data, self.end)
 
     def append_all(self, data: Data) -> None:
-        """Writes all of it at the end.
+        """Write all of the data at the end.
 
         Raises:
             FileTaken: The file is no longer ours.
-            OSError: The disk refuses; a part may have been written.
+            OSError: The disk refuses the write; a part may have been written.
         """
         rest = memoryview(data)
         while rest:
             rest = rest[self.append(rest) :]
 
     def write_at(self, data: Data, offset: int) -> int:
-        """Writes at an offset, or at the end of a shared file; returns how many bytes were taken.
+        """Write at an offset, or at the end of a shared file; returns the number of bytes taken.
 
         Raises:
             FileTaken: The file is no longer ours; nothing was written.
-            OSError: The disk refuses.
+            OSError: The disk refuses the write.
         """
-        count = self._through(lambda file: self._write(file, data, offset))
+        count = self._run_on_descriptor(lambda file: self._write(file, data, offset))
         if not _leads_to(self._file, self._identity):
-            self._look_for(data, offset, count)
+            self._check_written(data, offset, count)
         self.end = max(self.end, offset + count)
         return count
 
-    def _look_for(self, data: Data, offset: int, count: int) -> None:
-        """Another thread took the descriptor around a write: is what was written in our file?
+    def _check_written(self, data: Data, offset: int, count: int) -> None:
+        """Check that written bytes are in our file; another thread took the descriptor meanwhile.
 
         Raises:
-            FileTaken: It is not, so it is in what that thread put there.
+            FileTaken: They are not, so they are in the file that now has the descriptor.
         """
         written = bytes(memoryview(data).cast("B")[:count])
-        if self._access & os.O_APPEND:  # others append too, so it may be anywhere behind our end
+        if self._access & os.O_APPEND:  # others append too: search everything after our end
             length = max(0, os.stat(self.path).st_size - self.end)  # noqa: PTH116
-            if written in self._through(lambda file: os.pread(file, length, self.end)):
+            if written in self._run_on_descriptor(lambda file: os.pread(file, length, self.end)):
                 return
-        elif self._through(lambda file: os.pread(file, count, offset)) == written:
+        elif self._run_on_descriptor(lambda file: os.pread(file, count, offset)) == written:
             return
         raise FileTaken(
             f"the program put a file of its own over a descriptor of Driftline while "
@@ -154,26 +162,26 @@ class OwnedFile:
         )
 
     def truncate(self, length: int) -> None:
-        """Cuts the file.
+        """Set the length of the file.
 
         Raises:
             FileTaken: The file is no longer ours.
             OSError: The system refuses.
         """
-        self._through(lambda file: os.ftruncate(file, length))
+        self._run_on_descriptor(lambda file: os.ftruncate(file, length))
         self.end = length
 
     def reserve(self, length: int) -> None:
-        """Asks the disk for room, so that later writes within it succeed.
+        """Reserve disk space, so that later writes within it succeed.
 
         Raises:
-            OSError: There is none, or the file system cannot do this.
+            OSError: There is no space, or the file system cannot reserve any.
         """
         if hasattr(os, "posix_fallocate"):
-            self._through(lambda file: os.posix_fallocate(file, 0, length))
+            self._run_on_descriptor(lambda file: os.posix_fallocate(file, 0, length))
 
     def close(self) -> None:
-        """Closes the descriptor if it still is ours. May be called twice."""
+        """Close the descriptor if it is still ours. May be called twice."""
         file, self._file = self._file, -1
         if file >= 0:
             _close_if_ours(file, self._identity)
@@ -189,8 +197,8 @@ class OwnedFile:
             return os.write(file, data)
         return os.pwrite(file, data, offset)
 
-    def _through(self, action: Callable[[int], Result]) -> Result:
-        """What an action on the descriptor returns; opened again as often as it is taken away.
+    def _run_on_descriptor(self, action: Callable[[int], Result]) -> Result:
+        """Run an action on the descriptor, which is opened again each time it was taken away.
 
         Raises:
             FileTaken: The file is no longer ours.
@@ -201,58 +209,59 @@ class OwnedFile:
             try:
                 return action(file)
             except OSError as error:
-                # Closed after the check, or replaced by a descriptor that only reads, for which a
-                # truncation says EINVAL. From a descriptor that is ours still, it is the answer.
+                # EBADF: closed after the check. EINVAL: replaced by a read-only descriptor, if the
+                # action was a truncation. From a descriptor that is still ours, EINVAL is the
+                # answer.
                 if error.errno not in (errno.EBADF, errno.EINVAL):
                     raise
                 if error.errno == errno.EINVAL and _leads_to(file, self._identity):
                     raise
-        raise FileTaken(self._sentence("cannot be opened again"))
+        raise FileTaken(self._reason("cannot be opened again"))
 
     def _checked(self) -> int:
-        """The descriptor, once it is certain where it leads."""
+        """The descriptor, after a check that it still leads to our file."""
         if self._pid != os.getpid():
-            raise FileTaken(self._sentence("belongs to the process that this one is a copy of"))
+            raise FileTaken(self._reason("belongs to the process that this one is a copy of"))
         if self._file < 0:
-            raise FileTaken(self._sentence("is closed"))
+            raise FileTaken(self._reason("is closed"))
         if _leads_to(self._file, self._identity):
             return self._file
         return self._reopened()
 
     def _reopened(self) -> int:
-        """A new descriptor for the same file. The old number is the program's now: not closed."""
+        """Open the same file again. The old number belongs to the program now and is not closed."""
         try:
-            # A pipe that lies at the path now must not make the program wait.
+            # A pipe that now has this path must not make the program wait.
             file, status = self._opened(self._access | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
-            raise FileTaken(self._sentence("is no longer there")) from None
+            raise FileTaken(self._reason("is no longer there")) from None
         if _identity(status) != self._identity:
             _close_if_ours(file, _identity(status))
-            raise FileTaken(self._sentence("is another file now"))
+            raise FileTaken(self._reason("is another file now"))
         if status.st_size < self.end:
             _close_if_ours(file, self._identity)
-            raise FileTaken(self._sentence("is shorter than what was written to it"))
+            raise FileTaken(self._reason("is shorter than what was written to it"))
         self._file = file
         self._take_lock()
         return file
 
     def _opened(self, flags: int) -> tuple[int, os.stat_result]:
-        """A high descriptor of what lies at the path.
+        """Open a high descriptor of the file at the path.
 
         Raises:
-            FileTaken: Other threads of the program close it again and again.
-            OSError: It cannot be opened.
+            FileTaken: Other threads of the program close it each time.
+            OSError: The file cannot be opened.
         """
         for _ in range(_TRIES):
             low = os.open(self.path, flags, 0o666)
-            flags &= ~os.O_EXCL  # it is there now, and we made it
+            flags &= ~os.O_EXCL  # the file exists now, and we made it
             status = os.stat(self.path)  # noqa: PTH116
-            high = _lifted(low, _identity(status))
+            high = _move_to_high_number(low, _identity(status))
             if high >= 0:
                 return high, status
-        raise FileTaken(self._sentence("cannot be opened again"))
+        raise FileTaken(self._reason("cannot be opened again"))
 
-    def _sentence(self, what: str) -> str:
+    def _reason(self, what: str) -> str:
         name = os.path.basename(self.path)  # noqa: PTH119
         return f"the program closed a descriptor of Driftline, and {name} {what}"
 
@@ -262,14 +271,14 @@ class OwnedFile:
 
 
 class UnnamedFile:
-    """A temporary file without a name. Forked children may read it; a lost one is gone for good.
+    """A temporary file without a name. Forked children may read it; a lost one cannot be reopened.
 
     Attributes:
-        end: Where `append` writes next.
+        end: Offset at which `append` writes next.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Makes it in the folder for temporary files.
+        """Create the file in the folder for temporary files.
 
         Raises:
             OSError: That folder cannot be written.
@@ -278,29 +287,29 @@ class UnnamedFile:
 
         with tempfile.TemporaryFile(prefix=prefix, buffering=0) as file:
             self._identity = _identity(os.fstat(file.fileno()))
-            self._file = _lifted(os.dup(file.fileno()), self._identity)
+            self._file = _move_to_high_number(os.dup(file.fileno()), self._identity)
         self.end = 0
 
     def append(self, data: Data) -> int:
-        """Writes all of it at the end; returns where it begins.
+        """Write all of the data at the end; returns the offset of its first byte.
 
         Raises:
             FileTaken: The program has closed the descriptor.
-            OSError: The disk refuses.
+            OSError: The disk refuses the write.
         """
         start, rest = self.end, memoryview(data)
         while rest:
             count = os.pwrite(self._checked(), rest, self.end)
-            self._checked()  # or it may have gone elsewhere
+            self._checked()  # otherwise the bytes may be in another file
             self.end, rest = self.end + count, rest[count:]
         return start
 
     def read(self, start: int, length: int) -> bytes:
-        """So many bytes from a place on.
+        """Read `length` bytes from the offset `start`.
 
         Raises:
             FileTaken: The program has closed the descriptor.
-            OSError: The disk refuses.
+            OSError: The disk cannot be read.
         """
         return os.pread(self._checked(), length, start)
 
@@ -317,10 +326,10 @@ class UnnamedFile:
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a whole file, replacing what is there.
+    """Write a complete file, replacing an existing one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with OwnedFile(path, "replace") as file:
         file.append_all(content)
@@ -343,14 +352,15 @@ def hold(file: int) -> bool:
 
 
 def print_to_stderr(sentence: str) -> None:
-    """Prints a sentence for the user, unless descriptor 2 has become a file of the program.
+    """Print a sentence for the user, unless descriptor 2 has become a file of the program.
 
-    A daemon that closes 0 to 2 gets these numbers for its own files. Printed is what goes to the
-    standard error of the start, to a device, or to where standard output goes as well: a log.
+    A daemon that closes 0 to 2 gets these numbers for its own files. A sentence is printed if
+    descriptor 2 is still the standard error of the start, a device, or the same file as standard
+    output, that is, a log.
     """
     try:
         to_descriptor = sys.stderr is not None and sys.stderr.fileno() == 2
-    except (AttributeError, OSError, ValueError):  # an object of the program's own
+    except (AttributeError, OSError, ValueError):  # an object of the program
         to_descriptor = False
     if to_descriptor:
         try:
@@ -370,18 +380,18 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino
 
 
-def _lifted(low: int, identity: Identity) -> int:
-    """The same file under a high number, with the low one closed.
+def _move_to_high_number(low: int, identity: Identity) -> int:
+    """Move a descriptor to a high number, and close the low one; returns -1 if it was replaced.
 
-    Another thread of the program may close the low number at any moment, and open a file of its own
-    under it. So it is looked where each of the two leads, and -1 returned if that is not our file.
+    Another thread of the program may at any moment close the low number and open its own file under
+    it. So both numbers are checked, and -1 is returned if one does not lead to our file.
     """
     high = low
     if fcntl is not None:
         limit = min(os.sysconf("SC_OPEN_MAX"), _HIGHEST)
         first = max(limit - _RANGE, limit // 2)
-        # Where few descriptors are allowed, or all high ones are in use, another one must do. Not 0
-        # to 2: what the program prints must not end up in the file.
+        # If few descriptors are allowed, or all high ones are in use, use any other number. 0 to 2
+        # are refused: what the program prints must not end up in the file.
         for lowest in (first + next(_TURNS) % max(1, limit - first), first, 3):
             try:
                 high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, lowest)
@@ -409,7 +419,7 @@ def _close_if_ours(file: int, identity: Identity) -> None:
 def _close_quietly(file: int) -> None:
     try:
         os.close(file)
-    except OSError:  # another thread closed it just now
+    except OSError:  # another thread has just closed it
         return
 
 
@@ -432,7 +442,7 @@ _LIVE: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
 
 
 def _close_after_fork() -> None:
-    """In a child: an inherited descriptor would keep the parent's lock after the parent's end."""
+    """Close inherited descriptors in a child: they would keep the parent's lock after its end."""
     for file in list(_LIVE):
         file.close()
 

@@ -1,8 +1,8 @@
-"""Writing one shard: a safetensors file whose header is reserved first and written last.
+"""Write one shard: a safetensors file whose header is reserved first and written last.
 
-Header entries are made one by one as tensors come, so that only a join is left at the end: making
-twenty thousand entries at once took a tenth of a second, in which the captured program waited for
-the interpreter. Does not know which tensors are stored, or in which shard.
+Header entries are made one by one as tensors arrive, so that only a join remains at the end: making
+twenty thousand entries at once took a tenth of a second, during which the captured program waited
+for the interpreter. This file does not know which tensors are stored, or in which shard.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Header:
     """The header entries of one shard so far.
 
     Attributes:
-        reserved: Bytes reserved for the header, its length field included; data begin there.
-        end: Offset at which the last listed tensor ends.
+        reserved: Bytes reserved for the header, including its length field; data begin after them.
+        end: Offset of the end of the last listed tensor.
     """
 
     __slots__ = ("_ends", "_entries", "_names", "_pads", "_room", "end", "reserved")
@@ -45,18 +45,18 @@ class Header:
         return len(self._entries)
 
     def add(self, record: Record, order: int, start: int, length: int) -> bool:
-        """Adds an entry for a tensor; False if the header has no room for it.
+        """Add an entry for a tensor; returns False if the header has no room for it.
 
-        The format refuses holes, so a gap before the tensor gets an entry of its own, `__padN`. No
-        tensor has such a name, because these begin with their step.
+        The format allows no gaps, so a gap before the tensor gets its own entry, `__padN`. No
+        tensor has such a name, because names of tensors begin with their step.
 
         Args:
             record: The tensor.
-            order: Makes repeated names unique.
+            order: Order of the tensor, which makes a repeated name unique.
             start: Offset of its first byte in the file.
             length: Number of its bytes.
         """
-        name = record.key.within_rank  # the folder says the rank
+        name = record.key.within_rank  # the folder names the rank
         # The order makes a shortened name unique again.
         if len(name) > LONGEST_NAME:
             name = f"{name[: LONGEST_NAME - 20]}~{order}"
@@ -64,8 +64,7 @@ class Header:
             name = f"{name}~{order}"
         dtype = DTYPES[record.dtype]
         shape = record.shape
-        # Types that safetensors does not know are stored as their bytes; our index has the
-        # real type.
+        # Types that safetensors does not know are stored as bytes; our index has the real type.
         if dtype.safetensors == "U8" and record.dtype != "uint8":
             shape = (length,)
         elif record.kept == "sample":
@@ -76,14 +75,13 @@ class Header:
             f'{json_string(name)}:{{"dtype":"{dtype.safetensors}","shape":[{shape_text(shape)}],'
             f'"data_offsets":[{begin},{end}]}}'
         )
-        # Readers of safetensors refuse holes between tensors, so the alignment gap is a
-        # tensor, too.
+        # Readers of safetensors refuse gaps between tensors, so an alignment gap becomes a tensor.
         if start > gap_start:
             entry = (
                 f'"__pad{self._pads}":{{"dtype":"U8","shape":[{start - gap_start}],'
                 f'"data_offsets":[{gap_start - reserved},{begin}]}},{entry}'
             )
-        # One byte more for the comma between entries.
+        # One more byte for the comma between entries.
         room = self._room - len(entry) - 1
         if room < 0:
             return False
@@ -96,15 +94,15 @@ class Header:
         return True
 
     def cut(self, good_end: int) -> None:
-        """Drops entries that reach beyond an offset; no entry may be added afterwards."""
-        # Names are not removed: a shard that was cut is closed, and takes no more tensors.
+        """Drop entries that extend beyond an offset; no entry may be added afterwards."""
+        # Names stay: a shard that was cut is closed, and takes no more tensors.
         while self._ends and self._ends[-1] > good_end:
             self._ends.pop()
             self._entries.pop()
         self.end = self._ends[-1] if self._ends else self.reserved
 
     def content(self) -> bytes:
-        """The shard's first `reserved` bytes: length, JSON, blanks."""
+        """The first `reserved` bytes of the shard: length, JSON, blanks."""
         text = ("{" + ",".join([_METADATA, *self._entries]) + "}").encode("ascii")
         size = self.reserved - 8
         return size.to_bytes(8, "little") + text.ljust(size, b" ")
@@ -118,8 +116,8 @@ class Shard:
         number: Index of the shard in its folder.
         name: Name of the file.
         file: The file.
-        header: Its entries so far.
-        end: Offset of the next byte, bytes in buffers included.
+        header: Entries of the header so far.
+        end: Offset of the next byte, including bytes in buffers.
     """
 
     number: int
@@ -133,20 +131,21 @@ class Shard:
         name = shard_name(number)
         reserved = min(header_bytes(number, first_header), align(most))
         file = OwnedFile(folder / name, "new")
-        # Reserved so that sealing succeeds on a full disk; not every file system can do that.
+        # Space is reserved so that sealing succeeds on a full disk; not every file system can do
+        # that.
         with contextlib.suppress(OSError):
             file.reserve(reserved)
         return cls(number, name, file, Header(reserved), reserved)
 
     def write(self, data: Bytes, offset: int) -> int:
-        """Writes at an offset; returns how many bytes the system took."""
+        """Write at an offset; returns the number of bytes that the system took."""
         return self.file.write_at(data.data, offset)
 
     def seal(self, good_end: int | None) -> None:
-        """Writes the header and closes the file.
+        """Write the header and close the file.
 
         Args:
-            good_end: After a failed write, the offset up to which bytes are on disk.
+            good_end: Offset up to which bytes are on disk, if a write failed.
         """
         try:
             header = self.header
@@ -154,8 +153,8 @@ class Shard:
                 header.cut(good_end)
             self.file.truncate(header.end)
             view = memoryview(header.content())
-            # The length field goes last: a file is either an ordinary safetensors file or says
-            # header length 0.
+            # The length field goes last: a file is either a valid safetensors file, or has header
+            # length 0.
             done = 8
             while done < len(view):
                 done += self.file.write_at(view[done:], done)

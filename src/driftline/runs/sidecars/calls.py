@@ -1,8 +1,8 @@
 """One line of `calls.jsonl`: an operator or module call with its inputs and outputs.
 
-Descriptions only: types, shapes, parameters, and the origin of each tensor. Values are in the
-index: the key of a tensor is the call's site, step, visit and phase with the tensor's port and
-slot. Knows the JSON, but no files and no framework.
+Lines hold descriptions only: types, shapes, parameters, and the origin of each tensor. Values are
+in the index: the key of a tensor consists of the call's site, step, visit and phase and the
+tensor's port and slot. This file knows the JSON, but no files and no framework.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, NamedTuple, cast
 from driftline.runs.layout import CALLS as CALLS
 from driftline.runs.layout import GRAPHS as GRAPHS
 
-# Half a gigabyte is some million calls; a longer list is not read.
+# Half a gigabyte holds some million calls; a larger file is not read.
 LARGEST_CALLS = 1 << 29
 _LONGEST_LINE = 1 << 20
 _LARGEST_NUMBER = 1 << 62
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 Source = tuple[int, str] | str | None
-"""Call and slot that made a tensor; the name of a parameter, or `(outside).n`; None if unknown."""
+"""Call and slot that made a tensor, the name of a parameter, or `(outside).n`; None if unknown."""
 
 
 class CallTensor(NamedTuple):
     """An input or output tensor of a call.
 
     Attributes:
-        slot: As in the tensor's key.
-        alias: Position of an argument that is known by name.
+        slot: Slot in the tensor's key.
+        alias: Position of an argument whose slot is its name.
         dtype: A name of `numerics.dtypes.DTYPES`.
-        shape: Its extents.
-        source: Who made it, for what goes in.
-        order: Its axes in the order of memory, slowest first; empty for the usual order. A tensor
-            under port `param` is stored in this order.
+        shape: Sizes of its axes.
+        source: Origin of an input.
+        order: Its axes in memory order, slowest first; empty for the usual order. A tensor under
+            port `param` is stored in this order.
     """
 
     slot: str
@@ -66,19 +66,19 @@ class Call(NamedTuple):
     """An operator or module that ran.
 
     Attributes:
-        number: Counts the calls of the process in the order in which they began.
+        number: Number of the call in the process, in the order in which calls began.
         kind: operator, or module.
-        site: As in the keys of its tensors.
+        site: Site in the keys of its tensors.
         class_name: Operator with its overload, or class of the module.
-        ids: Its place: child indices of the module tree, joined by `_`; of an operator those of
-            its module, and then a number beyond the module's children.
-        step: As in the keys.
-        visit: As in the keys.
-        phase: As in the keys.
-        inside: Number of the module call that it is a part of; None outside of all.
-        inputs: What went in.
-        outputs: What came out.
-        param: Arguments of an operator that are no tensors.
+        ids: Its place: child indices of the module tree, joined by `_`. For an operator, the ids of
+            its module, followed by a number greater than those of the module's children.
+        step: Step in the keys.
+        visit: Visit in the keys.
+        phase: Phase in the keys.
+        inside: Number of the module call that contains it; None if there is none.
+        inputs: Input tensors.
+        outputs: Output tensors.
+        param: Arguments of an operator that are not tensors.
     """
 
     number: int
@@ -96,7 +96,7 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """`aten.addmm.default_0_1_4`: unique in its step, as a line of an operation csv has it."""
+        """`aten.addmm.default_0_1_4`: unique in its step, as in a line of an operation csv."""
         return f"{self.class_name}_{self.ids}" if self.ids else self.class_name
 
     def to_line(self) -> str:
@@ -119,7 +119,7 @@ def read_calls(text: str) -> Iterator[Call]:
         if line and len(line) <= _LONGEST_LINE:
             try:
                 call = _call(json.loads(line))
-            # The file may be somebody else's, or cut in the middle of a line.
+            # The file may come from somebody else, or be cut in the middle of a line.
             except (ValueError, RecursionError, TypeError, KeyError, OverflowError):
                 continue
             if call is not None:

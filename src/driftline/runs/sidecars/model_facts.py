@@ -1,9 +1,9 @@
-"""Facts about the models of a process: `model.jsonl` and `weights.jsonl` beside the index.
+"""Facts about the models of a process: `model.jsonl` and `weights.jsonl` next to the index.
 
 `model.jsonl` describes modules, their attributes, code, state and training; `weights.jsonl` holds
 summaries, digests and samples of the values of parameters and buffers. docs/run-format.md describes
-both. This file knows the JSON: it writes lines, and reads them as values. How a framework's model
-is looked at, and how two models are compared, is not known here.
+both. This file writes and reads the lines. It does not know how a framework's model is inspected,
+or how two models are compared.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MOST_SAMPLES = 4096
-"""Elements of a tensor whose values are kept: an even grid over all of its axes."""
+"""Number of elements of a tensor whose values are kept: an even grid over all of its axes."""
 _LONGEST_LINE = 8 << 20
 _MOST_LINES = 4_000_000
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 Value = Any
-"""A scalar fact: number, text, truth value, None, or a list of these. Non-finite numbers and values
-of a framework's own types (`torch.bfloat16`) are text."""
+"""A scalar fact: number, text, truth value, None, or a list of these.
+
+Non-finite numbers and values of a framework's own types (`torch.bfloat16`) are text.
+"""
 F64 = npt.NDArray[np.float64]
 
 
 def line_of(kind: str, **fields: Any) -> str:
-    """One line of a sidecar; fields that are None, empty or false are left out."""
+    """One line of a sidecar; fields that are None, empty or false are omitted."""
     kept = {name: value for name, value in fields.items() if not _is_usual(value)}
     return _encode({"kind": kind, **kept}) + "\n"
 
 
 def _is_usual(value: Any) -> bool:
-    # 0 is a fact (a step, a number); only empty containers, None and False say nothing.
+    # 0 is a fact (a step, a number); only empty containers, None and False carry no information.
     return value is None or value is False or (value in ("", [], {}, ()) and value != 0)
 
 
@@ -55,9 +57,9 @@ def _is_usual(value: Any) -> bool:
 
 
 def grid_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many indices of each axis the samples of a tensor have, 4096 elements at most.
+    """Number of sampled indices for each axis of a tensor, 4096 elements at most.
 
-    All axes have the same bound, so a transposed tensor has the transposed grid.
+    All axes have the same limit, so a transposed tensor has the transposed grid.
 
     >>> grid_of((768,)), grid_of((4096, 4096)), grid_of((8, 100_000))
     ((768,), (64, 64), (8, 512))
@@ -75,14 +77,14 @@ def grid_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def grid_indices(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], ...]:
-    """The sampled indices along each axis, evenly spaced from the first."""
+    """The sampled indices of each axis, evenly spaced, beginning with the first."""
     return tuple(
         np.arange(count, dtype=np.int64) * size // max(count, 1)
         for size, count in zip(shape, grid_of(shape), strict=True)
     )
 
 
-# What is read.
+# Reading.
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,10 @@ class CodeFacts:
     """The code of one function.
 
     Attributes:
-        digest: Of its instructions, names and constants; its prefix names the Python version.
-        file: Its source file; the home folder is written `~`.
-        line: Its first line there.
+        digest: Digest of its instructions, names and constants; the prefix names the Python
+            version.
+        file: Source file; the home folder is written as `~`.
+        line: First line of the function in that file.
         lines: Line number → digest of the instructions of that line.
     """
 
@@ -107,8 +110,8 @@ class ClassFacts:
     """A class of modules.
 
     Attributes:
-        name: With its module path: `torch.nn.modules.linear.Linear`.
-        code: Its functions by name: `forward`, other methods, and functions they call.
+        name: Class name with its module path: `torch.nn.modules.linear.Linear`.
+        code: Functions by name: `forward`, other methods, and functions that they call.
         constants: Scalar attributes of the class itself.
     """
 
@@ -122,13 +125,13 @@ class ModuleFacts:
     """One module.
 
     Attributes:
-        site: As in the keys of its tensors.
-        class_name: With its module path.
+        site: Site in the keys of its tensors.
+        class_name: Class name with its module path.
         attributes: Scalar attributes by name; short tables have dotted names (`scaling.default`).
         functions: Functions and classes held as attributes, by qualified name.
-        training: Whether it is in training mode; None where the framework has none.
+        training: Whether it is in training mode; None if the framework has no such mode.
         hooks: Kind of hook → qualified names of the functions.
-        forward: Qualified name of what stands in place of the class's `forward`.
+        forward: Qualified name of the function that replaces the class's `forward`.
     """
 
     site: str
@@ -149,10 +152,10 @@ class TensorFacts(NamedTuple):
 
     Attributes:
         site: The module that holds it.
-        name: Its name there.
-        is_buffer: A buffer rather than a parameter.
-        tied: `site.name` of the first name of the same tensor; empty if this is the first.
-        placement: For a shard: how the whole lies over its ranks.
+        name: Its name in that module.
+        is_buffer: Whether it is a buffer rather than a parameter.
+        tied: `site.name` of the first name of the same tensor; empty if this is the first name.
+        placement: For a shard: how the whole tensor is distributed over its ranks.
         unreadable: Why it has no values: meta device, lazy, packed.
     """
 
@@ -173,17 +176,17 @@ class TensorFacts(NamedTuple):
 
 
 class WeightValues(NamedTuple):
-    """What is kept of the values of a parameter or buffer.
+    """The stored facts about the values of a parameter or buffer.
 
     Attributes:
-        basis: `all`, or `sample` where only the samples were looked at.
-        digest: Of its bytes in C order, as in the index.
+        basis: `all`, or `sample` if only the samples were read.
+        digest: Digest of its bytes in C order, as in the index.
         rounded: Number format → digest of its values rounded to that format.
-        unordered: Number format → digest that does not depend on the order of elements; `own` is
-            that of its own format.
-        described: The summary of all elements, or of the samples, as the file has it.
-        encoded: The samples, base64 of their bytes.
-        unreadable: Why there is nothing.
+        unordered: Number format → digest that does not depend on the order of elements; `own`
+            stands for its own format.
+        described: The summary of all elements, or of the samples, as it is in the file.
+        encoded: The samples: base64 of their bytes.
+        unreadable: Why there are no values.
     """
 
     site: str
@@ -200,7 +203,7 @@ class WeightValues(NamedTuple):
 
     @property
     def summary(self) -> Summary | None:
-        """The summary; None if damaged or absent. Read when asked for: few weights are."""
+        """The summary; None if damaged or absent. Decoded on demand, because few are needed."""
         if self.described is None:
             return None
         try:
@@ -211,7 +214,7 @@ class WeightValues(NamedTuple):
     def samples(self) -> F64 | None:
         """The sampled elements in float64, in the shape of `grid_of`; None if damaged or absent.
 
-        A tensor of at most 4096 elements is whole.
+        The samples of a tensor with at most 4096 elements are all its elements.
         """
         dtype, grid = DTYPES.get(self.dtype), grid_of(self.shape)
         if dtype is None or not self.encoded:
@@ -227,16 +230,16 @@ class WeightValues(NamedTuple):
         return cast("F64", values.astype(np.float64).reshape(grid))
 
     def whole(self) -> F64 | None:
-        """All of its values, where the samples are all of them."""
+        """All values, if the samples contain all of them; otherwise None."""
         return self.samples() if grid_of(self.shape) == self.shape else None
 
 
 class LaterLook(NamedTuple):
-    """A model was looked at again, before a call or at the end of the program.
+    """A later inspection of a model, before a call or at the end of the program.
 
     Attributes:
-        model: Its number in the process.
-        step: The step that was about to begin.
+        model: Number of the model in the process.
+        step: Step that was about to begin.
         at_end: Whether the program had ended.
     """
 
@@ -253,15 +256,15 @@ class ModelFacts:
         framework: torch, paddle, onnxruntime; empty if nothing was captured.
         modules: Site → module, as it was first seen.
         tensors: `site.name` → parameter or buffer.
-        weights: `site.name` → what is kept of its values.
+        weights: `site.name` → stored facts about its values.
         classes: Class name → class.
-        config: Dotted name → value, of configurations that speak for themselves.
+        config: Dotted name → value, of the configurations of the models.
         process: Name → value: number formats, switches, seeds.
         training: Records of optimizers, schedulers, scalers, clipping, losses and the order of
-            calls, as they came: dictionaries with `kind` and `step`.
+            calls, in the order of the file: dictionaries with `kind` and `step`.
         changes: Records of modules and modes that changed later, with the step.
-        looks: Later look at a model → how many of the changes had been written by then.
-        notes: Sentences about what could not be looked at.
+        looks: Later look at a model → number of changes that had been written by then.
+        notes: Sentences about what could not be inspected.
     """
 
     framework: str = ""
@@ -280,7 +283,7 @@ class ModelFacts:
         return bool(self.modules or self.tensors)
 
     def at(self, look: LaterLook) -> ModelFacts:
-        """Modules, parameters and buffers as a later look has found them, without values."""
+        """Modules, parameters and buffers as a later look saw them, without values."""
         later = ModelFacts(
             self.framework, dict(self.modules), dict(self.tensors), training=self.training
         )
@@ -300,13 +303,13 @@ class ModelFacts:
         return later
 
     def attributes(self, site: str) -> Mapping[str, Value]:
-        """Scalar attributes of the module at a site; empty if it is not known."""
+        """Scalar attributes of the module at a site; empty if it is unknown."""
         module = self.modules.get(site)
         return {} if module is None else module.attributes
 
 
 def tensor_path(site: str, name: str) -> str:
-    """`site.name`; of the root's own tensors only the name.
+    """`site.name`; for tensors of the root only the name.
 
     >>> tensor_path("layers.0", "weight"), tensor_path("(root)", "scale")
     ('layers.0.weight', 'scale')
@@ -323,7 +326,7 @@ def read_model_facts(
         run: Any run.
         rank: Rank of the process.
         process: Number of the process of that rank.
-        weights: Whether to read what is kept of the values, too.
+        weights: Whether to read the facts about values, too.
     """
     facts = ModelFacts()
     for fields in sheet_lines(run.sheet(MODEL, rank, process)):
@@ -332,7 +335,7 @@ def read_model_facts(
         for fields in sheet_lines(run.sheet(WEIGHTS, rank, process)):
             if fields.get("kind") == "weight":
                 values = _weight(fields)
-                # The first reading counts, as for modules.
+                # The first line counts, as for modules.
                 facts.weights.setdefault(tensor_path(values.site, values.name), values)
             else:
                 _add(facts, fields)
@@ -342,20 +345,20 @@ def read_model_facts(
 def attributes_of(run: Run, site: str, rank: int = 0, process: int = 0) -> Mapping[str, Value]:
     """Scalar attributes of the module at a site (`eps`, `stride`, `groups`, ...); empty if unknown.
 
-    Reads the file each time: whoever asks for many sites takes `read_model_facts` once.
+    This reads the file each time; for many sites, call `read_model_facts` once.
     """
     return read_model_facts(run, rank, process, weights=False).attributes(site)
 
 
 def sheet_lines(text: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file of lines; what is damaged or too long is passed over."""
+    """The JSON objects of a file of lines; damaged or overlong lines are skipped."""
     for number, line in enumerate(text.split("\n")):
         if number >= _MOST_LINES:
             return
         if line and len(line) <= _LONGEST_LINE:
             try:
                 fields = json.loads(line)
-            # The file may be somebody else's, or cut in the middle of a line.
+            # The file may come from somebody else, or be cut in the middle of a line.
             except (ValueError, RecursionError):
                 continue
             if isinstance(fields, dict):
@@ -366,9 +369,9 @@ _TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "loss", "
 
 
 def _add(facts: ModelFacts, fields: dict[str, Any]) -> None:
-    """Take one line; fields of other types than ours are ignored."""
+    """Add one line; fields of unexpected types are ignored."""
     kind, site = fields.get("kind"), _text(fields.get("site"))
-    # Later revisions are changes: the first state is what the first step was computed with.
+    # Later revisions are changes, because the first step was computed with the first state.
     later = type(fields.get("revision")) is int and fields["revision"] > 0
     if kind == "model":
         facts.framework = facts.framework or _text(fields.get("framework"))
@@ -385,7 +388,7 @@ def _add(facts: ModelFacts, fields: dict[str, Any]) -> None:
     elif kind == "config":
         facts.config.update(_table(fields.get("values")))
     elif kind == "process":
-        # The first state counts, and what only the end could tell; the rest are changes.
+        # The first value of each name counts; all later lines are changes.
         if facts.process:
             facts.changes.append(fields)
         for name, value in _table(fields.get("values")).items():
@@ -412,7 +415,7 @@ def _module(site: str, fields: Mapping[str, Any]) -> ModuleFacts:
         _text(fields.get("class")),
         _table(fields.get("attributes")),
         {name: str(value) for name, value in _table(fields.get("functions")).items()},
-        # `false` is not written, so a mode that exists is written as a word.
+        # `false` is not written, so an existing mode is written as a word.
         {"train": True, "eval": False}.get(_text(fields.get("mode"))),
         hooks,
         _text(fields.get("forward")),

@@ -1,7 +1,7 @@
 """Side tables of a process: operators, kernels and times, in the format of ATB's own dumps.
 
-Programs that read ATB's tables read these, too: `|` separates cells, `;` the tensors of a cell, `,`
-extents. Knows names and text, but no folders.
+Programs that read ATB's tables can read these, too: `|` separates cells, `;` the tensors of a cell,
+`,` sizes. This file knows names and text, but no folders.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FOLDERS = {
     "kernel_tensors": "kernel_io_tensors",
     "operation_statistic": "cpu_profiling",
 }
-"""Folder of each kind in a dump of ait; below it comes a folder with the process's number."""
-# Their grammar is ATB's, and so are their readers; by address, because runs import no format.
+"""Folder of each kind in a dump of ait; it contains a folder with the process's number."""
+# Their syntax and readers belong to ATB; given by address, because runs import no format.
 READ_OPERATIONS = Address("driftline.formats.ascend.atb.tables:read_operations")
 READ_TIMES = Address("driftline.formats.ascend.atb.tables:read_profile")
 _NAME = re.compile(r"(operation_tensors|kernel_tensors|operation_statistic)_(\d{1,9})\.(csv|txt)")
@@ -71,13 +71,13 @@ def operation_row(
     """One line of an operation or kernel csv.
 
     Args:
-        number: Counts the lines, from 1.
+        number: Number of the line, from 1.
         name: The operator with its ids, or the kernel.
-        param: Its OpParam.
-        inputs: Its inputs; a file is empty if the values were not stored.
-        outputs: Its outputs.
+        param: Content of OpParam.
+        inputs: Inputs; their file is empty if the values were not stored.
+        outputs: Outputs.
     """
-    # Separators inside a name would shift every following cell.
+    # A separator inside a name would shift every following cell.
     name = _SEPARATORS.sub("_", name)
     return "|".join(
         (
@@ -147,7 +147,7 @@ class Timed(NamedTuple):
 
 
 def added(first: Iterable[Timed], second: Iterable[Timed]) -> tuple[Timed, ...]:
-    """Two lists of times as one: times of the same operator at the same site are summed."""
+    """Merge two lists of times: times of the same operator at the same site are summed."""
     totals: dict[tuple[str, str], Timed] = {}
     for timed in (*first, *second):
         total = totals.get(timed[:2])
@@ -161,7 +161,7 @@ def added(first: Iterable[Timed], second: Iterable[Timed]) -> tuple[Timed, ...]:
 
 
 def statistic_text(timed: Sequence[Timed]) -> str:
-    """Times by operator, in blocks, as `operation_statistic_{n}.txt` has them."""
+    """Times by operator, in blocks, in the format of `operation_statistic_{n}.txt`."""
     rows: dict[str, list[Timed]] = {}
     for row in timed:
         rows.setdefault(statistic_name(row.operator), []).append(row)
@@ -170,7 +170,7 @@ def statistic_text(timed: Sequence[Timed]) -> str:
         total, own, device = (
             sum(getattr(t, n) for t in of_operator) for n in ("total", "own", "device")
         )
-        # Without a device the time of the operator itself is all that was spent.
+        # Without a device, the time of the operator itself is the execution time.
         executed = device or own
         blocks.append(
             f"{name}:\n[execute] totalTime:{total:.3f}, kernelExecuteTime:{executed:.3f}, "

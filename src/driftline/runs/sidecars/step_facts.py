@@ -1,9 +1,9 @@
-"""What changes from step to step: `steps.jsonl` next to the index.
+"""Facts that change from step to step: `steps.jsonl` next to the index.
 
-Weights before and after an update, gradients as the optimizer sees them, each as digest, figures,
-sketch and a few samples; and digests of what the model took and gave in steps that are not captured
-otherwise. docs/run-format.md describes the lines. This file writes and reads them; which steps are
-looked at, and what two runs differ in, is not known here.
+It holds weights before and after an update, and gradients as the optimizer sees them, each as
+digest, figures, sketch and a few samples; and digests of the model's inputs and outputs in steps
+that are not captured otherwise. docs/run-format.md describes the lines. This file writes and reads
+them. It does not know which steps are inspected, or how two runs differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from driftline.runs.run import Run
 
 SAMPLES = 64
-"""Elements of a tensor whose values are kept, evenly spaced."""
+"""Number of elements of a tensor whose values are kept, evenly spaced."""
 SKETCH = 64
-"""Numbers of a sketch, as a summary has it."""
+"""Number of values of a sketch, as in a summary."""
 TENSORS_PER_LINE = 1000
 _FIGURES = 6
 _MOST_PARAMETERS = 1 << 20
@@ -41,11 +41,11 @@ class TensorState(NamedTuple):
     """One weight or gradient at one moment.
 
     Attributes:
-        digest: Of its bytes; empty where only samples were fetched from a device.
-        figures: L2 norm, mean, standard deviation, least and largest value, and how many elements
-            are not finite.
-        sketch: Random projections of all of its elements: linear, so that the sketch of a sum is
-            the sum of sketches. Empty where only samples were fetched.
+        digest: Digest of its bytes; empty if only samples were fetched from a device.
+        figures: L2 norm, mean, standard deviation, least and largest value, and number of
+            non-finite elements.
+        sketch: Random projections of all elements. They are linear, so the sketch of a sum is the
+            sum of the sketches. Empty if only samples were fetched.
         samples: Evenly spaced elements.
     """
 
@@ -60,12 +60,12 @@ class TensorState(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A tensor that an optimizer updates, or a model holds.
+    """A tensor that an optimizer updates, or that a model holds.
 
     Attributes:
         path: `site.name`.
-        dtype: Name of its number format.
-        shape: Its sizes.
+        dtype: Name of its element type.
+        shape: Sizes of its axes.
     """
 
     path: str
@@ -79,7 +79,7 @@ class StateKey(NamedTuple):
     Attributes:
         step: The step.
         what: Weights or gradients.
-        when: Before or after the update; gradients are those that the update is given.
+        when: Before or after the update; gradients are those that the update uses.
         owner: `optimizer 0`, or the site of a model's root.
         call: Before which further call of the model in this step: weights that have changed between
             two calls. 0 for any other moment.
@@ -107,14 +107,14 @@ class State:
 
 @dataclass(slots=True)
 class StepFacts:
-    """What one process has written of its steps.
+    """The facts that one process has written about its steps.
 
     Attributes:
         parameters: Path → parameter.
-        states: In the order in which they were taken.
-        norms: Step → norms that clipping found, one for each call.
+        states: States, in the order in which they were taken.
+        norms: Step → norms that clipping computed, one for each call.
         calls: (Site of the root, step) → `input slot`, `output slot` → digest.
-        thinned: Sentences about steps that were left out to keep within limits.
+        thinned: Sentences about steps that were left out to stay within limits.
     """
 
     parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
@@ -129,7 +129,7 @@ class StepFacts:
         return bool(self.states or self.calls)
 
     def shape_of(self, path: str) -> tuple[int, ...] | None:
-        """Sizes of a parameter; None for one that this process does not have."""
+        """Sizes of a parameter; None if this process does not have it."""
         parameter = self.parameters.get(path)
         return None if parameter is None else parameter.shape
 
@@ -138,7 +138,7 @@ class StepFacts:
 
 
 def parameters_line(owner: str, first: int, parameters: Sequence[Parameter]) -> str:
-    """Names of tensors, so that states need not repeat them."""
+    """Names of tensors, which states need not repeat."""
     return line_of(
         "parameters",
         owner=owner,
@@ -155,7 +155,7 @@ def state_line(key: StateKey, first: int, tensors: Sequence[Any]) -> str:
     Args:
         key: When, and whose.
         first: Number of the first tensor among the owner's parameters.
-        tensors: A `TensorState` for each, or None.
+        tensors: A `TensorState` for each parameter, or None.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     return line_of(
@@ -255,7 +255,7 @@ def _add_state(
 
 
 def _tensors(fields: Mapping[str, Any], first: int) -> Iterator[tuple[int, TensorState]]:
-    """Number and state of each tensor of a line; a damaged line gives what fits."""
+    """Number and state of each tensor of a line; of a damaged line, as many as are valid."""
     digests = list_of(fields.get("digests"))
     figures = _unpacked(fields.get("figures"), "<f8")
     sketches = _unpacked(fields.get("sketches"), "<f8")

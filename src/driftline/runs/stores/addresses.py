@@ -1,7 +1,7 @@
 """Addresses of runs and tables in a store: `s3://bucket/run`, `memory://x`.
 
-Only text: nothing is imported or fetched here. An address is always typed by a person; one that is
-found in a file is never used.
+Only text: nothing is imported or fetched here. A person always types an address; an address that
+occurs in a file is never used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+(?:::[A-Za-z][A-Za-z0-9+.\-]+)*)://(.*)", re.DOTALL)
-# What pathlib leaves of an address: it takes two slashes for one.
+# An address after pathlib, which replaces two slashes by one.
 _FLATTENED = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/([^/].*)", re.DOTALL)
 _LOCAL = ("file", "local")
 
 
 class UrlPath(type(pathlib.Path())):
-    """An address where a path is expected: prints as it was typed, with both slashes."""
+    """An address where a path is expected; it prints as it was typed, with both slashes."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -37,7 +37,7 @@ class UrlPath(type(pathlib.Path())):
 
 
 def place_of(word: str) -> pathlib.Path:
-    """A word of a command line as a local path or an address."""
+    """A word of a command line, as a local path or an address."""
     url = _URL.fullmatch(word)
     if url is None:
         return pathlib.Path(word)
@@ -47,14 +47,14 @@ def place_of(word: str) -> pathlib.Path:
 
 
 def memory_warning(path: StrPath) -> str:
-    """Warning for output to `memory://`; empty for other places."""
+    """Warning for output to `memory://`; empty for other addresses."""
     if str(path).lower().startswith("memory:"):
         return "memory:// is the memory of this command, and gone when it ends"
     return ""
 
 
 def url_of(path: StrPath) -> str | None:
-    """A path as an address; None if it is a path of this machine.
+    """A path as an address; None if it is a local path.
 
     >>> url_of("s3://bucket/run"), url_of("runs/a"), url_of("C:/runs")
     ('s3://bucket/run', None, None)
@@ -84,7 +84,7 @@ def url_of(path: StrPath) -> str | None:
 
 
 def shown(url: str) -> str:
-    """An address for messages and files: without anything that looks like a credential."""
+    """An address for messages and files, without anything that looks like a credential."""
     return redact_text(url)
 
 

@@ -1,6 +1,6 @@
 """Entry points of the stores: open a remote run, read and write a table, push a folder.
 
-Other packages import this file only; fsspec is loaded when an address is used.
+Other packages import only this file; fsspec is loaded when an address is used.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Sent", "exists", "open_remote", "push", "read_file", "uploaded"]
 
 
 def exists(url: str, name: str = "") -> bool:
-    """Whether an address holds a file of that name, or without a name, anything at all.
+    """Whether an address holds a file of that name or, without a name, anything at all.
 
     Raises:
-        DriftlineError: It cannot be reached.
+        DriftlineError: The address cannot be reached.
     """
     store = Store(url)
     return store.size(name) is not None if name else bool(store.sizes())
@@ -39,8 +39,8 @@ def read_file(url: str, name: str, limit: int) -> bytes:
     """Read a file at an address.
 
     Raises:
-        BadFile: It does not exist, or is larger than the limit.
-        DriftlineError: It cannot be reached.
+        BadFile: The file does not exist, or is larger than the limit.
+        DriftlineError: The address cannot be reached.
     """
     store = Store(url)
     try:
@@ -53,11 +53,11 @@ def read_file(url: str, name: str, limit: int) -> bytes:
 
 
 def refuse_overwriting(url: StrPath, *, force: bool) -> None:
-    """Refuse, before hours of work, an address that must not be written to.
+    """Refuse an address that must not be written to, before hours of work.
 
     Raises:
-        AlreadyThere: It is not empty, and `force` was not given.
-        DriftlineError: It cannot be reached.
+        AlreadyThere: The address is not empty, and `force` is false.
+        DriftlineError: The address cannot be reached.
     """
     goal = url_of(url)
     if goal is not None and (store := Store(goal)).sizes() and not force:
@@ -70,12 +70,13 @@ def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path
 
     Args:
         url: The address.
-        files: Names of the files, in the order of sending; the last one shows that all arrived.
-        force: Replace files that are there.
+        files: Names of the files, in the order of sending; the last one shows that all have
+            arrived.
+        force: Replace existing files.
 
     Raises:
         AlreadyThere: The address is not empty, and may not be replaced.
-        DriftlineError: It cannot be reached or written.
+        DriftlineError: The address cannot be reached or written.
     """
     import tempfile
 
@@ -88,7 +89,7 @@ def uploaded(url: str, files: tuple[str, ...], *, force: bool) -> Generator[Path
             if (folder / file).is_file():
                 store.send(folder / file, file)
             elif force:
-                # A file of the table that is replaced would show rows of another comparison.
+                # A leftover file of the replaced table would show rows of another comparison.
                 store.remove(file)
 
 
@@ -98,12 +99,12 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
     Args:
         folder: A run, a comparison, or the folder of an interrupted `driftline dump -o URL`.
         url: The address. It must be given again, because an address in a file is never used.
-        force: Replace the run or table that is there.
-        patience: Seconds without progress after which it stops.
+        force: Replace the existing run or table.
+        patience: Seconds without progress after which sending stops.
 
     Raises:
         AlreadyThere: The address is not empty, or another process is writing there.
-        DriftlineError: The folder is neither, or the address cannot be reached.
+        DriftlineError: The folder is no run or table, or the address cannot be reached.
     """
     place = Path(folder)
     if url_of(folder) is not None:
@@ -112,7 +113,7 @@ def push(folder: StrPath, url: StrPath, *, force: bool = False, patience: float 
     goal = url_of(url)
     if goal is None:
         raise BadInput(f"'{url}' is no address", hint="driftline push FOLDER s3://BUCKET/FOLDER")
-    # A run may hold a comparison inside; the manifest decides.
+    # A run may contain a comparison; the manifest decides.
     if (place / "table.json").is_file() and not (place / MANIFEST).exists():
         return _push_table(place, goal, force=force)
     if not (place / MANIFEST).is_file():
@@ -149,7 +150,7 @@ def being_written(place: Path) -> bool:
 def _push_table(place: Path, url: str, *, force: bool) -> Sent:
     import shutil
 
-    # The table's description goes last: it says that the rows are complete.
+    # The table's description goes last; it shows that the rows are complete.
     files = ("rows.csv", "rows.parquet", "table.json")
     sizes = [(place / name).stat().st_size for name in files if (place / name).is_file()]
     with uploaded(url, files, force=force) as folder:

@@ -1,9 +1,10 @@
 """Cache of remote files: bytes are fetched in blocks, of which a bounded number is kept.
 
-Small tensors are stored next to each other, so one block brings many of them. Neighbouring blocks
+Small tensors are stored next to each other, so one block contains many of them. Consecutive blocks
 are fetched in one request. Large tensors bypass the cache, so that they do not displace the rest.
-Fetched bytes are aligned in memory as in a mapped file: how sums are grouped depends on the
-alignment of the first element, so figures of a remote run are those of a local one to the last bit.
+Fetched bytes have the same alignment in memory as in a mapped file: the grouping of sums depends on
+the alignment of the first element, so the figures of a remote run equal those of a local run to the
+last bit.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from driftline.numerics.kernel import address_of
 from driftline.runs.layout import ALIGNMENT
 from driftline.runs.stores.store import Store
 
-# One block of a megabyte brings many small tensors; 128 of them are kept.
+# One block of a megabyte contains many small tensors; 128 of them are kept.
 BLOCK = 1 << 20
 KEPT = 128 << 20
 LARGE = 4 << 20
-"""A piece of at least so many bytes is fetched directly and not kept."""
+"""Pieces of at least this many bytes are fetched directly and not kept."""
 
 
 class Blocks:
-    """Blocks of the files of one store; may be used by any number of threads."""
+    """Blocks of the files of one store; any number of threads may use them."""
 
     def __init__(self, store: Store, *, block: int = BLOCK, kept: int = KEPT) -> None:
         self._store = store
@@ -35,12 +36,12 @@ class Blocks:
         self._lock = threading.Lock()
 
     def fetch(self, name: str, start: int, stop: int, size: int) -> tuple[bytearray, int]:
-        """A buffer with bytes of a file, and their offset in it; see `aligned`.
+        """Fetch bytes of a file; returns a buffer and their offset in it (see `aligned`).
 
         Args:
-            name: The file.
+            name: Name of the file.
             start: First byte.
-            stop: The byte after the last one.
+            stop: Offset after the last byte.
             size: Size of the file.
 
         Raises:
@@ -60,11 +61,11 @@ class Blocks:
                     piece = content[index * self._block : (index + 1) * self._block]
                     blocks[number] = piece
                     self._keep((name, number), piece)
-        # Other threads wait for these blocks, and must hear of the failure.
+        # Other threads wait for these blocks, and must learn of the failure.
         except BaseException as trouble:
             self._give_up([(name, number) for number in missing], trouble)
             raise
-        # Last, so that two threads that wait for each other's blocks have fetched their own
+        # Wait last: two threads that wait for each other's blocks have then fetched their own
         # first.
         for number, future in awaited.items():
             blocks[number] = future.result()
@@ -117,7 +118,7 @@ class Blocks:
 
 
 def aligned(content: bytes | memoryview, start: int) -> tuple[bytearray, int]:
-    """Bytes in a buffer with the alignment of a mapped file, and their offset in the buffer.
+    """Copy bytes to a buffer with a mapped file's alignment; returns it and their offset in it.
 
     The kernel groups sums by the alignment of the first element. With the same alignment, every
     figure has the same last bits as for a local copy of the run.
@@ -129,7 +130,7 @@ def aligned(content: bytes | memoryview, start: int) -> tuple[bytearray, int]:
 
 
 def _in_rows(numbers: list[int]) -> list[list[int]]:
-    """Consecutive numbers, grouped.
+    """Group consecutive numbers.
 
     >>> _in_rows([1, 2, 3, 7])
     [[1, 2, 3], [7]]

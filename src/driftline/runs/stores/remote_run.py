@@ -1,8 +1,8 @@
-"""A run at an address, opened like a local one: the index is fetched, then ranges of shards.
+"""A run at an address, opened like a local one: first the index is fetched, then ranges of shards.
 
-As with a local folder, nothing in it is trusted: names of shards are checked before they become
-part of an address, sizes are checked against those of the store, and an address inside a run is
-never opened.
+As with a local folder, nothing in the run is trusted: names of shards are checked before they
+become part of an address, sizes are checked against those of the store, and an address inside a run
+is never opened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from driftline.runs.stores.upload import CLAIM
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# A request costs more than some bytes more: reading a little too much is cheaper than asking twice.
+# A request costs more than some extra bytes: reading a little too much is cheaper than asking
+# twice.
 _SMALL_FILE = 64 << 20
 _CHUNK = 4 << 20
 _AT_ONCE = 8
@@ -108,7 +109,7 @@ class RemoteFiles:
         if size <= _CHUNK:
             return io.BytesIO(self.store.read(name, 0, size))
         # A long index is read several times, so it is copied to a temporary file.
-        copy = tempfile.TemporaryFile()  # noqa: SIM115 - whoever asked closes it
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
         with io.BufferedReader(_Stream(self.store, name, size), _CHUNK) as stream:
             shutil.copyfileobj(stream, copy, _CHUNK)
         copy.seek(0)
@@ -137,7 +138,7 @@ class RemoteFiles:
         return RemoteShards(self, folder)
 
     def is_written(self, folder: str) -> bool | None:
-        """Whether the upload is incomplete: the writing process itself cannot be seen."""
+        """Whether the upload is incomplete; the writing process itself cannot be seen."""
         del folder
         return not self.sent
 
@@ -174,7 +175,7 @@ class _Stream(io.RawIOBase):
         count = min(len(view), len(content))
         view[:count] = content[:count]
         self._at += count
-        # The caller's buffer was smaller than the piece: the rest is the next answer.
+        # The caller's buffer was smaller than the piece; the rest is the next answer.
         if count < len(content):
             rest: Future[bytes] = Future()
             rest.set_result(content[count:])
@@ -214,7 +215,7 @@ class RemoteShards:
         assert blob is not None
         stop = min(stop, blob.length)
         content, offset = self._fetch(record, blob.offset + start, blob.offset + stop)
-        # The address that the whole tensor would have: callers of a window stay inside it.
+        # The address that the complete tensor would have; callers of a window stay inside it.
         address = address_of(memoryview(content)) + offset - start
         return Memory(address, blob.length, content)
 
@@ -228,7 +229,7 @@ class RemoteShards:
     def _fetch(self, record: Record, start: int, stop: int) -> tuple[bytearray, int]:
         blob = record.blob
         assert blob is not None
-        # The name comes from the index of the run, and becomes part of an address.
+        # The name comes from the run's index, and becomes part of an address.
         if not is_shard_name(blob.shard):
             raise BadFile(f"'{blob.shard[:60]}' is not the name of a shard")
         size = self.size(blob.shard)
@@ -245,7 +246,7 @@ class RemoteShards:
 
 
 class _Span(NamedTuple):
-    """Neighbouring bytes that are fetched together."""
+    """Consecutive bytes that are fetched together."""
 
     name: str
     start: int
@@ -253,7 +254,7 @@ class _Span(NamedTuple):
 
 
 class FetchAhead:
-    """Fetches the values of small tensors while others are measured; for one thread."""
+    """Fetches the values of small tensors while others are measured; only one thread may use it."""
 
     def __init__(self, files: RemoteFiles, parts: Mapping[tuple[int, int], str]) -> None:
         self._files = files
@@ -272,13 +273,13 @@ class FetchAhead:
             if name and record.blob is not None:
                 blob = record.blob
                 asked.append((name, blob.offset, blob.offset + blob.length, position))
-        # By file and offset, so that neighbours can be joined into one request.
+        # Sorted by file and offset, so that neighbours can be joined into one request.
         asked.sort()
         spans: list[_Span] = []
         members: list[list[int]] = []
         for name, start, stop, position in asked:
-            # A small gap is fetched too; a span is bounded, so that requests run at the
-            # same time.
+            # A small gap is fetched too; a span is bounded, so that several requests run in
+            # parallel.
             last = spans[-1] if spans else None
             if (
                 last is not None

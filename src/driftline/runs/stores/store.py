@@ -1,8 +1,7 @@
 """A folder in a store, accessed through fsspec: names, sizes, ranges, and writing files.
 
-Every call is repeated if the connection fails, and raises an error in one sentence if it goes on
-failing. fsspec is imported in this file only, when an address is first used. Does not know what the
-files mean.
+Every call is repeated if the connection fails, and raises a one-sentence error if it keeps failing.
+Only this file imports fsspec, when an address is first used. It does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from driftline.runs.stores.addresses import shown
 
 T = TypeVar("T")
 
-# Six tries with doubling waits bridge an outage of some six seconds.
+# Six tries with doubling waits bridge an outage of about six seconds.
 TRIES = 6
 _FIRST_WAIT = 0.2
 _LONGEST_WAIT = 5.0
@@ -32,7 +31,7 @@ _CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _DENIED = re.compile(r"\bForbidden\b|\bAccessDenied\b")
-# The number as a word: ids of requests, which errors repeat, hold any digits.
+# As a whole word, because the request ids that errors repeat contain any digits.
 _PRECONDITION = re.compile(r"PreconditionFailed|\b412\b")
 _NO_REPOSITORY = re.compile(r"RepositoryNotFound|repository not found", re.IGNORECASE)
 _NO_BUCKET = re.compile(
@@ -57,7 +56,7 @@ _SECRETS_OF = {
 
 
 class Gone(FileNotFoundError):
-    """Raised for a missing file, as opposed to a store that cannot be reached."""
+    """A file is missing, as opposed to a store that cannot be reached."""
 
 
 class Store:
@@ -65,11 +64,11 @@ class Store:
 
     Attributes:
         url: The address.
-        name: The same as messages may show it.
+        name: The address as messages may show it.
     """
 
     def __init__(self, url: str, *, tries: int = TRIES) -> None:
-        """Makes no request yet.
+        """Make no request yet.
 
         Raises:
             DriftlineError: The kind of address is unknown, or its package is not installed.
@@ -77,7 +76,7 @@ class Store:
         self.url = url
         self.name = shown(url)
         self.scheme = url.partition(":")[0].lower()
-        # gcsfs repeats requests itself for half a minute, which cannot be turned off.
+        # gcsfs itself repeats requests for half a minute, which cannot be turned off.
         self._tries = 1 if self.scheme in ("gs", "gcs") else tries
         self._fs, root = _file_system(url, self.scheme, self.name)
         self._root = str(root).rstrip("/")
@@ -85,7 +84,7 @@ class Store:
     def path(self, name: str) -> str:
         """Path of a file of the folder in its file system.
 
-        Names are ours or were checked; one that could lead out of the folder is refused.
+        Names are ours or were checked; a name that could lead out of the folder is refused.
         """
         parts = name.split("/")
         if name and ("" in parts or "." in parts or ".." in parts or "\\" in name):
@@ -96,7 +95,7 @@ class Store:
         """Content of a folder by name: the size of a file, None for a folder. Empty if missing.
 
         Raises:
-            DriftlineError: It cannot be reached.
+            DriftlineError: The store cannot be reached.
         """
         place = self.path(folder)
         try:
@@ -117,7 +116,7 @@ class Store:
         """Size of a file in bytes; None if there is no such file.
 
         Raises:
-            DriftlineError: It cannot be reached.
+            DriftlineError: The store cannot be reached.
         """
         place = self.path(name)
         try:
@@ -127,11 +126,11 @@ class Store:
         return None if about.get("type") == "directory" else int(about.get("size") or 0)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of a file.
+        """Read the bytes from `start` to `stop` of a file.
 
         Raises:
             Gone: There is no such file, or it is shorter.
-            DriftlineError: It cannot be reached.
+            DriftlineError: The store cannot be reached.
         """
         if stop <= start:
             return b""
@@ -139,8 +138,8 @@ class Store:
 
         def fetch() -> bytes:
             content = bytes(self._fs.cat_file(place, start=start, end=stop))
-            # A short answer is either the end of the file or a broken connection; only
-            # the latter is tried again.
+            # A short answer means the end of the file or a broken connection; only the latter is
+            # retried.
             if len(content) < stop - start:
                 size = self._fs.info(place).get("size")
                 if size is not None and int(size) < stop:
@@ -154,8 +153,8 @@ class Store:
         """Read a complete small file.
 
         Raises:
-            OSError: There is none, or it is larger than the limit.
-            DriftlineError: It cannot be reached.
+            OSError: There is no such file, or it is larger than the limit.
+            DriftlineError: The store cannot be reached.
         """
         size = self.size(name)
         if size is None:
@@ -168,20 +167,20 @@ class Store:
         """Write a complete file.
 
         Raises:
-            DriftlineError: It cannot be reached or written.
+            DriftlineError: The store cannot be reached or written.
         """
         place = self.path(name)
         self._parent_of(place)
         self._writing(lambda: self._fs.pipe_file(place, content))
 
     def put_new(self, name: str, content: bytes) -> bool:
-        """Write a file that does not exist yet; False if it exists.
+        """Write a file that does not exist yet; returns False if it exists.
 
-        Some stores decide which of two writers is first (S3, Google Cloud). With others the file is
-        looked for, written and read back, and two writers at the same moment may both get True.
+        Some stores decide which of two writers is first (S3, Google Cloud). For others, the file is
+        looked for, written and read back, and two simultaneous writers may both get True.
 
         Raises:
-            DriftlineError: It cannot be reached or written.
+            DriftlineError: The store cannot be reached or written.
         """
         place = self.path(name)
         self._parent_of(place)
@@ -194,14 +193,14 @@ class Store:
             except FileExistsError:
                 return False
             except Exception as trouble:
-                # Stores answer a failed condition with 412, in texts of their own libraries.
+                # Stores answer a failed condition with 412, in the wording of their own libraries.
                 if _status_of(trouble) == 412 or _PRECONDITION.search(str(trouble)):
                     return False
                 if not isinstance(trouble, (TypeError, NotImplementedError)) and (
                     "NotImplemented" not in str(trouble)
                 ):
                     raise
-                self._fs.pipe_file(place, content)  # a store that knows no such condition
+                self._fs.pipe_file(place, content)  # a store without such a condition
             return True
 
         written = self._writing(write)
@@ -217,8 +216,8 @@ class Store:
         """Copy a local file to the store; returns its size, which is checked there.
 
         Raises:
-            DriftlineError: It cannot be reached or written.
-            OSError: The file cannot be read here.
+            DriftlineError: The store cannot be reached or written.
+            OSError: The local file cannot be read.
         """
         place = self.path(name)
         self._parent_of(place)
@@ -226,7 +225,7 @@ class Store:
 
         def copy() -> None:
             self._fs.put_file(str(source), place)
-            # Some stores accept a broken upload without complaint.
+            # Some stores accept a broken upload without an error.
             arrived = self._fs.info(place).get("size")
             if arrived is not None and int(arrived) != size:
                 raise ConnectionError(f"{arrived} of {size} bytes arrived")
@@ -238,14 +237,14 @@ class Store:
         """Delete a file, or a folder with its content; it need not exist.
 
         Raises:
-            DriftlineError: It cannot be reached.
+            DriftlineError: The store cannot be reached.
         """
         place = self.path(name)
         with contextlib.suppress(Gone):
             self._trying(lambda: self._fs.rm(place, recursive=True))
 
     def _parent_of(self, place: str) -> None:
-        """Make the parent folder, in file systems with real folders; buckets are never made."""
+        """Create the parent folder in file systems with real folders; buckets are never created."""
         if self.scheme in ("s3", "s3a", "gs", "gcs", "hf"):
             return
         with contextlib.suppress(Exception):
@@ -272,15 +271,14 @@ class Store:
             except (Gone, DriftlineError):
                 raise
             except Exception as trouble:
-                # Missing buckets and wrong credentials stay wrong, and are told at
-                # once.
+                # Missing buckets and wrong credentials do not change, so they are reported at once.
                 self._raise_if_final(trouble)
                 if not left:
                     raise Unreachable(
                         f"{self.name} cannot be reached: {_in_words(trouble)}",
                         hint=f"{_tried(self._tries)}is the address right, and the network up?",
                     ) from trouble
-            time.sleep(wait * (0.5 + random.random()))  # ranks must not all come back at once
+            time.sleep(wait * (0.5 + random.random()))  # random: ranks must not all retry at once
             wait = min(2 * wait, _LONGEST_WAIT)
         raise AssertionError("never here")
 
@@ -288,7 +286,7 @@ class Store:
         """Raise an error that repeating the request would not change."""
         words = f"{type(trouble).__name__}: {trouble}"
         code = _status_of(trouble)
-        gone = isinstance(trouble, FileNotFoundError)  # of a file: the hub's number is 404, too
+        gone = isinstance(trouble, FileNotFoundError)  # for a file the hub's status is 404, too
         if self.scheme == "hf" and (
             _NO_REPOSITORY.search(words) or (code in (401, 404) and not gone)
         ):
@@ -297,7 +295,7 @@ class Store:
                 f"{self.name}: there is no such repository, or only for those with a token",
                 hint="`hf repo create` makes one; for a private one set HF_TOKEN, or hf auth login",
             ) from trouble
-        # Before the credentials: the text of a missing bucket may speak of both.
+        # Before the credentials, because the text about a missing bucket may mention both.
         if _NO_BUCKET.search(words):
             raise self._no_bucket() from trouble
         if code == 401 or _CREDENTIALS.search(words):
@@ -327,7 +325,7 @@ def _tried(times: int) -> str:
 
 
 def _status_of(trouble: BaseException) -> int | None:
-    """The HTTP status of a failed request, wherever in the chain of causes it is stored."""
+    """The HTTP status of a failed request, wherever it is stored in the chain of causes."""
     link: BaseException | None = trouble
     while link is not None:
         answer = getattr(link, "response", None)
@@ -339,7 +337,7 @@ def _status_of(trouble: BaseException) -> int | None:
 
 
 def _in_words(trouble: BaseException) -> str:
-    """The first cause of an error in one line: it is what a person can act on."""
+    """The first cause of an error, in one line: a person can act on that."""
     while trouble.__cause__ is not None:
         trouble = trouble.__cause__
     text = str(trouble).strip().split("\n")[0][:200]
@@ -356,9 +354,9 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
             f"{name}: addresses need the package fsspec",
             hint=f"pip install {_EXTRAS.get(package, 'fsspec')}",
         ) from None
-    options: dict[str, Any] = {"use_listings_cache": False}  # what is there changes under us
+    options: dict[str, Any] = {"use_listings_cache": False}  # the content changes meanwhile
     if scheme in ("s3", "s3a") and "config_kwargs" not in conf.get("s3", {}):
-        # Requests are repeated by `_trying`; three layers of repetition would take minutes.
+        # `_trying` repeats requests; three layers of repetition would take minutes.
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
     try:
         system, root = core.url_to_fs(url, **options)
@@ -385,7 +383,7 @@ def _file_system(url: str, scheme: str, name: str) -> tuple[Any, str]:
             hint="is the address right, and does this machine reach it?",
         ) from None
     if scheme in ("s3", "s3a"):
-        # s3fs has retries of its own, outside of those of its HTTP library.
+        # s3fs has its own retries, in addition to those of its HTTP library.
         system.retries = 1
     if scheme in ("gs", "gcs"):
         # gcsfs logs the traceback of every failure, which our own message replaces.

@@ -1,9 +1,10 @@
 """Upload: a run's folder is sent to an address, while it is written or afterwards.
 
-Only one writer may send to an address. A store has no locks, so the first writer puts `writer.json`
-there, the claim, and removes it when everything has arrived. If the writer dies, the claim stays:
-on the same machine that is noticed; from another machine, a person must delete it. `.sending.json`
-in the folder lists what was sent, so that a broken upload can be resumed. Clocks are not used.
+Only one writer may send to an address. A store has no locks, so the first writer puts a file
+`writer.json` there, the claim, and removes it when everything has arrived. If the writer dies, the
+claim remains: a writer on the same machine notices that; for another machine, a person must delete
+it. `.sending.json` in the folder lists the files that were sent, so that an interrupted upload can
+be resumed. Clocks are not used.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def claim(store: Store, identity: str, *, force: bool = False) -> None:
 
     Args:
         store: The folder.
-        identity: Id of the upload; a resumed one has the same.
-        force: Replace a run that is there, unless another process is writing it.
+        identity: Id of the upload; a resumed upload has the same id.
+        force: Replace an existing run, unless another process is writing it.
 
     Raises:
         AlreadyThere: Another process writes there, or the folder is not empty.
-        DriftlineError: It cannot be reached.
+        DriftlineError: The store cannot be reached.
     """
     names = store.sizes()
     stale = False
@@ -80,21 +81,21 @@ def claim(store: Store, identity: str, *, force: bool = False) -> None:
             f"{store.name} exists and is not empty",
             hint="choose another address, or --force to replace the run there",
         )
-    # The claim goes first: until the new one is written, nobody owns the place.
+    # The stale claim is removed first; until the new one is written, nobody owns the address.
     if stale:
         store.remove(CLAIM)
     if not store.put_new(CLAIM, _claim_content(identity)):
         raise AlreadyThere(
             f"{store.name}: another writer was there first", hint="choose another address"
         )
-    # Only after the claim is ours is anything deleted.
+    # Nothing is deleted before the claim is ours.
     for name in names:
         if name != CLAIM:
             store.remove(name)
 
 
 def is_ours(store: Store, identity: str) -> bool:
-    """Whether the claim at an address is of this run."""
+    """Whether the claim at an address belongs to this run."""
     return store.size(CLAIM) is not None and _read(store).get("id") == identity
 
 
@@ -120,14 +121,14 @@ def _read(store: Store) -> dict[str, Any]:
 def _is_dead(writer: dict[str, Any]) -> bool:
     """Whether a writer ran on this machine and has ended."""
     pid = writer.get("pid")
-    # A process of another machine, or of this one under another name, cannot be judged.
+    # A process of another machine, or of this machine under another name, cannot be judged.
     if writer.get("host") != platform.node() or type(pid) is not int or pid <= 0:
         return False
     boot = _boot()
     if boot and writer.get("boot") and writer["boot"] != boot:
         return True  # the machine was restarted since
     try:
-        # Signal 0 only asks whether the process exists.
+        # Signal 0 only checks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
@@ -164,7 +165,7 @@ def write_note(root: Path, note: dict[str, Any]) -> None:
     """Replace the note in one step.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The note cannot be written.
     """
     draft = root / f"{NOTE}.new"
     draft.write_text(json.dumps(note, indent=1), encoding="utf-8")
@@ -180,16 +181,16 @@ def sent_to(root: Path, name: str) -> tuple[str, int] | None:
     return (str(note.get("url", "")), size) if type(size) is int else None
 
 
-# Sending: sealed shards while the run grows, the rest at its end.
+# Sending: sealed shards while the run grows, the other files at its end.
 
 
-# Seconds between looks at the folder, and without progress before sending is given up.
+# Seconds between checks of the folder, and seconds without progress before sending stops.
 EVERY = 0.5
 PATIENCE = 60.0
 _TRIES = 3
 _LONGEST_PAUSE = 30.0
 _LARGEST_EARLY_INDEX = 64 << 20
-# An index is sent again only when it has grown by a quarter: sending all of it is what costs.
+# An index is sent again only when it has grown by a quarter, because each time all of it is sent.
 _GROWN = 1.25
 _SHARD = re.compile(rb'"shard":"([^"]+)"')
 
@@ -200,9 +201,9 @@ class Sent(NamedTuple):
     Attributes:
         url: The address, as messages may show it.
         files: Number of files that arrived.
-        size: Their bytes.
+        size: Number of bytes of these files.
         left: Number of files that did not arrive.
-        reason: Why not; empty if all arrived.
+        reason: Why they did not; empty if all arrived.
         folder: Folder with the remaining files; None if there are none.
     """
 
@@ -220,7 +221,7 @@ class Sending:
     def __init__(
         self, folder: Path, url: str, *, force: bool = False, staged: bool = False
     ) -> None:
-        """Claims the address, so that no program is started whose run could not be sent.
+        """Claim the address, so that no program is started whose run could not be sent.
 
         Args:
             folder: The folder of a run, which may not exist yet.
@@ -263,14 +264,14 @@ class Sending:
             try:
                 self._send_complete()
                 self.trouble, pause = None, EVERY
-            except Exception as trouble:  # the program goes on, whatever it is
+            except Exception as trouble:  # the program must go on in any case
                 self.trouble = trouble
-                # Slower and slower while the store is away, so that the program is
-                # not disturbed.
+                # Retry ever more slowly while the store is away, so that the program is not
+                # disturbed.
                 pause = min(2 * max(pause, 1.0), _LONGEST_PAUSE)
 
     def _send_complete(self) -> None:
-        """Send files that are not written any more, and the index lines that they cover."""
+        """Send files that are complete, and the index lines that they cover."""
         if not (self.folder / MANIFEST).is_file():
             return
         self._send_once(MANIFEST)
@@ -302,8 +303,8 @@ class Sending:
                 shard = _SHARD.search(line)
                 if not line.endswith(b"\n"):
                     break
-                # A line may only arrive after the bytes it names, or a reader would
-                # see a hole.
+                # A line may arrive only after the bytes that it names; otherwise a reader would
+                # miss them.
                 if shard is not None and part.encode() + b"/" + shard[1] not in sent:
                     break
                 lines.append(line)
@@ -318,7 +319,7 @@ class Sending:
         """Send all remaining files; the folder must not change any more.
 
         Args:
-            patience: Seconds without progress after which it stops for now.
+            patience: Seconds without progress after which sending stops.
         """
         try:
             self._halt()
@@ -342,7 +343,7 @@ class Sending:
 
     def _note_down(self) -> None:
         """Write the note, so that a killed upload can be resumed."""
-        with contextlib.suppress(OSError):  # a full disk is reported by the writer of the run
+        with contextlib.suppress(OSError):  # the run's writer reports a full disk
             write_note(self.folder, self.note)
 
     def _finish(self, patience: float) -> Sent:
@@ -355,8 +356,7 @@ class Sending:
             except (DriftlineError, OSError, RuntimeError) as trouble:
                 self.trouble = trouble
                 now = time.monotonic()
-                # Patience counts from the last file that arrived, however slow the
-                # connection is.
+                # Patience counts from the last file that arrived, however slow the connection is.
                 if self._files != moved:
                     moved_at, pause, moved = now, 1.0, self._files
                 if now - moved_at + pause > patience:
@@ -371,7 +371,7 @@ class Sending:
         return Sent(self.store.name, files, size)
 
     def _send_rest(self) -> None:
-        """Send everything, each line of an index after the bytes that it names."""
+        """Send everything; each line of an index is sent after the bytes that it names."""
         self._send_once(MANIFEST)
         for part in self._parts():
             names = _plain_files(self.folder / part)
@@ -381,8 +381,7 @@ class Sending:
             for name in names:
                 if not is_shard_name(name) and name not in (INDEX, PROCESS):
                     self._send_once(f"{part}/{name}")
-            # The index promises tensors, and the facts say that a part is complete:
-            # both go last.
+            # The index names the tensors, and the facts say that a part is complete: both go last.
             for name in (INDEX, PROCESS):
                 if name in names:
                     self._send_once(f"{part}/{name}")
@@ -418,14 +417,14 @@ class Sending:
             return []
 
     def _send_shard(self, name: str) -> None:
-        """Send a shard, which will not change, once; in a staged folder it is then deleted."""
+        """Send a shard once, because it will not change; then delete it from a staged folder."""
         path = self.folder / name
         if name not in self.note["sent"]:
             size = self.store.send(path, name)
             self._count(size)
             self.note["sent"][name] = size
             write_note(self.folder, self.note)
-        # Space on this machine is why a run is staged at all.
+        # A run is staged to save space on this machine.
         if self.note["staged"]:
             path.unlink(missing_ok=True)
 
@@ -481,7 +480,7 @@ def staging_for(name: str, folder_name: str) -> Path:
     """The folder in which a run is stored until it is sent.
 
     Raises:
-        BadInput: It exists and is not empty.
+        BadInput: The folder exists and is not empty.
     """
     folder = Path(folder_name or f"{name}.sending").absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,9 +1,9 @@
-"""ATB dump trees of every generation as runs, whichever of their folders is given.
+"""Open ATB dump trees of every generation as runs, from any of their folders.
 
-`AtbRun` reads tensors in execution order, and the topology, csv and profile files next to them when
-they are asked for. `Aliases` resolves tensors that a dump saved once and names again
-(`data=1_0_outtensor0.bin`): such a name is looked up among the operations of the same execution and
-never used as a path. How folders are found is `folders.py`, what a file holds is `file.py`.
+`AtbRun` reads tensors in execution order, and on demand the topology, csv and profile files next to
+them. `Aliases` resolves tensors that a dump saved once and names again (`data=1_0_outtensor0.bin`):
+such a name is looked up among the operations of the same execution and never used as a path.
+`folders.py` finds the folders, and `file.py` reads the content of a file.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from driftline.runs.sinks import JSON
 __all__ = ["NAME", "AtbRun", "open", "sniff"]
 
 
-# Lengths are bounded: the name comes from a file that is not trusted.
+# Lengths are limited, because the name comes from a file that is not trusted.
 _ALIAS = re.compile(r"(\d{1,9}(?:_\d{1,9}){0,62})_((?:in|out)[tT]ensor\d{1,6}(?:_\w{1,200})?\.bin)")
-# A pointer leads straight to the values as a rule; a long chain or a circle is damage.
+# A pointer normally leads directly to the values; a long chain or a circle means damage.
 _LONGEST_CHAIN = 8
 _LEVELS = 12
-"""Folders above a file in which its execution's is looked for."""
+"""Number of parent folders of a file that are searched for the folder of its execution."""
 
 _AliasPlace = tuple[str, str, str]
 """Operation id, port, slot."""
@@ -70,7 +70,7 @@ class Aliases:
                 self._files.setdefault((operation.ids, file.port, file.slot), []).append(file)
 
     def resolve(self, file: TensorFile) -> TensorFile:
-        """The same tensor with the place of its values, or with the reason why there is none."""
+        """The same tensor with the location of its values, or with the reason why it has none."""
         header, target = file.header, file
         if header is None:
             return file
@@ -94,14 +94,14 @@ class Aliases:
             return None
         port = "input" if name[1] == "in" else "output"
         candidates = self._files.get((match[1], port, str(int(name[2]))), [])
-        # A tensor may be saved before and after its operation; take the one with values.
+        # A tensor may be saved before and after its operation; take the file that has values.
         with_data = [file for file in candidates if file.header and file.header.has_data]
         return next(iter(with_data or candidates), None)
 
     def _with_values_of(self, file: TensorFile, header: Header, target: TensorFile) -> TensorFile:
         target_header = target.header
         assert target_header is not None
-        # A pointer to something of another shape means that the dump was mixed up.
+        # A pointer to another shape means that the dump was mixed up.
         if (target_header.kind, target_header.layout, target_header.dims) != (
             header.kind,
             header.layout,
@@ -118,9 +118,9 @@ def _lost(file: TensorFile, why: str) -> TensorFile:
 
 
 def resolve_lone_file(path: Path, key: TensorKey) -> Leaf | None:
-    """A tensor file that points to another one of its dump, opened by itself.
+    """Open a single tensor file that points to another file of its dump.
 
-    None when the file is not in the folder of an execution.
+    Returns None if the file is not in the folder of an execution.
     """
     real = path.resolve()
     # An execution's folder is named by its number; the operations are below it.
@@ -151,7 +151,7 @@ LARGEST_PARAM = 1 << 20
 LARGEST_TABLE = 256 << 20
 _NUMBER = re.compile(r"_(\d{1,9})\.(?:csv|txt)$")
 _UNKNOWN = "unknown"
-"""Element type of a tensor whose file says nothing that can be believed."""
+"""Element type of a tensor whose file gives no valid type."""
 
 Tops = dict[tuple[int, int], list[tuple[Execution, OperationFolder]]]
 
@@ -159,8 +159,9 @@ Tops = dict[tuple[int, int], list[tuple[Execution, OperationFolder]]]
 class AtbRun(TreeRun):
     """A dump of ATB operations.
 
-    Beyond what every run has: `operations()` and `kernels()` (the csv files), `param(site)`,
-    `tables()` (cpu profiling), and `param`, tensor names and `edges` in `topology()`.
+    It adds to the interface of a run: `operations()` and `kernels()` (the csv files),
+    `param(site)`, `tables()` (cpu profiling), and `param`, tensor names and `edges` in
+    `topology()`.
     """
 
     def __init__(self, path: Path, place: Place) -> None:
@@ -172,7 +173,7 @@ class AtbRun(TreeRun):
         self._built: dict[tuple[int, int], Topology] = {}
         self._unreadable: dict[str, str] = {}
         self._side_files: list[str] | None = None
-        # The leaves fill `_tops` and `_notes`, so everything below needs them read.
+        # The leaves fill `_tops` and `_notes`, which the following lines need.
         super().__init__(path, NAME, list(self._leaves_of(place)))
         self._note_unknown_files()
         self._events = [
@@ -184,7 +185,7 @@ class AtbRun(TreeRun):
             self._events.append({"kind": "note", "message": text})
 
     def source(self, record: Record) -> str:
-        """Relative to what was opened, which may be above the dump's root or inside it."""
+        """The file relative to the opened path, which may be above the dump's root or inside it."""
         opened = Path(self.name).resolve()
         # The usual case; `relpath` for every record would cost more than the comparison.
         if opened == self.place.root:
@@ -200,14 +201,12 @@ class AtbRun(TreeRun):
             self._tops.setdefault((rank, process), []).append((execution, top))
             for operation, path in self._walk.statistics:
                 self._add_statistics(operation, path)
-            # Each execution has its own statistics; the walk collects those of the next
-            # one.
+            # Each execution has its own statistics; the walk collects those of the next one.
             self._walk.statistics.clear()
             aliases: Aliases | None = None
             for operation, file in top.in_order():
                 if file.header is not None and file.header.points_to:
-                    # Most dumps have no pointers, so the table is built for the
-                    # first one only.
+                    # Most dumps have no pointers, so the table is built when the first one occurs.
                     aliases = aliases or Aliases(top)
                     file = aliases.resolve(file)
                 key = TensorKey(
@@ -221,8 +220,7 @@ class AtbRun(TreeRun):
                     "forward",
                     file.moment,
                 )
-                # Two folders may print as one name; a visit number keeps both
-                # tensors.
+                # Two folders may have the same printable name; a visit number keeps both tensors.
                 while key in seen:
                     key = key._replace(visit=key.visit + 1)
                 seen.add(key)
@@ -242,13 +240,13 @@ class AtbRun(TreeRun):
         )
 
     def _add_statistics(self, top: OperationFolder, path: str) -> None:
-        """Tensors of which only a line of statistic.csv is left."""
+        """Add tensors of which only a line of statistic.csv is left."""
         try:
             text = self._text(path, LARGEST_TABLE)
         except OSError as trouble:
             self._unreadable[self._walk.below(path)] = reason_of(trouble)
             return
-        # The depth limit of folders holds for names in a table too: they become nested
+        # The depth limit of folders holds for names in a table too, because they become nested
         # objects.
         lines = [line for line in read_statistics(text) if len(line.folders) <= DEEPEST]
         if not lines and text.strip():
@@ -258,7 +256,7 @@ class AtbRun(TreeRun):
             for name in line.folders:
                 operation = operation.child(name)
             port = "output" if line.output else "input"
-            # A file says more than its line in the table.
+            # A file has more information than its line in the table.
             if any(file.port == port and file.slot == line.slot for file in operation.files):
                 continue
             operation.files.append(_listed(line, self._walk.below(path)))
@@ -290,7 +288,7 @@ class AtbRun(TreeRun):
         return [*super().losses, *(Loss(where, reason) for where, reason in places)]
 
     def side_file_counts(self) -> dict[str, int]:
-        """How many files of each kind are next to the tensors."""
+        """Number of files of each kind next to the tensors."""
         counts = {
             "model topology": len(self._files("model", ".json")),
             "layer topology": len(self._files("layer", ".json")),
@@ -302,7 +300,7 @@ class AtbRun(TreeRun):
         return {name: count for name, count in counts.items() if count}
 
     def tilings(self) -> list[str]:
-        """Files of tiling data, below the dump: bytes without a type, so no tensors."""
+        """Files of tiling data in the dump: bytes without a type, which are not tensors."""
         walk = self._walk
         return sorted([*map(walk.below, walk.tilings), *map(walk.below, self._tiling_files)])
 
@@ -315,7 +313,7 @@ class AtbRun(TreeRun):
         return self._lines("kernel_io_tensors")
 
     def site_of(self, ids: str, rank: int = 0, process: int = 0) -> str | None:
-        """The site of an operation id: `1_Decoder_layer.0_RmsNormOperation` of `1_0`."""
+        """The site of an operation id: `1_Decoder_layer.0_RmsNormOperation` for `1_0`."""
         for _, top in self._tops.get((rank, process), ()):
             for operation in top.walk():
                 if operation.ids == ids and ids:
@@ -335,10 +333,10 @@ class AtbRun(TreeRun):
         return {place: tops[0][0].pid for place, tops in self._tops.items() if tops}
 
     def own_param(self, operation: OperationFolder) -> Mapping[str, Any] | None:
-        """The parameters in an operation's own op_param.json; None when it has none.
+        """The parameters in an operation's own op_param.json; None if it has none.
 
         Raises:
-            BadFile: It is damaged.
+            BadFile: The file is damaged.
         """
         if not operation.param:
             return None
@@ -360,7 +358,7 @@ class AtbRun(TreeRun):
         return tables
 
     def param(self, site: str, rank: int = 0, process: int = 0) -> Mapping[str, Any] | None:
-        """The parameters of an operation: its op_param.json, or what the topology says."""
+        """The parameters of an operation: its op_param.json, or those of the topology."""
         for _, top in self._tops.get((rank, process), ()):
             for operation in top.walk():
                 if operation.site == site and operation.param:
@@ -368,7 +366,7 @@ class AtbRun(TreeRun):
         return self.listed_param(site, rank, process)
 
     def listed_param(self, site: str, rank: int, process: int) -> Mapping[str, Any] | None:
-        """The parameters of an operation that the topology has."""
+        """The parameters that the topology gives for an operation."""
         node = self._topology(rank, process).node(site)
         return node.param if node else None
 
@@ -383,7 +381,7 @@ class AtbRun(TreeRun):
                 if (record.key.rank, record.key.process) == (rank, process)
             )
             built = self._topology(rank, process)
-            # Nothing ran and nothing was described: there is no tree to show.
+            # Nothing ran and nothing was described, so there is no tree to show.
             if not order and next(built.nodes(), None) is None:
                 return None
             self._known[rank, process] = built.to_json(list(order))
@@ -397,11 +395,10 @@ class AtbRun(TreeRun):
         for _, top in tops:
             built.add_folders(top)
         pids = {f"{e.device}_{e.pid}" for e, _ in tops} | {e.pid for e, _ in tops}
-        # Layers first: they are numbered as the folders are, and the model's shift is
-        # fitted to them.
+        # Layers first: they are numbered like the folders, and the model's shift is fitted to them.
         for what, add in (("layer", built.add_layer), ("model", built.add_model)):
             for path in self._files(what, ".json"):
-                # Some probes put them below the process id, some below device and process id.
+                # Some probes use the process id as the folder, some the device and the process id.
                 if not pids or Path(path).parent.name in pids:
                     add(self._object(path, LARGEST_JSON))
         for _, top in tops:
@@ -413,7 +410,8 @@ class AtbRun(TreeRun):
 
     def _lines(self, what: str) -> list[OperationLine]:
         lines: list[OperationLine] = []
-        # Csv folders carry the process id alone or with the device in front, by generation.
+        # Csv folders are named by the process id, or by device and process id, depending on the
+        # generation.
         places = {
             name: place
             for place, tops in self._tops.items()
@@ -423,7 +421,7 @@ class AtbRun(TreeRun):
         for path in self._files(what, ".csv"):
             folder = Path(path).parent.name
             if not self.place.complete and folder not in places:
-                continue  # another process's, and only a part of the dump was asked for
+                continue  # another process's, when only a part of the dump was opened
             rank, process = places.get(folder, (0, 0))
             number = _NUMBER.search(path)
             text = self._readable(path, LARGEST_TABLE)
@@ -434,11 +432,11 @@ class AtbRun(TreeRun):
         return lines
 
     def _files(self, what: str, *suffixes: str) -> list[str]:
-        """Files of one kind, in every process's folder, by name; links are passed over."""
+        """Files of one kind, in every process's folder, by name; links are skipped."""
         if self._side_files is None:
             self._side_files = []
             root = self.place.root
-            # Some probes put the side files into `info`.
+            # Some probes write the side files into `info`.
             for base in (root, root / "info"):
                 for kind in ("layer", "model", *_TABLES):
                     for folder in _listed_below(base / kind, folders=True):
@@ -498,20 +496,20 @@ def _listed_below(folder: Path, *, folders: bool) -> list[str]:
 
 
 def _processes(executions: Sequence[Execution]) -> dict[tuple[int, str], tuple[int, int]]:
-    """Rank and process of each (device, pid): several processes of one device are counted."""
+    """Rank and process of each (device, pid); several processes of one device are numbered."""
     numbers: dict[tuple[int, str], tuple[int, int]] = {}
     counts: Counter[int] = Counter()
     for execution in executions:
         process = (execution.device, execution.pid)
         if process not in numbers:
-            rank = max(0, execution.device)  # the probe writes -1 when the device is not known
+            rank = max(0, execution.device)  # the probe writes -1 if the device is unknown
             numbers[process] = (rank, counts[rank])
             counts[rank] += 1
     return numbers
 
 
 def _listed(line: StatisticLine, source: str) -> TensorFile:
-    """A line of statistic.csv as the file it stands for."""
+    """A line of statistic.csv, as the file that it stands for."""
     kind = type_named(line.dtype) or ACL_TYPES[-1]
     named = TensorFile(
         "output" if line.output else "input",
@@ -522,7 +520,7 @@ def _listed(line: StatisticLine, source: str) -> TensorFile:
     )
     if line.shape is None:
         return named._replace(trouble=f"the line of {line.folders[-1]} in {source} has no shape")
-    # The table promises a file; a line without one is a loss, not a summary.
+    # The table announces a file; if it is missing, the line is a loss, not a summary.
     if line.saved:
         return named._replace(trouble="the file that statistic.csv names is not in the dump")
     header = Header(kind, 2, line.shape, statistics=line.statistics, has_data=False)
@@ -533,20 +531,20 @@ def _listed(line: StatisticLine, source: str) -> TensorFile:
 
 
 def sniff(path: Path) -> bool:
-    """Looks at the names of a few folders."""
+    """Whether a path is an ATB dump, from the names of a few folders."""
     try:
         return locate(path) is not None
     except DriftlineError:
-        return True  # several dumps: `open` says which
+        return True  # several dumps: `open` names them
     except OSError:
         return False
 
 
 def open(path: Path) -> AtbRun:
-    """The dump, or the part of it that the path points to.
+    """Open the dump, or the part of it that the path points to.
 
     Raises:
-        BadRun: There is none, or there are several.
+        BadRun: There is no dump, or there are several.
     """
     place = locate(path)
     if place is None:

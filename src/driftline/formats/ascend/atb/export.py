@@ -1,9 +1,9 @@
-"""Tensors of a run that came from an ATB dump, back into ATB's own tree of `.bin` files.
+"""Write tensors of a run that came from an ATB dump back into ATB's own tree of `.bin` files.
 
     ait_dump/tensors/{device}_{pid}/{execution}/{id}_{Operation}/…/{before|after}/{in|out}tensor{n}.bin
 
-Values are written in plain order (format ND) whatever the original had. Only tensors go there;
-topology and csv files belong to the program that knows the graph.
+Values are written in plain order (format ND) whatever the layout of the original. Only tensors are
+written; topology and csv files belong to the program that knows the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from driftline.runs.records import Record
 from driftline.runs.run import Storage
 
 _ND = 2
-# Recoded types are left out: their values would change when written back.
+# Recoded types are left out, because their values would change when written back.
 _CODES = {kind.dtype: code for code, kind in ACL_TYPES.items() if kind.dtype and not kind.recoded}
 _OPERATION = re.compile(r"\d+_\w+", re.ASCII)
 
@@ -33,10 +33,10 @@ class AtbTree:
         self._taken: set[Path] = set()
 
     def put(self, record: Record, raw: Storage) -> str:
-        """Write one tensor; returns why it cannot be written, or nothing.
+        """Write one tensor; returns why it cannot be written, or an empty text.
 
         Raises:
-            OSError: The disk refused.
+            OSError: The disk refused the write.
         """
         key = record.key
         code = _CODES.get(record.dtype)
@@ -45,7 +45,7 @@ class AtbTree:
         if key.port not in ("input", "output") or record.kept != "full":
             return "ATB keeps whole inputs and outputs only"
         names = key.site.split(".")
-        # The site becomes a path, so only names like an operation's are let through.
+        # The site becomes a path, so only names like those of operations are accepted.
         if not all(_OPERATION.fullmatch(name) for name in names) or not key.slot.isdigit():
             return "its name is no operation of an ATB dump"
         side = "intensor" if key.port == "input" else "outtensor"
@@ -53,7 +53,7 @@ class AtbTree:
         alias = f"_{safe_name(record.alias)}" if record.alias else ""
         place = self.folder.joinpath(str(key.step), *names, key.moment)
         path = place / f"{side}{key.slot}{alias}.bin"
-        # Safe names may coincide; overwriting would lose a tensor silently.
+        # Different names may become the same safe name; overwriting would lose a tensor silently.
         if path in self._taken:
             return "another tensor has its name"
         self._taken.add(path)

@@ -12,7 +12,7 @@
 
 A file may hold no data: only the description, only statistics, or the name of the file of the same
 dump in which the same tensor was saved. A header that contradicts itself or its file is `Refused`
-with the reason. Used for single files and by the reader of whole dumps.
+with the reason. This reader serves single files and whole dumps.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from driftline.runs.records import Record, TensorKey
 
 START = b"$Version="
 END = b"$End=1\n"
-# Nearly every header fits; a longer one is read again in full.
+# Nearly every header fits; a longer one is read again completely.
 USUAL_HEADER = 512
 LARGEST_HEADER = 65_536
 STATISTICS = ("max", "min", "mean", "l2norm")
-# Eighteen digits fit into 64 bits; more would only be an attack on the arithmetic.
+# Eighteen digits fit into 64 bits; more would overflow the arithmetic.
 _NUMBER = re.compile(r"-?\d{1,18}")
 _DIMS = re.compile(r"(?:\d{1,18}(?:,\d{1,18})*)?")
 _PLACE = re.compile(r"\d{1,18},\d{1,18}")
@@ -58,21 +58,21 @@ _SYSTEM = ("$Version", "$Object.Count", "$Object.Length", "$Object.data")
 
 
 class Refused(ValueError):
-    """Why a file cannot be believed: the part of the sentence after its name."""
+    """Why a file is not accepted: the part of the sentence after its name."""
 
 
 class Header(NamedTuple):
-    """What a header says, checked against the length of its file.
+    """The content of a header, checked against the length of its file.
 
     Attributes:
         kind: Element type.
         layout: aclFormat code.
         dims: Sizes as stored.
-        start: Where the data begin in the file.
-        length: How many bytes of data there are; 0 with `kept` other than full.
-        statistics: max, min, mean and l2norm as written, where they were.
+        start: Offset of the data in the file.
+        length: Number of bytes of data; 0 if the file holds no values.
+        statistics: max, min, mean and l2norm as written, if present.
         points_to: The file that holds the data instead: `{operation id}_{file name}`.
-        has_data: The file holds the values.
+        has_data: Whether the file holds the values.
     """
 
     kind: ElementType
@@ -86,14 +86,14 @@ class Header(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In ordinary order; of tiles whose true size nobody wrote down, with their padding."""
+        """The shape in ordinary order. Tiles whose true size is unknown keep their padding."""
         if self.layout in NZ_FORMATS:
             return nz_shape(self.dims) or self.dims
         return self.dims
 
     @property
     def remark(self) -> str:
-        """What a reader of the values should know: a type or an order that is not the file's."""
+        """A remark for readers of the values: a type or an order that differs from the file's."""
         kind = self.kind
         if kind.recoded:
             return f"{kind.name} is given as {kind.dtype}, which holds its values exactly"
@@ -104,14 +104,14 @@ class Header(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why values that are there cannot be given; empty if they can."""
+        """Why existing values cannot be returned; empty if they can."""
         if self.kind.dtype:
             return ""
         return f"elements of the type {self.kind.name} are no numbers that can be compared"
 
 
 def open_file(path: Path | str) -> int:
-    """Opens a file for reading; what would block, a pipe say, is opened too and found out later."""
+    """Open a file for reading, without blocking on a pipe; `header_of` checks what it is."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -119,7 +119,7 @@ def header_of(file: int) -> Header:
     """The header of an open file, checked against its length.
 
     Raises:
-        Refused: It cannot be believed.
+        Refused: The header is not valid.
     """
     about = os.fstat(file)
     if not stat.S_ISREG(about.st_mode):
@@ -135,13 +135,13 @@ def header_of(file: int) -> Header:
     header = _parsed(head[:end])
     start = end + len(END)
     available = total - start
-    # Both directions are checked: a file that is too long makes every offset doubtful.
+    # Both directions are checked, because a file that is too long makes every offset doubtful.
     if available < header.start + header.length:
         raise Refused(
             f"is cut short: {header.length} bytes of data are promised, and {available} are there"
         )
     if available > header.start + header.length:
-        # The probe appends when a dump is repeated into the same folder; say so by name.
+        # The probe appends when a dump is repeated in the same folder; the message names this case.
         rest = os.pread(file, len(START), start + header.start + header.length)
         raise Refused(
             "was written twice: a second record follows the first, as a dump appends to a file "
@@ -161,15 +161,15 @@ def _refuse_without_end(head: bytes, total: int) -> None:
 
 
 def _header_values(text: bytes) -> dict[str, str]:
-    """The lines of a header by name.
+    """The lines of a header, by name.
 
     Raises:
-        Refused: A line is malformed, repeated or unknown, or the version is.
+        Refused: A line is malformed, repeated or unknown, or the version is not supported.
     """
     values: dict[str, str] = {}
     for line in text.decode("latin-1").split("\n")[:-1]:
         name, sign, value = line.partition("=")
-        # Strict on purpose: a line that is not understood may change what the rest means.
+        # Strict on purpose: a line that is not understood may change the meaning of the others.
         if not sign or "=" in value or not name:
             raise Refused(f"has a header line that is no name=value: {line[:60]!r}")
         if name in values:
@@ -184,7 +184,10 @@ def _header_values(text: bytes) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: bytes) -> Header:
-    """Lines → header; `start` is the offset inside the data. Dumps repeat headers thousandfold."""
+    """Parse the lines; `start` is the offset inside the data.
+
+    Cached, because dumps repeat headers.
+    """
     if not text.startswith(START):
         raise Refused("does not begin as an ATB tensor file does, with $Version")
     values = _header_values(text)
@@ -202,7 +205,7 @@ def _parsed(text: bytes) -> Header:
         if not _PLACE.fullmatch(place):
             raise Refused(f"does not say where its data are: $Object.data is {place[:40]!r}")
         offset, size = (int(part) for part in place.split(","))
-        # One object fills the data; an offset would leave bytes unexplained.
+        # One object fills the data; with an offset, some bytes would be unexplained.
         if offset + size != length or offset:
             raise Refused(f"contradicts itself: {length} bytes of data in all, object at {place}")
         needed = ACL_TYPES[code].byte_count(math.prod(dims))
@@ -256,8 +259,8 @@ _WORTH_MAPPING = 16_384
 
 
 def sniff(path: Path) -> bool:
-    """The first line, or the name of a tensor file of a dump."""
-    # An empty or damaged file of a dump belongs here too: its reader gives the reason.
+    """Whether a file has the first line, or the name, of a tensor file of a dump."""
+    # An empty or damaged file of a dump is accepted here, so that its reader gives the reason.
     if FILE_NAME.fullmatch(path.name):
         return True
     with path.open("rb") as stream:
@@ -266,10 +269,10 @@ def sniff(path: Path) -> bool:
 
 
 def members(path: Path) -> list[Member]:
-    """The file's one tensor.
+    """The single tensor of the file.
 
     Raises:
-        BadFile: The header or the length of the file cannot be believed.
+        BadFile: The header or the length of the file is not valid.
     """
     header = read_header(path)
     record = leaf_of(TensorKey.of("tensor", "output"), header, path, path.name).record
@@ -288,10 +291,10 @@ def members(path: Path) -> list[Member]:
 
 
 def open(path: Path) -> TreeRun:
-    """The file as a run of one tensor.
+    """Open the file as a run of one tensor.
 
     Raises:
-        BadFile: The header or the length of the file cannot be believed.
+        BadFile: The header or the length of the file is not valid.
     """
     header = read_header(path)
     key = TensorKey.of("tensor", "output")
@@ -318,14 +321,14 @@ def leaf_of(
     alias: str = "",
     class_name: str = "",
 ) -> Leaf:
-    """A tensor of a dump, from the header of the file that holds its values or says it has none."""
+    """A tensor of a dump, from the header of the file that has its values or says it has none."""
     kind = header.kind
     trouble = header.trouble
     kept: Any = "full"
     summary = None
-    # A tensor of no elements is complete without data.
+    # A tensor without elements is complete without data.
     if not trouble and not header.has_data and 0 not in header.dims:
-        # Values saved elsewhere are found only if the file still is in its dump.
+        # Values saved elsewhere can be found only if the file still is in its dump.
         if header.points_to:
             trouble = _why_no_values(header)
         else:
@@ -348,7 +351,7 @@ def leaf_of(
 
 
 def summary_of(statistics: tuple[tuple[str, str], ...], count: int) -> Summary | None:
-    """The four numbers a dump may keep of a tensor; what it does not know is NaN."""
+    """The four numbers that a dump may store about a tensor; unknown ones are NaN."""
     if not statistics:
         return None
     figures = {name: _figure(text) for name, text in statistics}
@@ -375,7 +378,7 @@ def read_header(path: Path) -> Header:
     """The checked header of a file.
 
     Raises:
-        BadFile: It cannot be believed.
+        BadFile: The header is not valid.
     """
     try:
         file = open_file(path)
@@ -393,7 +396,7 @@ def fetch(path: Path | str, header: Header) -> AnyArray:
     """The values as a flat array of the storage type; a view of the mapped file for plain orders.
 
     Raises:
-        BadFile: The file is no longer what it was when its header was read.
+        BadFile: The file has changed since its header was read.
     """
     kind = header.kind
     elements = math.prod(header.dims)
@@ -402,7 +405,7 @@ def fetch(path: Path | str, header: Header) -> AnyArray:
     values: AnyArray = recode(raw, kind, elements) if kind.recoded else raw.view(storage)
     if header.layout not in NZ_FORMATS or nz_shape(header.dims) is None or not elements:
         return values
-    # Tiles of four-bit values cannot be moved as bytes: unpack, move, pack again.
+    # Tiles of four-bit values cannot be moved as bytes: unpack, move, and pack again.
     if DTYPES[kind.dtype].bits == 4:
         codes = nz_to_nd(unpack_nibbles(values.view(np.uint8), elements), header.dims).reshape(-1)
         codes = np.append(codes, np.zeros(elements % 2, np.uint8))
@@ -416,7 +419,7 @@ def _bytes(path: Path | str, header: Header) -> np.ndarray[Any, np.dtype[np.uint
     except OSError as trouble:
         raise BadFile(f"{path} cannot be read: {reason_of(trouble)}") from None
     try:
-        # Values of a file that shrank would be read with the old shape. A pipe has no size.
+        # If the file shrank, its values would be read with the old shape. A pipe has no size.
         if os.fstat(file).st_size != header.start + header.length:
             raise BadFile(f"{path} has changed since it was opened")
         if header.length < _WORTH_MAPPING:

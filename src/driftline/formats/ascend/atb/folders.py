@@ -1,10 +1,10 @@
-"""Folders of an ATB dump: where a path points, and which operations and files an execution left.
+"""Folders of an ATB dump: what a path points to, and the operations and files of an execution.
 
     [{output}/][ait_dump*|msit_dump*|atb_dump_data/]{tensors|data}/{device}_{pid}/{exec}/…
 
-Older probes wrote `tensors/thread_{pid}/{token}` or `tensors/{pid}/{pid}_{n}`, without a folder of
-their own around it. `locate` accepts any level and looks at names only, and into few folders;
-`Walk` then reads the folders of one execution and the headers of its tensor files.
+Older probes wrote `tensors/thread_{pid}/{token}` or `tensors/{pid}/{pid}_{n}`, without an enclosing
+folder of their own. `locate` accepts any level and looks only at names, in few folders. `Walk` then
+reads the folders of one execution and the headers of its tensor files.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _DEVICE_PID = re.compile(r"(-?\d{1,4})_(\d{1,12})")
 _OLD_PID = re.compile(r"(?:thread_)?(\d{1,12})")
 _EXECUTION = re.compile(r"(?:\d{1,12}_)?(\d{1,9})")
 _OPERATION = re.compile(r"\d{1,9}_.+")
-_LOOKS = 4000
-"""Entries looked at before a folder counts as one without tensors."""
-_TRIED = 20
-"""Executions of a process that are looked into for a tensor."""
+_MOST_ENTRIES = 4000
+"""Number of entries that are checked before a folder counts as one without tensors."""
+_MOST_EXECUTIONS = 20
+"""Number of executions of a process that are checked for a tensor."""
 _DEEPEST = 40
 
 
@@ -46,11 +46,11 @@ class Execution(NamedTuple):
     """The folder of one execution.
 
     Attributes:
-        device: Device number; 0 where the dump does not say.
+        device: Device number; 0 if the dump does not give it.
         pid: Process id, as text.
-        number: The execution counter, or token number, that names it.
-        folder: Where it is.
-        only: Names of folders inside that lead to the one operation that was asked for.
+        number: The execution counter, or token number, that names the folder.
+        folder: Path of the folder.
+        only: Names of inner folders that lead to the single operation that was requested.
     """
 
     device: int
@@ -64,10 +64,10 @@ class Place(NamedTuple):
     """A dump, or the part of one that a path points to.
 
     Attributes:
-        root: The dump's own folder; nothing outside it is read.
-        generation: Which probe wrote it, as docs/formats.md counts them.
-        executions: By device, process and number.
-        complete: The whole dump was asked for, not a part of it.
+        root: Folder of the dump; nothing outside it is read.
+        generation: Generation of the probe that wrote it, as numbered in docs/formats.md.
+        executions: Executions, by device, process and number.
+        complete: Whether the whole dump was requested, rather than a part of it.
     """
 
     root: Path
@@ -77,13 +77,14 @@ class Place(NamedTuple):
 
 
 def locate(path: Path) -> Place | None:
-    """What a path points to; None when it is no ATB dump.
+    """What a path points to; None if it is not an ATB dump.
 
     Raises:
-        BadRun: It holds several dumps.
+        BadRun: The path contains several dumps.
     """
     real = path.resolve()
-    # A dump inside wins over the folder itself: `-o out` is the usual thing to type.
+    # A dump inside the folder is preferred to the folder itself, because users usually type `-o
+    # out`.
     inside = [name for name in folders_in(real) if name.startswith(ROOTS) and _is_root(real / name)]
     refuse_several(path, inside)
     if inside:
@@ -109,20 +110,20 @@ def _part(real: Path) -> Place | None:
     """A process, an execution, or something inside one."""
     if (process := _process(real)) is not None and _any_tensors(_executions(*process, real)):
         return _part_of_dump(real, list(_executions(*process, real)))
-    # Upwards from what was typed, until a folder is named like an execution of a process.
+    # Go up from the given path until a folder is named like an execution of a process.
     for depth, folder in enumerate((real, *real.parents)):
         if depth > _DEEPEST:
             break
         process = _process(folder.parent)
         match = _EXECUTION.fullmatch(folder.name)
         if process is not None and match and _has_tensors(real):
-            # The path inside the execution picks one operation; `before`/`after` are no
+            # The path inside the execution selects one operation; `before`/`after` are not
             # operations.
             only = real.relative_to(folder).parts
             if only and only[-1] in ("before", "after"):
                 only = only[:-1]
             return _part_of_dump(folder.parent, [Execution(*process, int(match[1]), folder, only)])
-    # An execution that was copied out of its dump still has operations inside.
+    # An execution that was copied out of its dump still contains operations.
     if any(_is_operation(real / name) for name in folders_in(real) if _OPERATION.fullmatch(name)):
         match = _EXECUTION.fullmatch(real.name)
         number = int(match[1]) if match else 0
@@ -155,19 +156,19 @@ def _generation(root: Path) -> str:
 
 
 def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
-    """Torch dumps of the same tool that are in what was opened, relative to it."""
+    """Torch dumps of the same tool inside the opened folder, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
-        # Only mentioned to the user: another format reads it.
+        # Only mentioned to the user, because another format reads them.
         if (not name or name.startswith(ROOTS)) and (opened / name / "torch_tensors").is_dir():
             yield f"{name}/torch_tensors".lstrip("/")
 
 
 def _is_root(folder: Path) -> bool:
-    """Has tensors of processes, or is called like a dump and has what a dump may have besides."""
+    """Whether a folder has tensors of processes, or a dump's name and one of its side folders."""
     names = set(folders_in(folder))
     if any(_holds_tensors(folder / name) for name in TENSORS if name in names):
         return True
-    # Torch dumps are called the same; topology beside one of those does not make it ATB's.
+    # Torch dumps have the same name; a topology next to one of those does not make it an ATB dump.
     return (
         folder.name.startswith(ROOTS)
         and "torch_tensors" not in names
@@ -180,7 +181,7 @@ def _holds_tensors(tensors: Path) -> bool:
 
 
 def _any_tensors(executions: Iterator[Execution]) -> bool:
-    return any(_has_tensors(execution.folder) for execution in islice(executions, _TRIED))
+    return any(_has_tensors(execution.folder) for execution in islice(executions, _MOST_EXECUTIONS))
 
 
 def _processes(tensors: Path) -> list[tuple[int, str, Path]]:
@@ -216,9 +217,9 @@ def _is_operation(folder: Path) -> bool:
 
 
 def _has_tensors(folder: Path) -> bool:
-    """Whether there is a tensor file, or a list of tensors, in some folder below."""
-    # Looks at a bounded number of entries: a home folder must not be searched whole.
-    left = _LOOKS
+    """Whether a folder below contains a tensor file or a list of tensors."""
+    # The number of entries is limited, so that a home folder is not searched completely.
+    left = _MOST_ENTRIES
     waiting = [folder]
     while waiting and left > 0:
         try:
@@ -246,17 +247,17 @@ _MOMENTS: tuple[Moment, ...] = ("before", "after")
 
 
 class TensorFile(NamedTuple):
-    """One tensor file, or one line of statistic.csv that stands for one.
+    """One tensor file, or one line of statistic.csv that stands for a file.
 
     Attributes:
         port: input or output.
         slot: Number of the tensor.
-        alias: Name of the parameter, where the file's name has it.
-        moment: Taken before or after the execution.
-        source: Path below the dump's root; what a person should look at.
-        path: Where to read; empty when there is no such file.
-        header: What it says; None when it cannot be believed.
-        trouble: Why it cannot.
+        alias: Name of the parameter, if the file's name has it.
+        moment: Whether it was saved before or after the execution.
+        source: Path below the dump's root, for messages.
+        path: Path for reading; empty if there is no such file.
+        header: Content of the header; None if it is not valid.
+        trouble: Why the tensor has no values; empty if it has.
     """
 
     port: Port
@@ -273,13 +274,13 @@ class OperationFolder:
     """An operation or a kernel of one execution.
 
     Attributes:
-        name: Of the folder: `1_Decoder_layer`.
-        kind: Its type: the name without the number.
+        name: Name of the folder: `1_Decoder_layer`.
+        kind: Type: the name without the number.
         site: Names from the outermost operation inwards, joined by `.`.
-        ids: The numbers of those names joined by `_`: what filters and csv files call it.
-        files: Its tensors.
+        ids: The numbers of those names, joined by `_`, as used by filters and csv files.
+        files: Tensors of the operation.
         children: Operations and kernels inside, by name.
-        param: Path of its op_param.json; empty without one.
+        param: Path of its op_param.json; empty if there is none.
     """
 
     __slots__ = ("children", "files", "ids", "kind", "name", "param", "site")
@@ -295,7 +296,7 @@ class OperationFolder:
         self.param = ""
 
     def child(self, name: str) -> OperationFolder:
-        """The child of this name; made if there is none yet."""
+        """The child with this name; created if it does not exist."""
         name = shown(name)
         operation = self.children.get(name)
         if operation is None:
@@ -303,14 +304,14 @@ class OperationFolder:
         return operation
 
     def walk(self) -> Iterator[OperationFolder]:
-        """This and everything inside, parents first, children by number."""
+        """This operation and all operations inside it, parents first, children by number."""
         yield self
         # Operations are numbered in the order in which they run.
         for child in sorted(self.children.values(), key=_by_number):
             yield from child.walk()
 
     def in_order(self) -> Iterator[tuple[OperationFolder, TensorFile]]:
-        """Every tensor as execution meets it: what goes in, what happens inside, what comes out."""
+        """Every tensor in execution order: inputs, the operations inside, outputs."""
         early: list[TensorFile] = []
         late: list[TensorFile] = []
         for file in self.files:
@@ -326,7 +327,7 @@ class OperationFolder:
 
 
 def shown(name: str) -> str:
-    """A name that a terminal can print: a stranger's folder may be called anything."""
+    """A name that a terminal can print, because a folder may have any name."""
     # Control characters in a name could rewrite the terminal's screen.
     if name.isprintable():
         return name
@@ -358,14 +359,14 @@ def _by_port(file: TensorFile) -> tuple[bool, int]:
 
 
 class Walk:
-    """Reads the folders of a dump; remembers what it did not understand.
+    """Reads the folders of a dump, and records what it does not understand.
 
     Attributes:
-        root: The dump's folder, links resolved; nothing outside is read.
-        losses: Places below it that could not be looked into, with the reason.
-        unknown_files: Files that are none of a dump's.
+        root: The dump's folder, with links resolved; nothing outside it is read.
+        losses: Paths below it that could not be read, with the reason.
+        unknown_files: Files that do not belong to a dump.
         tilings: Files of tiling data.
-        statistics: statistic.csv files met.
+        statistics: statistic.csv files, with their operations.
     """
 
     def __init__(self, root: Path) -> None:
@@ -377,28 +378,28 @@ class Walk:
         self.statistics: list[tuple[OperationFolder, str]] = []
 
     def execution(self, folder: Path, only: tuple[str, ...] = ()) -> OperationFolder:
-        """The operations of one execution under a nameless top.
+        """The operations of one execution, under a nameless top operation.
 
         Args:
-            folder: The execution's.
-            only: Names of folders that lead to the one operation wanted.
+            folder: Folder of the execution.
+            only: Names of folders that lead to the single requested operation.
         """
         top = OperationFolder("")
         inner = top
         for name in only:
             inner = inner.child(name)
             folder = folder / name
-        self._enter(str(folder), inner, None, 0)
+        self._walk(str(folder), inner, None, 0)
         return top
 
     def below(self, path: str) -> str:
-        """A path as a person should see it: relative to the dump."""
+        """A path for messages: relative to the dump."""
         return shown(path[len(self._root) + 1 :] if path.startswith(self._root + "/") else path)
 
-    def _enter(
+    def _walk(
         self, folder: str, operation: OperationFolder, moment: Moment | None, depth: int
     ) -> None:
-        # Deeper nesting than a model has is damage or an attack; it is reported as a loss.
+        # Deeper nesting than in any model means damage or an attack; it is reported as a loss.
         if depth > DEEPEST:
             self.losses.append((self.below(folder), f"deeper than {DEEPEST} folders"))
             return
@@ -412,20 +413,19 @@ class Walk:
                     elif match := FILE_NAME.fullmatch(name):
                         operation.files.append(self._tensor(match, entry, moment))
                     else:
-                        self._other(operation, entry)
+                        self._add_entry(operation, entry)
         except OSError as trouble:
             self.losses.append((self.below(folder), f"cannot be listed: {reason_of(trouble)}"))
         for name, path in inside:
-            # `before/before` would be an operation of that name; only the first level
-            # is a moment.
+            # `before/before` would be an operation of that name; only the first level is a moment.
             if name in _MOMENTS and moment is None:
-                self._enter(path, operation, "before" if name == "before" else "after", depth + 1)
+                self._walk(path, operation, "before" if name == "before" else "after", depth + 1)
             elif match := FILE_NAME.fullmatch(name):
-                operation.files.append(_unread(match, moment, self.below(path), "is a folder"))
+                operation.files.append(_unreadable(match, moment, self.below(path), "is a folder"))
             else:
-                self._enter(path, operation.child(name), None, depth + 1)
+                self._walk(path, operation.child(name), None, depth + 1)
 
-    def _other(self, operation: OperationFolder, entry: os.DirEntry[str]) -> None:
+    def _add_entry(self, operation: OperationFolder, entry: os.DirEntry[str]) -> None:
         name = entry.name
         if entry.is_symlink():
             self.losses.append((self.below(entry.path), "is a link; not followed"))
@@ -447,7 +447,7 @@ class Walk:
             real = os.path.realpath(path)
             # A link out of the dump could show any file of this machine as a tensor.
             if not real.startswith(self._root + "/"):
-                return _unread(match, moment, source, "is a link that leads out of the dump")
+                return _unreadable(match, moment, source, "is a link that leads out of the dump")
             path = real
         try:
             file = open_file(path)
@@ -456,19 +456,19 @@ class Walk:
             finally:
                 os.close(file)
         except Refused as why:
-            return _unread(match, moment, source, str(why))
+            return _unreadable(match, moment, source, str(why))
         except OSError as trouble:
-            return _unread(match, moment, source, f"cannot be read: {reason_of(trouble)}")
+            return _unreadable(match, moment, source, f"cannot be read: {reason_of(trouble)}")
         return _named(match, moment, source)._replace(path=path, header=header)
 
 
 def _named(match: re.Match[str], moment: Moment | None, source: str) -> TensorFile:
     side, number, parameter = match.groups()
     port: Port = "input" if side == "in" else "output"
-    # Files that are in no `before` or `after` folder: inputs are taken early, outputs late.
+    # Files outside of `before` and `after` folders: inputs are saved before, outputs after.
     usual: Moment = "before" if side == "in" else "after"
     return TensorFile(port, str(int(number)), parameter or "", moment or usual, source)
 
 
-def _unread(match: re.Match[str], moment: Moment | None, source: str, why: str) -> TensorFile:
+def _unreadable(match: re.Match[str], moment: Moment | None, source: str, why: str) -> TensorFile:
     return _named(match, moment, source)._replace(trouble=f"the file {why}")

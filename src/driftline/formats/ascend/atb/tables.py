@@ -1,7 +1,8 @@
-"""The tables of an ATB dump: operations, kernels, statistics, and what the host spent its time on.
+"""The tables of an ATB dump: operations, kernels, statistics, and times on the host.
 
-Text → rows, tolerant of the known faults of the programs that wrote it: a row that makes no sense
-is left out, a `|` inside a parameter is put back. Knows no folders.
+Functions convert text to rows and tolerate the known faults of the programs that wrote it: an
+invalid row is left out, and a parameter with a `|` inside is put together again. This file does not
+know folders.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from driftline.formats.ascend.atb.folders import shown
 from driftline.formats.ascend.types import type_named
 from driftline.formats.dump_run import DumpTable
 
-# Columns of the operation and kernel csv, and the one that holds the parameters as JSON.
+# Number of columns of the operation and kernel csv, and the column with the parameters as JSON.
 _COLUMNS = 21
 _PARAM = 3
 _NAME = re.compile(r"(.+?)((?:_\d{1,9})+)")
@@ -42,17 +43,17 @@ class OperationLine(NamedTuple):
 
     Attributes:
         execution: Number of the execution, from the file's name.
-        name: As the line has it: `LinearOperation_1_1`; of a kernel without ids.
+        name: Name in the line: `LinearOperation_1_1`; a kernel's name has no ids.
         kind: The type alone.
-        ids: Operation id: what finds its folder. Of a kernel, that of the operation it belongs to.
-        param: Its parameters; empty where they are no JSON, as for kernels.
-        inputs: What goes in.
-        outputs: What comes out.
-        files: Paths as written. Not to be trusted: they name folders of another machine, and often
+        ids: Operation id, which identifies the folder. For a kernel, the id of its operation.
+        param: Parameters; empty if they are not JSON, as for kernels.
+        inputs: Input tensors.
+        outputs: Output tensors.
+        files: Paths as written. Do not use them: they name folders of another machine, and often
             the wrong moment.
-        rank: Of the process whose folder the file is in.
-        process: Likewise.
-        damaged: The parameters are no JSON object.
+        rank: Rank of the process whose folder contains the file.
+        process: Number of that process.
+        damaged: Whether the parameters are no JSON object.
     """
 
     execution: int
@@ -73,8 +74,8 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
     operations: list[OperationLine] = []
     for line in text.split("\n"):
         cells = line.rstrip("\r").split("|")
-        # The writer does not quote: a `|` inside the parameters makes extra cells, which
-        # are joined again.
+        # The writer does not quote: a `|` inside the parameters makes extra cells, which are joined
+        # again.
         surplus = len(cells) - _COLUMNS
         if surplus < 0 or cells[0] == "CaseNum":
             continue
@@ -82,7 +83,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
         name = cells[2]
         files = tuple(filter(None, (*cells[14].split(";"), *cells[15].split(";"))))
         match = _NAME.fullmatch(name)
-        # Kernels have no id in their name; the folders of their files have it.
+        # Kernels have no id in their name, but the folders of their files have it.
         kind, ids = (match[1], match[2][1:]) if match else (name, _ids_of_path(files))
         operations.append(
             OperationLine(
@@ -101,7 +102,7 @@ def read_operations(text: str, execution: int) -> list[OperationLine]:
 
 
 def _ids_of_path(files: Sequence[str]) -> str:
-    """Operation id from the folders of a path: all that a kernel's line has."""
+    """Operation id from the folders of a path, which is all that a kernel's line has."""
     for path in files:
         if match := _PROCESS.search(path):
             return "_".join(_FOLDER.findall(path, match.end()))
@@ -109,7 +110,7 @@ def _ids_of_path(files: Sequence[str]) -> str:
 
 
 def _described(cells: Sequence[str]) -> tuple[Described, ...]:
-    # A single scalar has a type and no extents: its last cell is empty.
+    # A single scalar has a type and no sizes: its last cell is empty.
     columns = [cell.split(";") if cells[0].strip() else [] for cell in cells]
     tensors: list[Described] = []
     for dtype, layout, sizes in zip(*columns, strict=False):
@@ -129,7 +130,7 @@ def _object(text: str) -> Mapping[str, Any]:
 
 
 def _is_damaged(text: str) -> bool:
-    """Whether text that should be parameters is none; a kernel's printed struct is none either."""
+    """Whether text of parameters is not a JSON object; true for a kernel's printed struct."""
     return bool(text.strip()) and not _object(text) and text.strip() != "{}"
 
 
@@ -138,12 +139,12 @@ class StatisticLine(NamedTuple):
 
     Attributes:
         folders: Names of the operation's folders, from the outermost inwards.
-        output: Comes out rather than goes in.
+        output: Whether it is an output rather than an input.
         slot: Number of the tensor.
-        dtype: As the file calls it.
-        shape: Sizes as stored; None when it cannot be read.
-        statistics: max, min, mean and l2norm as written; empty when there are none.
-        saved: The path says that the values were saved.
+        dtype: Type as written in the file.
+        shape: Sizes as stored; None if they cannot be read.
+        statistics: max, min, mean and l2norm as written; empty if there are none.
+        saved: Whether the path says that the values were saved.
     """
 
     folders: tuple[str, ...]
@@ -162,13 +163,12 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
             folders = tuple((row.get("Op Name") or "").split("/"))
             slot = (row.get("Index") or "").strip()
             side = (row.get("Input/Output") or "").strip().lower()
-            # Names become folders of the run; an empty one or a strange index is a
-            # damaged line.
+            # Names become folders of the run; an empty name or an invalid index means a damaged
+            # line.
             if not all(folders) or not _SIZE.fullmatch(slot) or side[:2] not in ("in", "ou"):
                 continue
             sizes = (row.get("Shape") or "").strip()
-            # `2x3`, or nothing for a scalar; a shape that cannot be read is not
-            # guessed.
+            # `2x3`, or nothing for a scalar. A shape that cannot be read is not guessed.
             readable = re.fullmatch(r"(\d{1,18}(x\d{1,18})*)?", sizes) is not None
             figures = [
                 (name, (row.get(column) or "N/A").strip())
@@ -188,20 +188,20 @@ def read_statistics(text: str) -> Iterator[StatisticLine]:
                 tuple(figures) if any(text != "N/A" for _, text in figures) else (),
                 (row.get("Tensor Path") or "N/A").strip() != "N/A",
             )
-    # The lines before the damage were given already.
+    # The lines before the damage have been yielded already.
     except csv.Error:
         return
 
 
 def profiles_in(files: Sequence[str]) -> list[str]:
-    """Files of times; of a text and a table that say the same, the text."""
+    """Files of times; if a text and a table have the same content, only the text."""
     # Later probes write both; showing a table twice would double every time.
     texts = {path.removesuffix(".txt") for path in files if path.endswith(".txt")}
     return [p for p in files if p.endswith(".txt") or p.removesuffix(".csv") not in texts]
 
 
 def read_profile(text: str, title: str) -> DumpTable:
-    """What the host spent its time on, in µs: raw text, text in blocks, or csv."""
+    """Times on the host, in µs, from raw text, text in blocks, or csv."""
     rows: dict[str, dict[str, str]] = {}
     if text.lstrip().startswith("opname"):
         with contextlib.suppress(csv.Error):  # the lines before the damage are shown
@@ -215,8 +215,7 @@ def read_profile(text: str, title: str) -> DumpTable:
         for line in text.split("\n"):
             if match := _LINE.fullmatch(line.rstrip()):
                 figures = _figures(match[2])
-                # The raw text does not name the part; only execution has kernel
-                # times.
+                # The raw text does not name the part; only execution has kernel times.
                 part = "execute" if "kernelExecuteTime" in figures else "setup"
                 _set(rows, match[1], part, figures)
             elif match := _PART.fullmatch(line.strip()):
@@ -232,7 +231,7 @@ def read_profile(text: str, title: str) -> DumpTable:
 
 
 def _set(rows: dict[str, dict[str, str]], name: str, part: str, figures: dict[str, str]) -> None:
-    """The last line of each kind counts."""
+    """Set the figures of a part; the last line of each kind counts."""
     if not name:
         return
     kept = {key: value for key, value in rows.get(name, {}).items() if not key.startswith(part)}
@@ -252,7 +251,7 @@ def _number(text: str) -> float | int | str | None:
     if not text:
         return None
     try:
-        # Whole numbers stay whole, so that a count does not print as 3.0.
+        # Integers stay integers, so that a count does not print as 3.0.
         return int(text) if re.fullmatch(r"-?\d{1,18}", text) else float(text)
     except ValueError:
         return text

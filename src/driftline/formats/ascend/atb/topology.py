@@ -1,9 +1,10 @@
-"""Topology files and folder names of an ATB dump → one module tree with parameters and edges.
+"""Combine topology files and folder names of an ATB dump into a module tree with parameters and
+edges.
 
-Folders say which operations ran and what their sites are; `layer/*.json` and `model/*.json` add the
-operations that left no tensor, the parameters, and who feeds whom. Numbers in a model file follow
-the model's own count, which one extra operation shifts against the folders; the shift is found by
-types. Knows values, no files.
+Folders give the operations that ran, and their sites; `layer/*.json` and `model/*.json` add
+operations that left no tensor, parameters, and edges. A model file numbers operations by the
+model's own count, which an extra operation shifts against the folders; the shift is found by
+comparing types. This file knows values, but no files.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from driftline.runs.sinks import JSON
 
 ROOT = "(root)"
 _DEEPEST = 64
-# Small shifts first, so that equal fits prefer the smaller one.
+# Small shifts first, so that the smaller one is chosen among equal fits.
 _SHIFTS = (0, 1, -1, 2, -2, 3, -3, 4, -4)
 
 Object = Mapping[str, Any]
 Edge = tuple[str, str, str, str]
-"""Site and output slot of the maker, site and input slot of the taker."""
+"""Site and output slot of the maker, site and input slot of the reader."""
 
 
 class Node:
@@ -64,7 +65,7 @@ class Topology:
         self._sites: dict[str, Node] = {}
 
     def add_folders(self, top: OperationFolder) -> None:
-        """The operations of one execution, as their folders are nested."""
+        """Add the operations of one execution, nested like their folders."""
         self._add_folders(top, self._top)
 
     def _add_folders(self, folder: OperationFolder, node: Node) -> None:
@@ -81,7 +82,7 @@ class Topology:
         return node
 
     def add_layer(self, content: Object) -> None:
-        """A layer file: one outermost operation, numbered as its folder is."""
+        """Add a layer file: one outermost operation, numbered like its folder."""
         kind = _text(content.get("opType"))
         number = _last_number(_text(content.get("opName")), kind)
         if kind and number is not None:
@@ -89,7 +90,7 @@ class Topology:
             self._wire([content], [f"{number}_{kind}"], {})
 
     def add_model(self, content: Object) -> None:
-        """A model file: the outermost operations in the model's own order."""
+        """Add a model file: the outermost operations in the model's own order."""
         name = _text(content.get("modelName"))
         nodes = [node for node in _objects(content.get("nodes")) if _text(node.get("opType"))]
         # An operation without a number cannot be matched to a folder and is left out.
@@ -101,7 +102,7 @@ class Topology:
                 f"{c + shift}_{_text(n['opType'])}" in self._top.children for c, n in counted
             )
 
-        # The shift under which most operations meet a folder of the same type and number.
+        # The shift for which most operations have a folder of the same type and number.
         shift = max(_SHIFTS, key=fits) if counted else 0
         names = [f"{number + shift}_{_text(node['opType'])}" for number, node in counted]
         for folder, (_, node) in zip(names, counted, strict=True):
@@ -113,18 +114,18 @@ class Topology:
         site = name if above is self._top else f"{above.site}.{name}"
         node = self._child(above, name, site)
         param = content.get("param")
-        # The first file wins, and layer files are read before model files.
+        # The first file counts, and layer files are read before model files.
         if isinstance(param, dict) and node.param is None:
             node.param = cast("Object", param)
         node.inputs = tuple(_texts(content.get("inTensors")))
         node.outputs = tuple(_texts(content.get("outTensors")))
-        # The file is not trusted: recursion needs a bound.
+        # Recursion is limited, because the file is not trusted.
         if depth < _DEEPEST:
             for index, inner in enumerate(_objects(content.get("nodes"))):
                 self._add(node, inner, _name_of(inner, index), depth + 1)
 
     def _wire(self, nodes: Sequence[Object], names: Sequence[str], made: dict[str, Edge]) -> None:
-        """Edges between operations of one container, and between leaves wherever they are."""
+        """Add edges between operations of one container, and between leaves anywhere."""
         for edge in _edges(nodes, names, "", made, 0):
             self._edges[edge] = None
 
@@ -135,11 +136,11 @@ class Topology:
         yield from self._sites.values()
 
     def to_json(self, order: Sequence[str]) -> dict[str, JSON]:
-        """In the form of `topology.json`, with `param`, tensor names and `edges` added."""
+        """The content of `topology.json`, with `param`, tensor names and `edges` added."""
         rest = dict(self._top.children)
         roots: list[dict[str, JSON]] = []
         for model, names in sorted(self._models.items(), key=_by_first):
-            # One model is the root itself; of several, each keeps its own name.
+            # A single model is the root; of several models, each keeps its own name.
             alone = len(self._models) == 1
             root = Node(ROOT if alone else model, model, "")
             members = list(rest) if alone else names
@@ -162,8 +163,8 @@ def _edges(
         site = f"{above}.{name}" if above else name
         inner = _objects(node.get("nodes"))
         for slot, tensor in enumerate(_texts(node.get("inTensors"))):
-            # A container takes from its neighbours; a leaf may take from a leaf in
-            # another container.
+            # A container reads from its neighbours; a leaf may also read from a leaf in another
+            # container.
             makers = (siblings, leaves) if not inner else (siblings,)
             for maker in makers:
                 if tensor in maker:
@@ -172,8 +173,8 @@ def _edges(
             inside = [_name_of(child, index) for index, child in enumerate(inner)]
             yield from _edges(inner, inside, site, leaves, depth + 1)
         for slot, tensor in enumerate(_texts(node.get("outTensors"))):
-            # Written after the inputs were read: an operation that overwrites its input
-            # does not feed itself.
+            # Set after the inputs are read: an operation that overwrites its input does not feed
+            # itself.
             siblings[tensor] = (site, str(slot), "", "")
             if not inner:
                 leaves[tensor] = siblings[tensor]
@@ -186,7 +187,7 @@ def _name_of(node: Object, index: int) -> str:
 
 
 def _last_number(name: str, kind: str) -> int | None:
-    """The last id in an operation's name: 3 of `RmsNormOperation_1_3`."""
+    """The last id in an operation's name: 3 in `RmsNormOperation_1_3`."""
     last = name.rpartition("_")[2]
     return (
         int(last) if name.startswith(f"{kind}_") and last.isdecimal() and len(last) < 10 else None
@@ -198,7 +199,7 @@ def _by_id(item: tuple[str, Node]) -> tuple[int, str]:
 
 
 def _by_first(model: tuple[str, list[str]]) -> int:
-    """Operations are numbered in the order in which they were first set up."""
+    """Sort key: operations are numbered in the order in which they were first set up."""
     return _first_number(model[1][0] if model[1] else "")
 
 

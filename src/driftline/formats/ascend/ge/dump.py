@@ -1,10 +1,10 @@
-"""A graph-engine (GE) dump as a run: operator files, and the graph texts that describe the graphs.
+"""Open a graph-engine (GE) dump as a run: operator files, and the texts that describe the graphs.
 
     [worldsize{W}_global_rank{R}/]{YYYYmmddHHMMSS}/{device}/{graph}/{graph id}/{step}/
         {type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]
 
-First what the names of files and folders say, then the pass over the folder. The content of an
-operator file is read by `operator_file.py`, that of a graph text by `graph_text.py`.
+The first part parses names of files and folders; the second reads the folder. `operator_file.py`
+reads the content of an operator file, `graph_text.py` that of a graph text.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _FLAT = re.compile(r"[./\\\s]")
 
 
 class OpFile(NamedTuple):
-    """What a file's name says.
+    """The content of a file's name.
 
     Attributes:
         class_name: Type of the operator.
-        op_name: Its name, flattened as file names need it.
+        op_name: Name of the operator, flattened as in file names.
         task: Number of the task.
-        stamp: When it was dumped, in microseconds.
+        stamp: Time of the dump, in microseconds.
     """
 
     class_name: str
@@ -69,7 +69,7 @@ class OpFile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a file's folders say: the graph and its number are empty where they say nothing."""
+    """The content of the folder names; graph and number are empty if the names lack them."""
 
     rank: int = 0
     session: str = ""
@@ -79,13 +79,13 @@ class Place(NamedTuple):
 
 
 def parse_name(name: str) -> OpFile | None:
-    """`{type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]`.
+    """Parse `{type}.{name}.{task}[.{stream}].{stamp}[.{task type}.{context}.{thread}.{device}]`.
 
     >>> parse_name("Add.Add_2.44.6.1706596912161941")
     OpFile(class_name='Add', op_name='Add_2', task=44, stamp=1706596912161941)
     """
     parts = name.split(".")
-    # From the end: an operator's own name may contain dots and digits.
+    # From the end, because an operator's own name may contain dots and digits.
     for stamp in range(len(parts) - 1, 2, -1):
         if _STAMP.fullmatch(parts[stamp]):
             break
@@ -112,17 +112,17 @@ def is_number(part: str) -> bool:
 
 
 def flat(op_name: str) -> str:
-    """A name as file names have it: dots, slashes and blanks are underscores."""
+    """A name as in file names: dots, slashes and blanks become underscores."""
     return _FLAT.sub("_", op_name)
 
 
 def top_of(folders: list[str]) -> tuple[str, ...] | None:
-    """The folders above those of a dump's own layout; None where no session says where it begins.
+    """The folders above those of a dump's own layout; None if no session folder shows its start.
 
     >>> top_of(["a", "worldsize2_global_rank0", "20240130064151", "0", "graph_1", "1", "0"])
     ('a',)
     """
-    # The innermost session counts: folders above the dump may look like one too.
+    # The innermost session counts, because folders above the dump may look like one too.
     for session in range(len(folders) - 1, -1, -1):
         if _SESSION.fullmatch(folders[session]):
             ranked = session > 0 and WORLD.fullmatch(folders[session - 1])
@@ -131,20 +131,21 @@ def top_of(folders: list[str]) -> tuple[str, ...] | None:
 
 
 def parse_place(folders: list[str]) -> Place:
-    """What folders say, outermost first; folders above the dump do no harm."""
+    """Parse folder names, outermost first; folders above the dump are ignored."""
     session = next(
         (index for index in range(len(folders) - 1, -1, -1) if _SESSION.fullmatch(folders[index])),
         None,
     )
     if session is None:
-        # Entered below the session, and moved away from it: read what is there from the end.
+        # The path is below the session, and the session folder is missing: read the folders from
+        # the end.
         step = int(folders[-1]) if folders and is_number(folders[-1]) else 0
         named = len(folders) > 2 and is_number(folders[-2]) and is_number(folders[-1])
         return Place(0, "", folders[-3], folders[-2], step) if named else Place(step=step)
     above = WORLD.fullmatch(folders[session - 1]) if session else None
     below = folders[session + 1 :]
     device = int(below[0]) if below and is_number(below[0]) else 0
-    # The global rank names a process of the job; the device number is only local.
+    # The global rank identifies a process of the job; the device number is only local.
     rank = int(above[2][:9]) if above else device
     inner = below[1:]
     step = int(inner[-1]) if inner and is_number(inner[-1]) and len(inner) != 1 else 0
@@ -158,7 +159,7 @@ def parse_place(folders: list[str]) -> Place:
 
 NAME = "ge-dump"
 SNIFFED = 4000
-"""Number of names that are looked at before a folder counts as something else."""
+"""Number of names that are checked before a folder counts as something else."""
 LEVELS = 6
 MAPPING = "mapping.csv"
 
@@ -177,11 +178,11 @@ def sniff(path: Path) -> bool:
         fx = fx or (name.endswith(".npy") and (".INPUT." in name or ".OUTPUT." in name))
         if is_operator(name):
             return True
-    return text and not fx  # a compiler may leave its text beside an FX dump too
+    return text and not fx  # a compiler may also leave its text next to an FX dump
 
 
 def open(path: Path) -> TreeRun:
-    """The dump as a run; no value is read. Files that cannot be believed are lost tensors."""
+    """Open the dump as a run, without reading values. Invalid files become lost tensors."""
     dump = _Dump(path)
     chosen = dump.chosen_files()
     ahead = dump.folder.ahead([dumped.file for dumped in chosen])
@@ -194,14 +195,14 @@ def open(path: Path) -> TreeRun:
         NAME,
         leaves,
         topologies=dump.topologies(leaves),
-        # An overflow must not drown among notes on files.
+        # An overflow must not be hidden among messages about files.
         events=sorted(dump.events, key=lambda event: event["kind"] != "overflow"),
         facts={"graphs": sorted(set(dump.prefixes)), "graph_texts": dump.texts_read},
     )
 
 
 class _Dump:
-    """One pass over the folder, and what was found on the way."""
+    """One pass over the folder, and its results."""
 
     def __init__(self, path: Path) -> None:
         self.folder = Folder(path)
@@ -234,7 +235,7 @@ class _Dump:
                 continue
             if name.lower().endswith(IGNORED_SUFFIXES):
                 continue
-            # Thousands of files share a folder: its names are parsed once.
+            # Thousands of files share a folder, so its names are parsed once.
             if head not in places:
                 inner = head.split("/") if head else []
                 if (top := top_of(inner)) is not None:
@@ -244,8 +245,7 @@ class _Dump:
             op = parse_name(renamed[head].get(name, name))
             if op is None:
                 strange.append(file)
-            # The device's overflow record has the name of an operator and no tensor
-            # inside.
+            # The device's overflow record has the name of an operator, but contains no tensor.
             elif op.class_name.lower() == "opdebug":
                 self.note("overflow", f"{file}: the device recorded an overflow; it is no tensor")
             else:
@@ -259,7 +259,7 @@ class _Dump:
             self.note("warning", why)
 
     def _add_by_header(self, file: str, place: Place) -> None:
-        """A name that says nothing: the header may still know the operator."""
+        """Add a file with an uninformative name; its header may still name the operator."""
         try:
             header = operator_file.read_header(self.folder, file)
         except (Malformed, OSError):
@@ -271,7 +271,7 @@ class _Dump:
         self._files[place, flat(op.op_name)].append(_DumpedFile(place, file, op))
 
     def _renamed(self, head: str) -> Mapping[str, str]:
-        """Names that were too long for the file system are numbers, and stand in a table."""
+        """The full names of files whose names were too long for the file system, from a table."""
         table = f"{head}/{MAPPING}" if head else MAPPING
         try:
             # The limit keeps a damaged table from filling the memory.
@@ -282,14 +282,14 @@ class _Dump:
         return {short.strip(): long.strip() for short, comma, long in pairs if comma}
 
     def _texts_above(self) -> Iterator[GraphText]:
-        """Graph texts are beside the first level: look there when a lower one was entered."""
+        """Graph texts are next to the first level; look there if a lower level was opened."""
         if self._texts or not self._files:
             return
         place = self.folder.real
         for _ in range(LEVELS):
             name = place.name
-            # Stop at the first folder that is none of a dump's own, so that strange
-            # folders are not listed.
+            # Stop at the first folder that does not belong to a dump, so that foreign folders are
+            # not listed.
             if not (is_number(name) or WORLD.fullmatch(name) or is_number(place.parent.name)):
                 return
             place = place.parent
@@ -303,7 +303,7 @@ class _Dump:
                 return
 
     def _sessions(self) -> dict[tuple[int, str], int]:
-        """Sessions of one rank are processes of their own only where they dumped the same step."""
+        """Number the sessions of each rank; those that dumped the same step are two processes."""
         held: dict[tuple[int, str], set[tuple[str, str, int]]] = defaultdict(set)
         for place, _ in self._files:
             held[place.rank, place.session].add((place.graph, place.graph_id, place.step))
@@ -311,8 +311,7 @@ class _Dump:
         steps_of_processes: dict[int, list[set[tuple[str, str, int]]]] = defaultdict(list)
         for (rank, session), steps in sorted(held.items()):
             processes = steps_of_processes[rank]
-            # Sessions that share no step are one process that was dumped in several
-            # sittings.
+            # Sessions that share no step are one process that was dumped in several parts.
             number = next((n for n, other in enumerate(processes) if not other & steps), None)
             if number is None:
                 number = len(processes)
@@ -322,12 +321,12 @@ class _Dump:
         return numbers
 
     def _graph_names(self) -> dict[tuple[str, str], str]:
-        """What stands before the sites of each graph; nothing when there is but one."""
+        """Prefix for the sites of each graph; empty if there is only one graph."""
         graphs = sorted(
             {(place.graph, place.graph_id) for place, _ in self._files},
             key=lambda graph: [natural(part) for part in graph],
         )
-        # Names stay as the program has them where there is nothing to tell apart.
+        # A single graph keeps the names of the program.
         if len(graphs) == 1:
             return {graphs[0]: ""}
         names = [name for name, _ in graphs]
@@ -335,7 +334,7 @@ class _Dump:
             (name, number): (name if names.count(name) == 1 else f"{name}_{number}") + "."
             for name, number in graphs
         }
-        if len(set(prefixes.values())) < len(graphs):  # one is called as another with its number
+        if len(set(prefixes.values())) < len(graphs):  # a name equals another with a number
             prefixes = {(name, number): f"{name}.{number}." for name, number in graphs}
         return prefixes
 
@@ -344,8 +343,7 @@ class _Dump:
         kept: list[_DumpedFile] = []
         for candidates in self._files.values():
             if len(candidates) > 1:
-                # The same operator dumped twice in one step: the larger file holds
-                # more tensors.
+                # If an operator was dumped twice in one step, the larger file holds more tensors.
                 candidates.sort(
                     key=lambda dumped: (-self._size(dumped.file), dumped.op.stamp, dumped.file)
                 )
@@ -356,8 +354,7 @@ class _Dump:
                     f"and step; skipped: {losers}" + (", ..." if len(candidates) > 4 else ""),
                 )
             kept.append(candidates[0])
-        # Time stamps have microseconds; tasks of the same microsecond are ordered by
-        # number.
+        # Time stamps have microseconds; tasks of the same microsecond are ordered by number.
         kept.sort(key=lambda dumped: (dumped.op.stamp, dumped.op.task, dumped.file))
         ordered: list[_DumpedFile] = []
         for _, group in groupby(kept, key=lambda dumped: (dumped.place, dumped.op.stamp)):
@@ -365,7 +362,7 @@ class _Dump:
         return ordered
 
     def _as_in_graph(self, files: list[_DumpedFile]) -> list[_DumpedFile]:
-        """Operators of one time stamp: a graph says which of them feeds which, numbers do not."""
+        """Sort the operators of one time stamp: a graph shows which feeds which, numbers do not."""
         if len(files) < 2:
             return files
         positions = self._positions()
@@ -383,7 +380,7 @@ class _Dump:
         return ordered
 
     def _positions(self) -> dict[str, int]:
-        """Position of every operator, by its name in file names, behind all that feed it."""
+        """Position of every operator, by its name in file names; operators follow their inputs."""
         if self._graph_positions is None:
             nodes = self._nodes(self._texts, self._parsed_texts)
             self._graph_positions = _topological(nodes)
@@ -401,8 +398,7 @@ class _Dump:
         process = self.processes[place.rank, place.session]
         try:
             header = operator_file.read_header(self.folder, file)
-            # The header has the name before flattening; a renamed file is believed
-            # instead.
+            # The header has the name before flattening; if the file was renamed, its name is used.
             true = header.op_name if flat(header.op_name) == flat(op.op_name) else op.op_name
             self.others += bool(header.others)
             inside = operator_file.leaves_of(
@@ -431,7 +427,7 @@ class _Dump:
             )
 
     def topologies(self, leaves: list[Leaf]) -> dict[tuple[int, int], dict[str, Any]]:
-        """Per rank and process: the graphs, whether there is a text for them or not."""
+        """The graphs of each rank and process, with or without a graph text."""
         classes: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
         for leaf in leaves:
             key = leaf.record.key
@@ -455,9 +451,9 @@ class _Dump:
     def _texts_of(
         self, graph: tuple[str, str], index: int, graphs: int, rank: int, session: str
     ) -> list[GraphText]:
-        """The original text of a graph, then the optimised one: each the newest before the dump."""
+        """The original text of a graph and the optimised one, each the newest before the dump."""
         candidates = [text for text in self._texts if _rank_of(text) in (None, rank)] or self._texts
-        # `graph_1` is the graph whose text has id 1, where the numbers agree.
+        # `graph_1` is the graph whose text has id 1, if the numbers agree.
         number = re.search(r"\d+", graph[0])
         wanted = int(number[0][:18]) if number else None
         chosen: list[GraphText] = []
@@ -466,7 +462,7 @@ class _Dump:
             ids = sorted({text.graph_id for text in texts}, key=lambda n: -1 if n is None else n)
             if wanted in ids:
                 fitting = [text for text in texts if text.graph_id == wanted]
-            # Numbers disagree but counts agree: take them in order.
+            # If numbers disagree but counts agree, take them in order.
             elif len(ids) == graphs:
                 fitting = [text for text in texts if text.graph_id == ids[index]]
             else:
@@ -501,7 +497,7 @@ class _Dump:
 
 
 def _topological(nodes: Sequence[GraphNode]) -> dict[str, int]:
-    """Position of each operator; one that is part of a circle stands where the text lists it."""
+    """Position of each operator; one that is part of a circle keeps its position in the text."""
     feeds: dict[str, list[str]] = {node.name: [] for node in nodes}
     waits = {node.name: 0 for node in nodes}
     for node in nodes:
@@ -527,7 +523,7 @@ def _position_of(op_name: str, positions: Mapping[str, int]) -> int | None:
     name = flat(op_name)
     if name in positions:
         return positions[name]
-    # The names of a fused operator's parts stand one behind the other.
+    # The name of a fused operator consists of the names of its parts, one after the other.
     starts = [operator for operator in positions if operator and name.startswith(operator)]
     return positions[max(starts, key=len)] if starts else None
 

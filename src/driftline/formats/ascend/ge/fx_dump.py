@@ -1,12 +1,13 @@
-"""An FX dump as a run: inputs and outputs of each node of a traced graph, one `.npy` per tensor.
+"""Open an FX dump as a run: inputs and outputs of each node of a traced graph, one `.npy` per
+tensor.
 
     gm_{stamp}_dump/{step}/…                             steps counted from 1
     data_dump/{step}/gm_{stamp}_dump/…                   steps counted from 1
     worldsize{W}_global_rank{R}/{graph}/{step}/…         steps counted from 0
         {node}-{target}.INPUT.{i}[.{j}].{stamp}.npy, ….OUTPUT.{i}.{stamp}.npy
 
-The run counts steps from 0, whatever the layout. A node is a site; where a dump holds several
-graphs, the graph's name goes in front. The writer of the dump widened bfloat16 to float32.
+The run counts steps from 0, whatever the layout. A node is a site; if a dump holds several graphs,
+the graph's name is the prefix. The writer of the dump widened bfloat16 to float32.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LONGEST_WORD = 4096
 
 
 class Place(NamedTuple):
-    """What the folders say; `step` as they have it, `counts_from_one` when they count from 1."""
+    """The content of the folder names; `counts_from_one` says that steps count from 1."""
 
     rank: int = 0
     graph: str = ""
@@ -57,8 +58,8 @@ class _TensorFile(NamedTuple):
 
 
 def parse_place(folders: list[str]) -> Place:
-    """What folders say, outermost first; folders above the dump do no harm."""
-    # Innermost folders decide, so that the folder's place on this machine does not matter.
+    """Parse folder names, outermost first; folders above the dump are ignored."""
+    # Innermost folders decide, so that the dump's location on this machine does not matter.
     last = folders[-1] if folders else ""
     before = folders[-2] if len(folders) > 1 else ""
     if _GM.fullmatch(last):  # data_dump/{step}/gm_…
@@ -76,8 +77,7 @@ def _top_of(folders: list[str]) -> str:
     """The folders above those of a dump's own layout."""
     for depth, part in enumerate(folders):
         if part == "data_dump" or _GM.fullmatch(part) or _WORLD.fullmatch(part):
-            # A number above the graph's folder is a step of the dump, not a part of the
-            # path to it.
+            # A number above the graph's folder is a step of the dump, not a part of the path to it.
             steps = part != "data_dump" and depth > 0 and _is_number(folders[depth - 1])
             return "/".join(folders[: depth - 1 if steps else depth])
     return ""
@@ -94,12 +94,12 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The dump as a run; headers are read, values are not."""
+    """Open the dump as a run; headers are read, values are not."""
     folder = Folder(path)
     events: list[dict[str, Any]] = []
     files = _collected(folder, events)
     graphs = sorted({file.place.graph for file in files}, key=natural)
-    # One graph needs no prefix: its sites are then those of the program.
+    # A single graph needs no prefix, so that its sites are those of the program.
     prefixes = {name: f"{name}." if len(graphs) > 1 and name else "" for name in graphs}
     leaves: list[Leaf] = []
     visits: dict[TensorKey, int] = defaultdict(int)
@@ -117,7 +117,7 @@ def open(path: Path) -> TreeRun:
         for rank in classes
     }
     facts = {"graphs": graphs, "note": "bfloat16 is widened to float32 in FX dumps"}
-    events.sort(key=lambda event: event["kind"] == "argument")  # what is wrong goes first
+    events.sort(key=lambda event: event["kind"] == "argument")  # problems go first
     return TreeRun(path, NAME, leaves, topologies=topologies, events=events, facts=facts)
 
 
@@ -133,8 +133,7 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile
         if match is None:
             if name.endswith(".npy"):
                 strange += 1
-                # A folder of thousands of other files would drown the warnings that
-                # matter.
+                # Messages about thousands of foreign files would hide the important warnings.
                 if strange <= 20:
                     events.append(_warning(f"{file}: skipped, its name is not that of an FX dump"))
             continue
@@ -147,7 +146,7 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile
     refuse_several(folder.path, tops)
     events += [_warning(why) for why in folder.not_entered]
     if any(place.counts_from_one and place.step == 0 for place in places.values()):
-        # Counted from 0 after all: taking one away would make two steps one.
+        # The steps count from 0 after all; subtracting 1 would merge two steps.
         events.append(_warning("the steps of this layout usually count from 1, here from 0"))
         return [
             tensor_file._replace(place=tensor_file.place._replace(counts_from_one=False))
@@ -157,7 +156,10 @@ def _collected(folder: Folder, events: list[dict[str, Any]]) -> list[_TensorFile
 
 
 def _execution_order(file: _TensorFile) -> tuple[Any, ...]:
-    """Nodes of one stamp have no order of their own; their numbers are a fair guess."""
+    """Sort key.
+
+    Nodes with equal stamps have no order of their own; their numbers are a good guess.
+    """
     number = re.search(r"_(\d+)$", file.node)
     return (
         *(file.place.rank, file.stamp, int(number[1][:18]) if number else 0, file.node, file.place),
@@ -189,12 +191,12 @@ def _leaf(
 
 
 def _text_argument(folder: Folder, file: str) -> str | None:
-    """The text in a file of text, "" for one of objects, None for one of anything else."""
+    """The text of a file that holds text, "" for one that holds objects, None for any other."""
     try:
         start, _ = folder.start(file, _LONGEST_WORD)
     except OSError:
         return None
-    # The header's length stands in bytes 8 and 9 of version 1, behind the magic number.
+    # In version 1, bytes 8 and 9 after the magic number hold the header's length.
     end = 10 + int.from_bytes(start[8:10], "little")
     match = _DESCR.search(start, 0, end)
     if match is None:
@@ -202,7 +204,7 @@ def _text_argument(folder: Folder, file: str) -> str | None:
     order, kind = match.groups()
     if kind == b"O":
         return ""
-    # numpy stores text as four bytes a letter, byte strings as one.
+    # numpy stores text with four bytes per letter, byte strings with one.
     coding = "latin-1" if kind == b"S" else "utf-32-be" if order == b">" else "utf-32-le"
     return start[end:].decode(coding, "replace").rstrip("\0")
 

@@ -1,7 +1,7 @@
-"""The graph text beside a GE dump (`dynamo_original_graph_*.txt`): operators, edges, FX names.
+"""The graph text of a GE dump (`dynamo_original_graph_*.txt`): operators, edges, FX names.
 
-It is a `GraphDef` in protobuf text form, of which only what alignment needs is kept. A text that
-cannot be read raises `NotText`; the dump can be read without it.
+It is a `GraphDef` in protobuf text form, of which only the fields for alignment are kept. A text
+that cannot be read raises `NotText`; the dump can be read without it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GraphNode(NamedTuple):
     """One operator of a graph.
 
     Attributes:
-        name: Its name.
-        class_name: Its type.
-        inputs: Producer and output number of each data input, in order; control edges left out.
-        fx: For each output the FX tensor it stands for (`add_2-aten.add.Tensor.OUTPUT.0`), or "".
+        name: Name of the operator.
+        class_name: Type of the operator.
+        inputs: Producer and output number of each data input, in order, without control edges.
+        fx: The FX tensor of each output (`add_2-aten.add.Tensor.OUTPUT.0`), or "".
     """
 
     name: str
@@ -38,14 +38,14 @@ class GraphNode(NamedTuple):
 
 
 class GraphText(NamedTuple):
-    """A file name that announces a graph.
+    """The name of a graph text, parsed.
 
     Attributes:
-        file: The file, relative to the dump.
-        original: As the program has it; otherwise after optimisation.
-        graph_id: Its number; None when the name has none.
-        rank: Its rank; None when the name has none.
-        stamp: When it was written, as digits.
+        file: Path of the file, relative to the dump.
+        original: Whether the graph is that of the program, rather than after optimisation.
+        graph_id: Number of the graph; None if the name has none.
+        rank: Rank; None if the name has none.
+        stamp: Time of writing, as digits.
     """
 
     file: str
@@ -56,12 +56,12 @@ class GraphText(NamedTuple):
 
 
 def graph_text_of(file: str) -> GraphText | None:
-    """What a file's name says, if it is that of a graph text."""
+    """Parse the name of a file; None if it is not that of a graph text."""
     name = file.rpartition("/")[2]
     match = _FILE.fullmatch(name)
     if match is None:
         return None
-    # Each of the three may be missing, depending on who wrote the name.
+    # Each of the three may be missing, depending on the writer.
     number, rank, stamp = _ID.search(name), _RANK.search(name), _STAMP.search(name)
     return GraphText(
         file,
@@ -80,7 +80,7 @@ def parse_graph(text: str) -> list[GraphNode]:
     """The operators of a graph, in order.
 
     Raises:
-        NotText: It is no protobuf text, or one without operators.
+        NotText: The text is not a protobuf text, or has no operators.
     """
     nodes: list[GraphNode] = []
     path: list[str] = []
@@ -88,15 +88,14 @@ def parse_graph(text: str) -> list[GraphNode]:
     inputs: list[tuple[str, int]] = []
     fx: list[str] = []
     for kind, field, token in walk(text):
-        # Events of a walk instead of a tree: a large graph's text is read in one pass,
-        # without objects for the parts nobody needs.
+        # Events instead of a tree: the text of a large graph is read in one pass, without objects
+        # for the parts that are not needed.
         if kind == "open":
             path.append(field)
             if path == ["op"]:
                 name = class_name = ""
                 inputs, fx = [], []
-            # One entry per output, so that the position in the list is the output's
-            # number.
+            # One entry per output, so that its position in the list is the output's number.
             elif path == ["op", "output_desc"]:
                 fx.append("")
             elif path == ["op", "output_desc", "attr"]:
@@ -118,18 +117,17 @@ def parse_graph(text: str) -> list[GraphNode]:
             key = unquoted(token)
         elif (*path, field) == _ATTRIBUTE_TEXT:
             value = unquoted(token)
-    # A text of the right form without operators is another kind of message.
+    # A valid text without operators is another kind of message.
     if not nodes:
         raise NotText("it holds no operator")
     return nodes
 
 
 def _edge(written: str) -> tuple[str, int] | None:
-    """`Add_2:0` as producer and output number; None for a control edge (`Add_2:-1`)."""
+    """Parse `Add_2:0` as producer and output number; None for a control edge (`Add_2:-1`)."""
     source, colon, number = written.rpartition(":")
     if not colon:
-        # Without a number the first output is meant; `^` marks control edges in this
-        # spelling.
+        # Without a number, the first output is meant; `^` marks control edges in this spelling.
         return (written, 0) if written and not written.startswith("^") else None
     if not number.isascii() or not number.isdigit():
         return None
@@ -139,7 +137,7 @@ def _edge(written: str) -> tuple[str, int] | None:
 def as_json(
     name: str, prefix: str, source: str, kind: str, nodes: Sequence[GraphNode]
 ) -> dict[str, Any]:
-    """A graph as it stands in a topology, under `graphs`."""
+    """A graph as it is stored in a topology, under `graphs`."""
     return {
         "kind": kind,
         "name": name,
@@ -153,11 +151,11 @@ def as_json(
 
 
 def topology(graphs: Sequence[Mapping[str, Any]], classes: Mapping[str, str]) -> dict[str, Any]:
-    """Graphs in the form of `topology.json`: a root per graph, its operators, their edges.
+    """Graphs in the form of `topology.json`: a root for each graph, its operators, their edges.
 
     Args:
-        graphs: As `as_json` makes them.
-        classes: Class by site of everything that was dumped, in execution order.
+        graphs: Graphs made by `as_json`.
+        classes: Site → class for all dumped operators, in execution order.
     """
     roots: list[dict[str, Any]] = []
     edges: list[dict[str, Any]] = []
@@ -173,7 +171,7 @@ def topology(graphs: Sequence[Mapping[str, Any]], classes: Mapping[str, str]) ->
                 {"from": prefix + source, "output": output, "to": site, "input": position}
                 for position, (source, output) in enumerate(node["inputs"])
             ]
-        # Dumped operators that the text does not have still belong to the graph.
+        # Dumped operators that are missing in the text still belong to the graph.
         for site, class_name in classes.items():
             if site.startswith(prefix) and site not in listed:
                 listed.add(site)

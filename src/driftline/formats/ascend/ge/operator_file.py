@@ -1,8 +1,8 @@
-"""One operator file of a GE dump: a protobuf `DumpData` header, and the bytes it describes.
+"""One operator file of a GE dump: a protobuf `DumpData` header, and the bytes that it describes.
 
-First the message: `parse` reads its fields into `GeFile` and `GeTensor`. Then the file: whether it
-is one, how each tensor is read (`ReadingPlan`), and its tensors as leaves of a run. Old files hold
-the data inside the message, newer ones behind it.
+The first part handles the message: `parse` reads its fields into `GeFile` and `GeTensor`. The
+second part handles the file: how it is recognised, how each tensor is read (`ReadingPlan`), and its
+tensors as leaves of a run. Old files hold the data inside the message, newer ones after it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from driftline.runs.files.local_files import reason_of
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Storage
 
-# Bounds for a file that is not trusted; no real operator comes near them.
+# Limits for a file that is not trusted; no real operator comes near them.
 MOST_TENSORS = 4096
 MOST_DIMENSIONS = 64
 _SHORT = 256
@@ -47,14 +47,14 @@ class GeTensor(NamedTuple):
     """One input or output, as the header describes it.
 
     Attributes:
-        port: Which side.
-        position: On that side, from 0.
-        data_type: A key of `GE_TYPES`, or something unknown.
+        port: input or output.
+        position: Position among the inputs or outputs, from 0.
+        data_type: A key of `GE_TYPES`, or an unknown number.
         format: Code of the storage layout.
-        shape: As stored; None when the header has none.
-        original: The shape before the layout was changed; None when the header has none.
-        size: Bytes in the file, padding included.
-        offset: Where they begin.
+        shape: Stored shape; None if the header has none.
+        original: Shape before the layout was changed; None if the header has none.
+        size: Number of bytes in the file, including padding.
+        offset: Offset of the first byte.
     """
 
     port: Literal["input", "output"]
@@ -71,13 +71,13 @@ class GeFile(NamedTuple):
     """A header.
 
     Attributes:
-        version: `2.0` for files with their data behind the header.
-        dump_time: In microseconds since 1970, as a rule.
+        version: `2.0` for files with their data after the header.
+        dump_time: Usually in microseconds since 1970.
         op_name: The operator's true name.
         tensors: Inputs, then outputs.
-        others: How many buffers and workspaces are behind them; they are no tensors.
-        total: Bytes that the header accounts for, itself included.
-        size: Bytes that the file has.
+        others: Number of buffers and workspaces after them, which are not tensors.
+        total: Number of bytes that the header describes, including itself.
+        size: Number of bytes of the file.
     """
 
     version: str
@@ -93,13 +93,13 @@ def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
     """Read a `DumpData` message.
 
     Args:
-        data: Holds the message.
-        at: Where it begins.
-        end: Where it ends.
-        behind: The tensors' bytes are behind the message; otherwise inside it.
+        data: Bytes that contain the message.
+        begin: Offset of its first byte.
+        end: Offset after its last byte.
+        behind: Whether the tensors' bytes follow the message; otherwise they are inside it.
 
     Raises:
-        Malformed: It is none.
+        Malformed: The bytes are not such a message.
     """
     version = op_name = ""
     dump_time = others = spare = 0
@@ -118,7 +118,7 @@ def parse(data: bytes, begin: int, end: int, *, behind: bool) -> GeFile:
             expect(number, wire, BYTES)
             if len(inputs) + len(outputs) >= MOST_TENSORS:
                 raise Malformed(f"more than {MOST_TENSORS} tensors")
-            # In the message outputs come first; in the data inputs do.
+            # Outputs come first in the message, but inputs come first in the data.
             (outputs if number == 3 else inputs).append((start, stop))
         elif number in (5, 8):
             expect(number, wire, BYTES)
@@ -151,9 +151,9 @@ _INPUT_FIELDS = {1: "data_type", 2: "format", 3: "shape", 4: "data", 5: "size", 
 
 @functools.lru_cache(4096)
 def _shared_description(message: bytes, port: Literal["input", "output"]) -> GeTensor | None:
-    """What a short description says; None to let its own place say what is wrong with it.
+    """Parse a short description; None if it is malformed, so that the caller reports where.
 
-    The operators of a dump have a few descriptions between them.
+    Cached, because the operators of a dump share a few descriptions.
     """
     try:
         return _tensor(message, 0, len(message), port, 0, 0)
@@ -169,7 +169,7 @@ def _tensor(
     position: int,
     behind: int | None,
 ) -> GeTensor:
-    """One tensor; `behind` says where its bytes begin unless they are inside the message."""
+    """One tensor; `behind` is the offset of its bytes unless they are inside the message."""
     names = _OUTPUT_FIELDS if port == "output" else _INPUT_FIELDS
     data_type = layout = size = offset = inside = 0
     shape: tuple[int, ...] | None = None
@@ -191,7 +191,7 @@ def _tensor(
             shape = _shape(data, start, stop)
         else:
             original = _shape(data, start, stop)
-    # Data behind the message has no offset of its own: tensors follow one another.
+    # Data after the message have no offsets of their own: tensors follow one another.
     if behind is not None:
         inside, offset = size, behind
     length = inside or size
@@ -221,7 +221,7 @@ def _size_of_other(data: bytes, begin: int, end: int) -> int:
 NAME = "ge"
 LONGEST_HEADER = 16 << 20
 LONGEST_OLD_FILE = 1 << 30
-"""Old files keep the data inside the message, which has to be read to find them."""
+"""Old files hold the data inside the message, which must be read completely to find them."""
 FIRST_READ = 4096
 MODERN = "2.0"
 
@@ -233,19 +233,19 @@ _NAMES = (
 GE_TYPES: dict[int, ElementType] = {
     code: kind for code, name in enumerate(_NAMES.split()) if (kind := type_named(name)) is not None
 }
-"""The graph engine's own numbering of types; undefined is read as int8, a resource as int64."""
+"""The graph engine's own numbers of types; undefined is read as int8, a resource as int64."""
 
 
 class ReadingPlan(NamedTuple):
-    """How one tensor is to be read.
+    """How to read one tensor.
 
     Attributes:
         dtype: Our element type.
-        shape: What comes out.
-        kind: The element type on disk.
-        stored: How many elements are in the file.
-        layout: How they become the tensor; None when they are in its order.
-        trouble: Why it cannot be read; empty when it can.
+        shape: Shape of the result.
+        kind: Element type in the file.
+        stored: Number of elements in the file.
+        layout: How the elements are rearranged; None if they already are in the tensor's order.
+        trouble: Why the tensor cannot be read; empty if it can.
         note: What a reader of its figures should know.
     """
 
@@ -259,12 +259,12 @@ class ReadingPlan(NamedTuple):
 
 
 def sniff(path: Path) -> bool:
-    """Whether a file begins like a GE dump; files of other formats are asked for first."""
+    """Whether a file begins like a GE dump; other formats are checked before this one."""
     try:
         folder = Folder(path.parent)
         begin, size = folder.start(path.name, FIRST_READ)
-        # Both forms have the version first in the message; nothing else begins so.
-        # A modern file has eight bytes of length in front of the message.
+        # Both forms begin with the version in the message, unlike any other file. In a modern file,
+        # eight bytes of length precede the message.
         offset = 8 if begin[8:10] == b"\n\x03" else 0
         if begin[offset : offset + 2] != b"\n\x03" or b"." not in begin[offset + 2 : offset + 5]:
             return False
@@ -276,10 +276,10 @@ def sniff(path: Path) -> bool:
 
 
 def open(path: Path) -> TreeRun:
-    """The tensors of one file.
+    """Open the tensors of one file.
 
     Raises:
-        BadFile: It cannot be believed.
+        BadFile: The file is not valid.
     """
     folder = Folder(path.parent)
     try:
@@ -293,16 +293,16 @@ def open(path: Path) -> TreeRun:
 
 
 def read_header(folder: Folder, name: str) -> GeFile:
-    """Read what a file says of itself.
+    """Read the header of a file.
 
     Raises:
-        Malformed: It is no GE dump, or contradicts itself.
-        OSError: It cannot be read.
+        Malformed: The file is not a GE dump, or contradicts itself.
+        OSError: The file cannot be read.
     """
     begin, size = folder.prefetched(name)
     length = int.from_bytes(begin[:8], "little")
     if len(begin) > 8 and 0 < length <= len(begin) - 8:
-        # Where this does not go well, the long way says why.
+        # If this fails, the slow path below gives the reason.
         with contextlib.suppress(Malformed):
             return _checked(parse(begin, 8, 8 + length, behind=True), size)
     file, size = folder.open(name)
@@ -326,7 +326,8 @@ def read_header(folder: Folder, name: str) -> GeFile:
                 if length
                 else "its header is empty"
             )
-        # Only if the modern reading failed: a whole old file has to be read to be checked.
+        # Only if the modern reading failed, because an old file must be read completely to be
+        # checked.
         if begin[0] == 0x0A and size <= LONGEST_OLD_FILE:
             bare = _old_file(file, size)
             if bare is not None:
@@ -337,7 +338,7 @@ def read_header(folder: Folder, name: str) -> GeFile:
 
 
 def _old_file(file: int, size: int) -> GeFile | None:
-    """An old file: the whole of it is the message."""
+    """Read an old file, which is one message."""
     try:
         header = parse(pread(file, size, 0), 0, size, behind=False)
     except Malformed:
@@ -346,7 +347,7 @@ def _old_file(file: int, size: int) -> GeFile | None:
 
 
 def _checked(header: GeFile, size: int) -> GeFile:
-    """Bytes beyond what the header accounts for would make every offset doubtful."""
+    """Refuse a header that does not cover all bytes, because every offset is then doubtful."""
     if header.total < size:
         raise Malformed(f"{size - header.total} bytes follow the data that its header describes")
     return header._replace(size=size)
@@ -368,25 +369,25 @@ def _read_as(
     original: tuple[int, ...] | None,
     size: int,
 ) -> ReadingPlan:
-    """What a description means; the operators of a dump share a few."""
+    """Interpret a description; cached, because the operators of a dump share a few."""
     kind = GE_TYPES.get(data_type)
     if kind is None:
         return _refused(f"its element type has the number {data_type}, which is not known")
     if not kind.dtype:
         return _refused(f"it holds elements of type {kind.name}, which are no numbers")
-    # Without a shape the elements are a flat list, as many as the bytes hold.
+    # Without a shape, the elements are a flat list, as many as fit into the bytes.
     stored = shape
     if stored is None:
         stored = (size * 8 // kind.bits,) if size else ()
     if any(extent >= 1 << 63 for extent in stored):  # a negative number, written unsigned
         return _refused("its shape was not known when it was dumped")
-    # More elements than any memory holds; multiplying such sizes would hide it.
+    # More elements than any memory holds; a product of such sizes could hide that.
     if any(extent > 1 << 48 for extent in stored):
         return _refused(f"its shape claims {max(stored)} elements along one axis")
     elements = math.prod(stored)
     needed = kind.byte_count(elements)
     if needed > size:
-        # The header describes tensors whose values were switched off; that is no damage.
+        # The header also describes tensors whose values were switched off; that is no damage.
         if not size:
             return _refused("no values of it were dumped", kind, stored)
         sizes = "x".join(map(str, stored)) or "scalar"
@@ -403,7 +404,7 @@ def _laid_out(
 ) -> ReadingPlan:
     note = ""
     moved = rearrangement(layout, stored, original)
-    # Two elements share a byte, so a rearrangement by bytes would mix them up.
+    # Two elements share a byte, so a rearrangement of bytes would mix them up.
     packed = kind.recoded == "" and kind.bits < 8
     if moved is not None and packed and not moved.keeps_order:
         moved, note = None, f"{kind.name} in {layout} is left as it is stored"
@@ -419,7 +420,7 @@ def _laid_out(
 def _refused(
     why: str, kind: ElementType | None = None, shape: tuple[int, ...] | None = None
 ) -> ReadingPlan:
-    """A tensor whose type or shape is not believed has neither."""
+    """The plan of a tensor that cannot be read; an invalid type or shape is left empty."""
     if kind is None or shape is None:
         return ReadingPlan("", (), GE_TYPES[0], trouble=why)
     return ReadingPlan(kind.dtype, shape, kind, trouble=why)
@@ -438,9 +439,9 @@ def leaves_of(
 
     Args:
         folder: Folder of the dump.
-        name: The file in it.
-        file: What the file's header says.
-        owner: Any key of the operator: its site, step, rank and process are those of its tensors.
+        name: Name of the file in the folder.
+        file: Header of the file.
+        owner: Any key of the operator; its tensors have the same site, step, rank and process.
         class_name: Type of the operator.
         events: Receives a warning for each tensor whose figures need a remark.
     """
@@ -448,7 +449,7 @@ def leaves_of(
         plan = reading_plan(tensor, file.size)
         slot = str(tensor.position)
         key = TensorKey.of(owner.site, tensor.port, slot, step=owner.step, rank=owner.rank)
-        # `TensorKey.of` has no process; most dumps have one, and need no second object.
+        # `TensorKey.of` has no process; most dumps have one process and need no second object.
         if owner.process:
             key = key._replace(process=owner.process)
         record = Record(key, 0, plan.dtype, plan.shape, class_name=class_name, lost=plan.trouble)
@@ -467,7 +468,7 @@ def _fetch(folder: Folder, name: str, tensor: GeTensor, plan: ReadingPlan) -> St
     except OSError as trouble:
         raise BadFile(f"{folder.path / name}: {reason_of(trouble)}") from trouble
     values = recode(raw, plan.kind, plan.stored) if plan.kind.recoded else raw.view(storage)
-    # Same order, other shape: the bytes can be used as they are.
+    # If only the shape differs, the bytes can be used as they are.
     if plan.layout is None or plan.layout.keeps_order:
         return values
     return plan.layout.apply(values)

@@ -3,19 +3,20 @@
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""What the summary's kernels share: hashes, signs, extremes of packed pairs, sums of threads.
+"""Triton kernels for the summary of a device tensor, and the functions they share with the 16-bit
+kernel.
 
-The sketch is that of `numerics/definitions.py`; its tables, filled here once, tell for every group
-of 64 elements which signs they have and where they go.
+The sketch is that of `numerics/definitions.py`. Its tables are filled here once; they hold the
+signs and the XOR of every group of 64 elements.
 """
 
-# Kernels are compiled from their text; types mean something else in them.
+# Triton compiles kernels from their source text, in which types have another meaning:
 # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
 WARPS = 8
-"""Warps of a program that reads a tensor."""
+"""Number of warps of a program that reads a tensor."""
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     group = first + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = mixed((group + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     flip = (z * 0xD6E8FEB86659FD93) >> 58
-    # Bit b of what is stored is bit b ^ flip of the hash: six exchanges of neighbours.
+    # Bit b of the stored word is bit b ^ flip of the hash: six exchanges of neighbouring bits.
     z = tl.where((flip & 1) != 0, _exchanged(z, 0x5555555555555555, 1), z)
     z = tl.where((flip & 2) != 0, _exchanged(z, 0x3333333333333333, 2), z)
     z = tl.where((flip & 4) != 0, _exchanged(z, 0x0F0F0F0F0F0F0F0F, 4), z)
@@ -45,7 +46,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
     z = tl.where((flip & 16) != 0, _exchanged(z, 0x0000FFFF0000FFFF, 16), z)
     z = tl.where((flip & 32) != 0, _exchanged(z, 0x00000000FFFFFFFF, 32), z)
     tl.store(signs_at.to(tl.pointer_type(tl.uint64)) + group, z)
-    # As the kernels want it: which word of pairs of elements, and whether its halves are exchanged.
+    # The kernels need the number of the word of a pair, and whether its halves are exchanged.
     tl.store(
         flips_at.to(tl.pointer_type(tl.uint16)) + group,
         ((flip >> 1) | ((flip & 1) << 12)).to(tl.uint16),
@@ -54,7 +55,7 @@ def sketch_tables(signs_at: tl.int64, flips_at: tl.int64, first: tl.int64, BLOCK
 
 @triton.jit
 def signed(x, signs, place):
-    """`x`, the other way round where bit `place` of the signs is set."""
+    """`x`, negated if bit `place` of the signs is set."""
     high = (signs << (31 - place)) & 0x80000000
     if x.dtype == tl.float64:
         y = (x.to(tl.uint64, bitcast=True) ^ (high.to(tl.uint64) << 32)).to(
@@ -67,16 +68,16 @@ def signed(x, signs, place):
 
 @triton.jit
 def least_pair(low, word, KIND: tl.constexpr):
-    """The smaller of two packed pairs, half by half; NaN is passed over."""
+    """The smaller of two packed pairs, half by half; NaN is ignored."""
     if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "min.bf16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
         )
     else:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "min.f16x2 $0, $1, $2;", "=r,r,r", [low, word], tl.uint32, True, 1
         )
-    return found
+    return result
 
 
 @triton.jit
@@ -98,19 +99,19 @@ def largest_pair(most, word):
 @triton.jit
 def greatest_pair(high, word, KIND: tl.constexpr):
     if KIND == "bf16":
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "max.bf16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
         )
     else:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             "max.f16x2 $0, $1, $2;", "=r,r,r", [high, word], tl.uint32, True, 1
         )
-    return found
+    return result
 
 
 @triton.jit
 def key(U: tl.constexpr):
-    """The keys of the digest: odd, and without a pattern."""
+    """The keys of the digest: odd numbers without a pattern."""
     if U == 0:
         key = 0x9E3779B97F4A7C15
     elif U == 1:
@@ -131,8 +132,8 @@ def key(U: tl.constexpr):
 
 
 @triton.jit
-def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9):
-    """How the figures of two threads become one: sums, but for the two extremes."""
+def combine_figures(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7, b8, b9):
+    """Combine the figures of two threads: sums, and the two extremes."""
     return (
         a0 + b0,
         a1 + b1,
@@ -148,8 +149,8 @@ def added(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, b0, b1, b2, b3, b4, b5, b6, b7
 
 
 @triton.jit
-def known_apart(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
-    """Of one element: whether it is finite, NaN, plus infinity, minus infinity."""
+def classify(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
+    """For one element: whether it is finite, NaN, plus infinity, or minus infinity."""
     nan = fine & (x != x)
     above = fine & (x == float("inf"))
     below = fine & (x == float("-inf"))
@@ -161,13 +162,13 @@ def known_apart(x, fine, LOWEST: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def together(
+def reduce_figures(
     sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high,
     FLAT: tl.constexpr, LEVEL: tl.constexpr,
 ):  # fmt: skip
-    """The figures of all threads of a program as one.
+    """Reduce the figures of all threads of a program.
 
-    At once on a device: a dozen reductions one by one take longer than a small tensor.
+    In a single reduction on a device: a dozen separate reductions take longer than a small tensor.
     """
     sum_1, sum_2 = tl.reshape(sum_1, [FLAT]), tl.reshape(sum_2, [FLAT])
     seen, zeros = tl.reshape(seen, [FLAT]), tl.reshape(zeros, [FLAT])
@@ -176,7 +177,9 @@ def together(
     low, high = tl.reshape(low, [FLAT]), tl.reshape(high, [FLAT])
     if LEVEL > 0:
         total, squares, seen_, zeros_, nans_, infinite_, a, b, least, most = tl.reduce(
-            (sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high), 0, added
+            (sum_1, sum_2, seen, zeros, nans, infinite, digest_a, digest_b, low, high),
+            0,
+            combine_figures,
         )
     else:
         total, squares = tl.sum(sum_1, 0), tl.sum(sum_2, 0)
@@ -188,10 +191,10 @@ def together(
 
 
 @triton.jit
-def left_row(
+def store_row(
     rows_at, row, count, shift, total, squares, zeros, nans, infinite, digest_a, digest_b, low, high
 ):  # fmt: skip
-    """Leave the figures of a program in a row of the arena, all but the sketch."""
+    """Store the figures of a program in a row of the arena, without the sketch."""
     finite = count.to(tl.float64)
     mean = total / tl.maximum(finite, 1.0)
     out = rows_at.to(tl.pointer_type(tl.float64)) + row * 80
@@ -209,12 +212,12 @@ def left_row(
     tl.store(bits + 10, digest_b)
 
 
-# The summary of a device tensor in one pass over its memory, as a Triton kernel.
+# The kernel that summarises a device tensor in one pass over its memory.
 
 
 @triton.jit
 def _decoded(word, KIND: tl.constexpr):
-    """One element of a word as a number: float32 where that holds it, else float64."""
+    """One element of a word as a number: float32 if that can hold it, otherwise float64."""
     if KIND == "f32":
         x = word.to(tl.float32, bitcast=True)
     elif KIND == "f64":
@@ -230,7 +233,7 @@ def _decoded(word, KIND: tl.constexpr):
     elif KIND == "b8":
         x = (word != 0).to(tl.float32)
     elif KIND == "e4m3":
-        # By hand: only recent devices have the format.
+        # Decoded by hand, because only recent devices have the format.
         code = (word & 0x7F).to(tl.uint32)
         normal = (code << 20) + 0x3C000000
         small = code.to(tl.float32) * 0.001953125
@@ -260,37 +263,39 @@ def summary_rows(
     LOWEST: tl.constexpr,
     LEVEL: tl.constexpr,
 ):
-    """Partial figures of one tensor: each program leaves row `row + program` of the arena.
+    """Partial figures of one tensor. Each program stores row `row + program` of the arena.
 
     Args:
-        address: Where its elements begin, in C order.
-        count: How many there are.
-        each: Chunks of one program.
-        rows_at: The arena of rows.
+        address: Address of the first element; elements are in C order.
+        count: Number of elements.
+        each: Number of chunks for one program.
+        rows_at: Address of the arena of rows.
         row: The first row of this tensor.
-        meta_at: For the joining kernel: first row and number of rows of each slot.
-        slot: This tensor's.
-        signs_at: Table of the sketch, for as many groups as the tensor has.
-        flips_at: Likewise.
-        nothing: 0, which the compiler must not know: it would spread the table's loads over threads
-            as if they were the main thing, and shuffle everything else to fit.
+        meta_at: Address of a table for the joining kernel: first row and number of rows of each
+            slot.
+        slot: Slot of this tensor.
+        signs_at: Address of the sketch's signs, for as many groups as the tensor has.
+        flips_at: Address of the sketch's XORs, likewise.
+        nothing: 0. The compiler must not know this: otherwise it would distribute the loads of the
+            table over the threads as if they were the main work, and rearrange everything else to
+            fit.
         KIND: How elements are decoded.
-        LOWEST: What counts as minus infinity; 0 where nothing does.
-        LEVEL: What the device can do: 0 the interpreter, 1 any device (all figures are reduced at
-            once: a dozen reductions one by one take longer than a small tensor), 2 extremes of two
-            packed numbers in one instruction, 3 also of packed integers.
+        LOWEST: The value that counts as minus infinity; 0 if there is none.
+        LEVEL: What the device supports. 0: the interpreter. 1: any device (all figures are reduced
+            at once, because a dozen separate reductions take longer than a small tensor). 2:
+            extremes of two packed numbers in one instruction. 3: also of packed integers.
     """
     WIDE: tl.constexpr = KIND == "f64" or KIND == "i64" or KIND == "u64"
     NARROW: tl.constexpr = (
         KIND == "u8" or KIND == "i8" or KIND == "b8" or KIND == "e4m3" or KIND == "e5m2"
     )
     FLOAT: tl.constexpr = KIND == "f32" or KIND == "f64" or KIND == "e4m3" or KIND == "e5m2"
-    # What 8 bits hold is summed exactly enough as it is.
+    # Values of 8 bits are summed accurately enough without a shift.
     SHIFTED: tl.constexpr = not NARROW
-    EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 does not hold them
+    EXACT: tl.constexpr = WIDE or KIND == "i32" or KIND == "u32"  # float32 cannot hold them
     STEPS: tl.constexpr = 4
-    TILE: tl.constexpr = 32  # groups that are read at a time: STEPS of 8 each
-    TILES: tl.constexpr = 16  # of a chunk
+    TILE: tl.constexpr = 32  # groups that are read together: STEPS of 8 each
+    TILES: tl.constexpr = 16  # tiles of a chunk
     CHUNK: tl.constexpr = 32768  # elements of a chunk
     if WIDE:
         data = address.to(tl.pointer_type(tl.uint64))
@@ -304,22 +309,22 @@ def summary_rows(
     chunks = (count + CHUNK - 1) // CHUNK
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
-    whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
-    if count % (64 * TILE) == 0:  # nothing but whole tiles: the last chunk is read fast too
-        whole = end
+    full_end = tl.maximum(tl.minimum(end, count // CHUNK), begin)
+    if count % (64 * TILE) == 0:  # whole tiles only: the last chunk is read by the fast loop too
+        full_end = end
 
     lane = (tl.arange(0, 8)[:, None] ^ nothing).to(tl.int32)
     column = tl.arange(0, 64)[None, :]
     sign_word = column >> 5
     place = column & 31
-    # Each thread walks with pointers of its own: what is added to them is the same for all.
-    my_flips = flips + (lane + column * 0)
-    my_signs = sign_words + (lane * 2 + sign_word)
-    my_data = data + (lane * 64 + column * 0)
+    # Each thread has its own base pointers, so that the added offsets are the same for all.
+    thread_flips = flips + (lane + column * 0)
+    thread_signs = sign_words + (lane * 2 + sign_word)
+    thread_data = data + (lane * 64 + column * 0)
 
     shift = 0.0
     if SHIFTED:
-        # Any element of those that are summed will do: the spread is then taken around it.
+        # Any element of the sum serves as the shift; sums are then taken around it.
         first = _decoded(tl.load(data + begin * CHUNK), KIND).to(tl.float64)
         half = (begin * CHUNK + tl.minimum(end * CHUNK, count)) // 2
         middle = _decoded(tl.load(data + half), KIND).to(tl.float64)
@@ -341,19 +346,19 @@ def summary_rows(
     digest_b = tl.zeros([8, 64], tl.uint64)
     thread = (tl.arange(0, 8)[:, None] * 64 + column).to(tl.int64)
 
-    for chunk in range(begin, whole):
+    for chunk in range(begin, full_end):
         a = tl.zeros([8, 64], tl.uint64)
         b = tl.zeros([8, 64], tl.uint64)
         present = tl.minimum((count - chunk * CHUNK) // (64 * TILE), TILES)
         for tile in range(present.to(tl.int32)):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
-            ahead = chunk * 512 + tile * TILE
+            first_group = chunk * 512 + tile * TILE
             for u in tl.static_range(STEPS):
-                flip = tl.load(my_flips + ahead + u * 8).to(tl.int32)
-                signs = tl.load(my_signs + ahead * 2 + u * 16)
+                flip = tl.load(thread_flips + first_group + u * 8).to(tl.int32)
+                signs = tl.load(thread_signs + first_group * 2 + u * 16)
                 flip = ((flip & 31) << 1) | (flip >> 12)
-                word = tl.load(my_data + ahead * 64 + u * 512 + (column ^ flip))
+                word = tl.load(thread_data + first_group * 64 + u * 512 + (column ^ flip))
                 x = _decoded(word, KIND)
                 low = tl.minimum(low, x)
                 high = tl.maximum(high, x)
@@ -365,19 +370,19 @@ def summary_rows(
                 sum_2 += x * x
                 a += word.to(tl.uint64) * key(u)
                 b += word.to(tl.uint64) * key(u + 4)
-        spot = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        digest_a += mixed(a ^ spot)
-        digest_b += mixed(b + spot)
+        seed = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        digest_a += mixed(a ^ seed)
+        digest_b += mixed(b + seed)
 
-    finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
+    finite = tl.minimum(full_end * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
-        # What is not finite leaves a trace in the sum; a sentinel is the least there is.
-        odd_one = sum_1 - sum_1 != 0.0
+        # A non-finite value makes the sum non-finite; a sentinel is the least value.
+        suspect = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
-            odd_one = odd_one | (low <= LOWEST)
-        bad = tl.max(tl.reshape(odd_one.to(tl.int32), [512]), 0) > 0
-    start = whole
+            suspect = suspect | (low <= LOWEST)
+        bad = tl.max(tl.reshape(suspect.to(tl.int32), [512]), 0) > 0
+    start = full_end
     if bad:
         start = begin
         finite = finite * 0
@@ -397,22 +402,22 @@ def summary_rows(
     for chunk in range(start, end):
         a = tl.zeros([8, 64], tl.uint64)
         b = tl.zeros([8, 64], tl.uint64)
-        left = count - chunk * CHUNK
-        present = tl.minimum((left + 64 * TILE - 1) // (64 * TILE), TILES)
+        remaining = count - chunk * CHUNK
+        present = tl.minimum((remaining + 64 * TILE - 1) // (64 * TILE), TILES)
         for tile in range(present.to(tl.int32)):
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
             for u in tl.static_range(STEPS):
                 group = chunk * 512 + (tile * TILE + u * 8) + lane
-                there = group * 64 < count
-                flip = tl.load(flips + group, mask=there, other=0).to(tl.int32)
-                signs = tl.load(sign_words + group * 2 + sign_word, mask=there, other=0)
-                at = group * 64 + (column ^ (((flip & 31) << 1) | (flip >> 12)))
-                fine = at < count
-                word = tl.load(data + at, mask=fine, other=0)
+                inside = group * 64 < count
+                flip = tl.load(flips + group, mask=inside, other=0).to(tl.int32)
+                signs = tl.load(sign_words + group * 2 + sign_word, mask=inside, other=0)
+                index = group * 64 + (column ^ (((flip & 31) << 1) | (flip >> 12)))
+                fine = index < count
+                word = tl.load(data + index, mask=fine, other=0)
                 x = _decoded(word, KIND)
                 zeros += (fine & (x == 0.0)).to(tl.int32)
-                fine, nan, up, down = known_apart(x, fine, LOWEST, FLOAT)
+                fine, nan, up, down = classify(x, fine, LOWEST, FLOAT)
                 nans += nan.to(tl.int32)
                 above += up.to(tl.int32)
                 below += down.to(tl.int32)
@@ -426,15 +431,15 @@ def summary_rows(
                 sum_2 += z * z
                 a += word.to(tl.uint64) * key(u)
                 b += word.to(tl.uint64) * key(u + 4)
-        spot = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        digest_a += mixed(a ^ spot)
-        digest_b += mixed(b + spot)
+        seed = mixed((thread + chunk * 512 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        digest_a += mixed(a ^ seed)
+        digest_b += mixed(b + seed)
 
     infinities = above + (below.to(tl.int64) << 32)
-    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = together(
+    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most = reduce_figures(
         sum_1, sum_2, seen, zeros, nans, infinities, digest_a, digest_b, low, high, 512, LEVEL
     )
-    left_row(
+    store_row(
         rows_at, row + pid, finite + seen_, shift, total, squares, zeros_, nans_, infinite, da, db,
         least, most,
     )  # fmt: skip
@@ -446,16 +451,16 @@ def summary_rows(
         tl.store(meta + 1, tl.num_programs(0).to(tl.int64))
 
 
-# The rows that the programs of a tensor left, joined in their order, as a Triton kernel.
+# The kernel that joins the rows of each tensor's programs, in order.
 
 
 @triton.jit(do_not_specialize=["slot"])
 def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl.int64):
-    """The rows of each tensor as one, in slot `slot + program` of the results."""
-    mine = slot + tl.program_id(0).to(tl.int64)
-    meta = meta_at.to(tl.pointer_type(tl.int64)) + mine * 2
+    """Join the rows of each tensor into slot `slot + program` of the results."""
+    result_slot = slot + tl.program_id(0).to(tl.int64)
+    meta = meta_at.to(tl.pointer_type(tl.int64)) + result_slot * 2
     first = tl.load(meta)
-    many = tl.load(meta + 1)
+    row_count = tl.load(meta + 1)
     rows = rows_at.to(tl.pointer_type(tl.float64)) + first * 80
     bits = rows_at.to(tl.pointer_type(tl.uint64)) + first * 80
     lane = tl.arange(0, 64)
@@ -472,42 +477,42 @@ def joined_rows(rows_at: tl.int64, meta_at: tl.int64, out_at: tl.int64, slot: tl
     digest_a = tl.zeros([64], tl.uint64)
     digest_b = tl.zeros([64], tl.uint64)
     sketch = tl.zeros([64, 64], tl.float64)
-    for at in range(0, many, 64):
-        there = at + lane < many
+    for at in range(0, row_count, 64):
+        inside = at + lane < row_count
         place = (at + lane) * 80
-        n = tl.load(rows + place, mask=there, other=0.0)
+        n = tl.load(rows + place, mask=inside, other=0.0)
         finite += n
-        weighted += n * tl.load(rows + place + 1, mask=there, other=0.0)
-        spread += tl.load(rows + place + 2, mask=there, other=0.0)
-        low = tl.minimum(low, tl.load(rows + place + 3, mask=there, other=float("inf")))
-        high = tl.maximum(high, tl.load(rows + place + 4, mask=there, other=float("-inf")))
-        zeros += tl.load(rows + place + 5, mask=there, other=0.0)
-        nans += tl.load(rows + place + 6, mask=there, other=0.0)
-        above += tl.load(rows + place + 7, mask=there, other=0.0)
-        below += tl.load(rows + place + 8, mask=there, other=0.0)
-        digest_a += tl.load(bits + place + 9, mask=there, other=0)
-        digest_b += tl.load(bits + place + 10, mask=there, other=0)
-        sketch += tl.load(rows + place[:, None] + 16 + bucket, mask=there[:, None], other=0.0)
+        weighted += n * tl.load(rows + place + 1, mask=inside, other=0.0)
+        spread += tl.load(rows + place + 2, mask=inside, other=0.0)
+        low = tl.minimum(low, tl.load(rows + place + 3, mask=inside, other=float("inf")))
+        high = tl.maximum(high, tl.load(rows + place + 4, mask=inside, other=float("-inf")))
+        zeros += tl.load(rows + place + 5, mask=inside, other=0.0)
+        nans += tl.load(rows + place + 6, mask=inside, other=0.0)
+        above += tl.load(rows + place + 7, mask=inside, other=0.0)
+        below += tl.load(rows + place + 8, mask=inside, other=0.0)
+        digest_a += tl.load(bits + place + 9, mask=inside, other=0)
+        digest_b += tl.load(bits + place + 10, mask=inside, other=0)
+        sketch += tl.load(rows + place[:, None] + 16 + bucket, mask=inside[:, None], other=0.0)
     count = tl.sum(finite, 0)
     mean = tl.sum(weighted, 0) / tl.maximum(count, 1.0)
-    apart = tl.zeros([64], tl.float64)
-    for at in range(0, many, 64):
-        there = at + lane < many
+    mean_spread = tl.zeros([64], tl.float64)
+    for at in range(0, row_count, 64):
+        inside = at + lane < row_count
         place = (at + lane) * 80
-        n = tl.load(rows + place, mask=there, other=0.0)
-        off = tl.load(rows + place + 1, mask=there, other=0.0) - mean
-        apart += tl.where(n > 0.0, n * off * off, 0.0)
-    out = out_at.to(tl.pointer_type(tl.float64)) + mine * 80
+        n = tl.load(rows + place, mask=inside, other=0.0)
+        mean_error = tl.load(rows + place + 1, mask=inside, other=0.0) - mean
+        mean_spread += tl.where(n > 0.0, n * mean_error * mean_error, 0.0)
+    out = out_at.to(tl.pointer_type(tl.float64)) + result_slot * 80
     tl.store(out + 0, count)
     tl.store(out + 1, mean)
-    tl.store(out + 2, tl.sum(spread, 0) + tl.sum(apart, 0))
+    tl.store(out + 2, tl.sum(spread, 0) + tl.sum(mean_spread, 0))
     tl.store(out + 3, tl.min(low, 0))
     tl.store(out + 4, tl.max(high, 0))
     tl.store(out + 5, tl.sum(zeros, 0))
     tl.store(out + 6, tl.sum(nans, 0))
     tl.store(out + 7, tl.sum(above, 0))
     tl.store(out + 8, tl.sum(below, 0))
-    words = out_at.to(tl.pointer_type(tl.uint64)) + mine * 80
+    words = out_at.to(tl.pointer_type(tl.uint64)) + result_slot * 80
     tl.store(words + 9, tl.sum(digest_a, 0))
     tl.store(words + 10, tl.sum(digest_b, 0))
     tl.store(out + 16 + tl.arange(0, 64), tl.sum(sketch, 0))

@@ -3,34 +3,32 @@
 # pyright: reportUntypedFunctionDecorator=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""Elements of 16 bits as the summary's kernel reads them: four words at a time, two in each.
+"""Triton kernel for the summary of a tensor of 16-bit elements: reads four words of two at a time.
 
-Loads are written out as instructions: so they are 16 bytes wide, and made where they are said.
+Loads are written as instructions, so that they are 16 bytes wide and stay in the written order.
 """
 
-# Kernels are compiled from their text; types mean something else in them.
+# Triton compiles kernels from their source text, in which types have another meaning:
 # `from __future__ import annotations` would turn the arguments' types into text.
 import triton
 import triton.language as tl
 
-# Kernels are compiled from their text; types mean something else in them.
-# `from __future__ import annotations` would turn the arguments' types into text.
 from driftline.numerics.gpu.kernels.summary import (
+    classify,
     greatest_pair,
     key,
-    known_apart,
     least_pair,
-    left_row,
     mixed,
+    reduce_figures,
     signed,
     smallest_pair,
-    together,
+    store_row,
 )
 
 
 @triton.jit
 def low_half(word, KIND: tl.constexpr):
-    """The first of two elements of a 32-bit word."""
+    """The first of the two elements of a 32-bit word."""
     if KIND == "bf16":
         x = (word << 16).to(tl.float32, bitcast=True)
     elif KIND == "f16":
@@ -53,7 +51,7 @@ def high_half(word, KIND: tl.constexpr):
 
 @triton.jit
 def four_words(address, LEVEL: tl.constexpr):
-    """Four words, one load; asked for when it is said, not when they are needed."""
+    """Load four words at once; the load is issued here, not where the words are used."""
     if LEVEL > 0:
         w_0, w_1, w_2, w_3 = tl.inline_asm_elementwise(
             "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
@@ -64,14 +62,19 @@ def four_words(address, LEVEL: tl.constexpr):
             1,
         )
     else:
-        at = address.to(tl.pointer_type(tl.uint32))
-        w_0, w_1, w_2, w_3 = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        pointer = address.to(tl.pointer_type(tl.uint32))
+        w_0, w_1, w_2, w_3 = (
+            tl.load(pointer),
+            tl.load(pointer + 1),
+            tl.load(pointer + 2),
+            tl.load(pointer + 3),
+        )
     return w_0, w_1, w_2, w_3
 
 
 @triton.jit
 def flip_at(address, LEVEL: tl.constexpr):
-    """What a table says of a group: 5 bits of which word, the 13th whether halves are exchanged."""
+    """A group's entry in the table: 5 bits select the word, bit 12 exchanges the halves."""
     if LEVEL > 0:
         flip = tl.inline_asm_elementwise(
             "{ .reg .u16 h; ld.global.nc.u16 h, [$1]; cvt.u32.u16 $0, h; }",
@@ -105,23 +108,23 @@ def eight_signs(address, LEVEL: tl.constexpr):
 @triton.jit
 def in_order(w_0, w_1, w_2, w_3, flip):
     """The words of a thread in the order of the buckets."""
-    once = (flip & 1) != 0
-    twice = (flip & 2) != 0
-    a_0 = tl.where(once, w_1, w_0)
-    a_1 = tl.where(once, w_0, w_1)
-    a_2 = tl.where(once, w_3, w_2)
-    a_3 = tl.where(once, w_2, w_3)
+    by_one = (flip & 1) != 0
+    by_two = (flip & 2) != 0
+    a_0 = tl.where(by_one, w_1, w_0)
+    a_1 = tl.where(by_one, w_0, w_1)
+    a_2 = tl.where(by_one, w_3, w_2)
+    a_3 = tl.where(by_one, w_2, w_3)
     return (
-        tl.where(twice, a_2, a_0),
-        tl.where(twice, a_3, a_1),
-        tl.where(twice, a_0, a_2),
-        tl.where(twice, a_1, a_3),
+        tl.where(by_two, a_2, a_0),
+        tl.where(by_two, a_3, a_1),
+        tl.where(by_two, a_0, a_2),
+        tl.where(by_two, a_1, a_3),
     )
 
 
 @triton.jit
 def hashed(a, b, w_0, w_1, w_2, w_3):
-    """The digest's two sums after four more words."""
+    """The two sums of the digest after four more words."""
     a = a * 0xFF51AFD7ED558CCD + w_0.to(tl.uint64) * key(0) + w_1.to(tl.uint64) * key(1)
     b = b * 0xC4CEB9FE1A85EC53 + w_0.to(tl.uint64) * key(4) + w_1.to(tl.uint64) * key(5)
     a = a + w_2.to(tl.uint64) * key(2) + w_3.to(tl.uint64) * key(3)
@@ -131,7 +134,7 @@ def hashed(a, b, w_0, w_1, w_2, w_3):
 
 @triton.jit
 def turned(word, flip):
-    """The word with its halves exchanged where the group's lowest bit is flipped."""
+    """The word, with its halves exchanged if the group's lowest bit is flipped."""
     turn = (flip >> 8).to(tl.uint32)
     return (word >> turn) | (word << ((32 - turn) & 31))
 
@@ -141,7 +144,7 @@ def eight_sums(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
 
 
-# The summary of a device tensor with elements of 16 bits, in one pass over its memory.
+# The kernel that summarises a device tensor of 16-bit elements in one pass over its memory.
 
 
 @triton.jit(do_not_specialize=["count", "each", "row", "slot", "nothing"])
@@ -162,30 +165,30 @@ def summary_of_halves(
 ):
     """Partial figures of one tensor whose address is a multiple of 16.
 
-    For the arguments see `summary_kernels.summary_rows`.
+    `summary.summary_rows` describes the arguments.
     """
     FLOAT: tl.constexpr = KIND == "bf16" or KIND == "f16"
     PACKED: tl.constexpr = LEVEL > 1 and FLOAT  # extremes of two at a time
-    SELDOM: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only where there are any
+    RARE_ZEROS: tl.constexpr = LEVEL > 2 and PACKED  # zeros are counted only if there are any
     TILE: tl.constexpr = 2048  # elements: 32 groups
-    TILES: tl.constexpr = 16  # of a chunk
+    TILES: tl.constexpr = 16  # tiles of a chunk
     CHUNK: tl.constexpr = 32768
     pid = tl.program_id(0).to(tl.int64)
     chunks = (count + CHUNK - 1) // CHUNK
     begin = pid * each
     end = tl.minimum(begin + each, chunks)
-    whole = tl.maximum(tl.minimum(end, count // CHUNK), begin)
-    if count % TILE == 0:  # nothing but whole tiles: the last chunk is read fast too
-        whole = end
+    full_end = tl.maximum(tl.minimum(end, count // CHUNK), begin)
+    if count % TILE == 0:  # whole tiles only: the last chunk is read by the fast loop too
+        full_end = end
     first = begin * TILES
-    last = tl.minimum(whole * CHUNK, count) // TILE
+    last = tl.minimum(full_end * CHUNK, count) // TILE
 
     lane = (tl.arange(0, 32)[:, None] + tl.zeros([32, 8], tl.int32)).to(tl.int64)
     vector = tl.arange(0, 8)[None, :] + tl.zeros([32, 8], tl.int32)
     thread = lane * 8 + vector.to(tl.int64)
-    my_flips = flips_at + lane * 2
-    my_signs = signs_at + thread
-    my_data = address + lane * 128
+    thread_flips = flips_at + lane * 2
+    thread_signs = signs_at + thread
+    thread_data = address + lane * 128
 
     sum_1 = tl.zeros([32, 8], tl.float64)
     sum_2 = tl.zeros([32, 8], tl.float64)
@@ -211,27 +214,27 @@ def summary_of_halves(
 
     if last > first:
         final = last - 1
-        flip = flip_at(my_flips + first * 64, LEVEL)
-        signs = eight_signs(my_signs + first * 256, LEVEL)
-        next_flip = flip_at(my_flips + tl.minimum(first + 1, final) * 64, LEVEL)
+        flip = flip_at(thread_flips + first * 64, LEVEL)
+        signs = eight_signs(thread_signs + first * 256, LEVEL)
+        next_flip = flip_at(thread_flips + tl.minimum(first + 1, final) * 64, LEVEL)
         w_0, w_1, w_2, w_3 = four_words(
-            my_data + first * 4096 + ((vector ^ ((flip >> 2) & 7)) << 4), LEVEL
+            thread_data + first * 4096 + ((vector ^ ((flip >> 2) & 7)) << 4), LEVEL
         )
-        for chunk in range(begin, whole):
+        for chunk in range(begin, full_end):
             a = tl.zeros([32, 8], tl.uint64)
             b = tl.zeros([32, 8], tl.uint64)
             for tile in range(chunk * TILES, tl.minimum((chunk + 1) * TILES, last)):
-                # The next words are asked for now, and where those after them are.
+                # Load the next words now, and the table entries of the words after them.
                 after = tl.minimum(tile + 1, final)
                 n_0, n_1, n_2, n_3 = four_words(
-                    my_data + after * 4096 + ((vector ^ ((next_flip >> 2) & 7)) << 4), LEVEL
+                    thread_data + after * 4096 + ((vector ^ ((next_flip >> 2) & 7)) << 4), LEVEL
                 )
-                far_flip = flip_at(my_flips + tl.minimum(tile + 2, final) * 64, LEVEL)
-                next_signs = eight_signs(my_signs + after * 256, LEVEL)
+                far_flip = flip_at(thread_flips + tl.minimum(tile + 2, final) * 64, LEVEL)
+                next_signs = eight_signs(thread_signs + after * 256, LEVEL)
 
                 w_0, w_1, w_2, w_3 = in_order(w_0, w_1, w_2, w_3, flip)
                 a, b = hashed(a, b, w_0, w_1, w_2, w_3)
-                few = tl.zeros([32, 8], tl.float32)
+                tile_sum = tl.zeros([32, 8], tl.float32)
                 for k in tl.static_range(4):
                     if k == 0:
                         word = w_0
@@ -244,7 +247,7 @@ def summary_of_halves(
                     if PACKED:
                         low = least_pair(low, word, KIND)
                         high = greatest_pair(high, word, KIND)
-                    if SELDOM:
+                    if RARE_ZEROS:
                         smallest = smallest_pair(smallest, word & 0x7FFF7FFF)
                     word = turned(word, flip)
                     even = low_half(word, KIND)
@@ -252,9 +255,9 @@ def summary_of_halves(
                     if not PACKED:
                         low = tl.minimum(low, tl.minimum(even, odd))
                         high = tl.maximum(high, tl.maximum(even, odd))
-                    if not SELDOM:
+                    if not RARE_ZEROS:
                         zeros += (even == 0.0).to(tl.int32) + (odd == 0.0).to(tl.int32)
-                    few += even + odd
+                    tile_sum += even + odd
                     even = signed(even, signs, 2 * k).to(tl.float64)
                     odd = signed(odd, signs, 2 * k + 1).to(tl.float64)
                     sum_2 += even * even
@@ -271,29 +274,29 @@ def summary_of_halves(
                     else:
                         s_6 += even
                         s_7 += odd
-                sum_1 += few.to(tl.float64)  # eight of 16 bits: float32 holds that
+                sum_1 += tile_sum.to(tl.float64)  # float32 can sum eight elements of 16 bits
                 w_0, w_1, w_2, w_3 = n_0, n_1, n_2, n_3
                 flip, signs, next_flip = next_flip, next_signs, far_flip
-            spot = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-            digest_a += mixed(a ^ spot)
-            digest_b += mixed(b + spot)
+            seed = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+            digest_a += mixed(a ^ seed)
+            digest_b += mixed(b + seed)
 
     if PACKED:
         low = tl.minimum(low_half(low, KIND), high_half(low, KIND))
         high = tl.maximum(low_half(high, KIND), high_half(high, KIND))
-    finite = tl.minimum(whole * CHUNK, count) - begin * CHUNK
+    finite = tl.minimum(full_end * CHUNK, count) - begin * CHUNK
     bad = False
     if FLOAT:
-        # What is not finite leaves a trace in the sum; a sentinel is the least there is.
-        odd_one = sum_1 - sum_1 != 0.0
+        # A non-finite value makes the sum non-finite; a sentinel is the least value.
+        suspect = sum_1 - sum_1 != 0.0
         if LOWEST != 0.0:
-            odd_one = odd_one | (low <= LOWEST)
-        bad = tl.max(tl.reshape(odd_one.to(tl.int32), [256]), 0) > 0
-    if SELDOM:
-        some = ((smallest & 0xFFFF) == 0) | ((smallest >> 16) == 0)
-        if tl.max(tl.reshape(some.to(tl.int32), [256]), 0) > 0:
+            suspect = suspect | (low <= LOWEST)
+        bad = tl.max(tl.reshape(suspect.to(tl.int32), [256]), 0) > 0
+    if RARE_ZEROS:
+        has_zero = ((smallest & 0xFFFF) == 0) | ((smallest >> 16) == 0)
+        if tl.max(tl.reshape(has_zero.to(tl.int32), [256]), 0) > 0:
             for tile in range(first, last):
-                w_0, w_1, w_2, w_3 = four_words(my_data + tile * 4096 + (vector << 4), LEVEL)
+                w_0, w_1, w_2, w_3 = four_words(thread_data + tile * 4096 + (vector << 4), LEVEL)
                 for k in tl.static_range(4):
                     if k == 0:
                         word = w_0 & 0x7FFF7FFF
@@ -304,7 +307,7 @@ def summary_of_halves(
                     else:
                         word = w_3 & 0x7FFF7FFF
                     zeros += ((word & 0xFFFF) == 0).to(tl.int32) + ((word >> 16) == 0).to(tl.int32)
-    start = whole
+    start = full_end
     if bad:
         start = begin
         finite = finite * 0
@@ -337,25 +340,25 @@ def summary_of_halves(
         present = tl.minimum((count - chunk * CHUNK + TILE - 1) // TILE, TILES)
         for tile in range(present.to(tl.int32)):
             group = chunk * 512 + tile * 32 + (lane ^ nothing)
-            there = group * 64 < count
-            flip = tl.load(flips + group, mask=there, other=0).to(tl.int32)
-            signs = tl.load(sign_bytes + group * 8 + vector, mask=there, other=0).to(tl.uint32)
+            inside = group * 64 < count
+            flip = tl.load(flips + group, mask=inside, other=0).to(tl.int32)
+            signs = tl.load(sign_bytes + group * 8 + vector, mask=inside, other=0).to(tl.uint32)
             a = a * 0xFF51AFD7ED558CCD
             b = b * 0xC4CEB9FE1A85EC53
             for k in tl.static_range(4):
-                at = (group * 32 + ((vector * 4 + k) ^ (flip & 31))) * 2
-                word = tl.load(words + (at >> 1), mask=at < count, other=0)
-                word = tl.where(at + 1 == count, word & 0xFFFF, word)
+                index = (group * 32 + ((vector * 4 + k) ^ (flip & 31))) * 2
+                word = tl.load(words + (index >> 1), mask=index < count, other=0)
+                word = tl.where(index + 1 == count, word & 0xFFFF, word)
                 a += word.to(tl.uint64) * key(k)
                 b += word.to(tl.uint64) * key(k + 4)
                 for half in tl.static_range(2):
-                    # Half 0 goes to the even bucket; it is the word's other half where the
-                    # group's lowest bit is flipped.
-                    of = (flip >> 12) ^ half
-                    x = tl.where(of == 0, low_half(word, KIND), high_half(word, KIND))
-                    fine = at + of < count
+                    # Half 0 goes to the even bucket. It is the word's other half if the group's
+                    # lowest bit is flipped.
+                    position = (flip >> 12) ^ half
+                    x = tl.where(position == 0, low_half(word, KIND), high_half(word, KIND))
+                    fine = index + position < count
                     zeros += (fine & (x == 0.0)).to(tl.int32)
-                    fine, nan, up, down = known_apart(x, fine, LOWEST, FLOAT)
+                    fine, nan, up, down = classify(x, fine, LOWEST, FLOAT)
                     nans += nan.to(tl.int32)
                     above += up.to(tl.int32)
                     below += down.to(tl.int32)
@@ -386,15 +389,15 @@ def summary_of_halves(
                             s_6 += z
                         else:
                             s_7 += z
-        spot = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        digest_a += mixed(a ^ spot)
-        digest_b += mixed(b + spot)
+        seed = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        digest_a += mixed(a ^ seed)
+        digest_b += mixed(b + seed)
 
     infinities = above + (below.to(tl.int64) << 32)
-    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most_ = together(
+    total, squares, seen_, zeros_, nans_, infinite, da, db, least, most_ = reduce_figures(
         sum_1, sum_2, seen, zeros, nans, infinities, digest_a, digest_b, low, high, 256, LEVEL
     )
-    left_row(
+    store_row(
         rows_at, row + pid, finite + seen_, 0.0, total, squares, zeros_, nans_, infinite, da, db,
         least, most_,
     )  # fmt: skip
