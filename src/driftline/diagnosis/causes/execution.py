@@ -74,7 +74,7 @@ def missing_reduction(case: Case) -> Clue | None:
         # All hold the same value, so it was reduced. A sum that was divided has another factor.
         ways = ways[2:3]
         what = f"it is {count} times too small: the mean over ranks for their sum"
-        best = Clue("scale", case.explained(total), what, "ranks")
+        best = Clue("scale", case.explained(case.r / count), what, "ranks")
     for made, what in ways:
         left = np.where(case.finite, made - case.r, 0.0)
         rest = float(np.sum(left * left))
