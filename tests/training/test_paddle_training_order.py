@@ -195,5 +195,5 @@ def test_losses_and_calls_of_steps_between_rungs_are_kept(tmp_path: Path) -> Non
             optimizer.step()
             optimizer.clear_grad()
     steps = read_step_facts(open_run(tmp_path / "run"))
-    assert {state.step for state in steps.states} >= {*range(16)}
+    assert {state.key.step for state in steps.states} >= {*range(16)}
     assert ("(root)", 19) in steps.calls
