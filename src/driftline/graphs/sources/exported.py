@@ -155,11 +155,7 @@ def exported_graph(run: Run) -> ExportedGraph | None:
             for entry in map(list_of, list_of(data.get("rounded")))
             if len(entry) == 2 and isinstance(entry[1], int | float)
         },
-        [
-            _misread(entry)
-            for entry in map(list_of, list_of(data.get("misread")))
-            if len(entry) > 2
-        ],
+        [_misread(entry) for entry in map(list_of, list_of(data.get("misread"))) if len(entry) > 2],
         dict(_read(entry) for entry in list_of(data.get("reads"))),
         [_fusion(object_of(fusion)) for fusion in list_of(data.get("fusions"))],
         {str(output): node for node in nodes.values() for output in list_of(node.get("outputs"))},
