@@ -208,11 +208,11 @@ def _carried(sentences: Mapping[str, str], before: Graph, after: Graph) -> dict[
     """Sentences about values of a graph, for one in which some nodes are gone: a node that was
     joined with others gives the value of the last one, and of a node that is gone its reader tells.
     """
-    given = {node.name: node.outputs[0] for node in after.nodes if node.name and node.outputs}
+    results = {node.name: node.outputs[0] for node in after.nodes if node.name and node.outputs}
     carried: dict[str, str] = {}
     for value, sentence in sentences.items():
         while value not in after.maker and value in before.maker:
-            joined = given.get(before.nodes[before.maker[value]].name)
+            joined = results.get(before.nodes[before.maker[value]].name)
             readers = before.readers.get(value, [])
             if joined is None and not readers:
                 break

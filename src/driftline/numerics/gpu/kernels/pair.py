@@ -22,26 +22,26 @@ from driftline.numerics.gpu.kernels.summary import (
 @triton.jit
 def elements(address, KIND: tl.constexpr):
     if KIND == "bf16":
-        at = address.to(tl.pointer_type(tl.bfloat16))
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
     elif KIND == "f16":
-        at = address.to(tl.pointer_type(tl.float16))
+        pointer = address.to(tl.pointer_type(tl.float16))
     elif KIND == "e4m3" or KIND == "e5m2":
-        at = address.to(tl.pointer_type(tl.uint8))
+        pointer = address.to(tl.pointer_type(tl.uint8))
     else:
-        at = address.to(tl.pointer_type(tl.float32))
-    return at
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return pointer
 
 
 @triton.jit
 def pairs_of(address, KIND: tl.constexpr):
     """Where pairs of elements are."""
     if KIND == "f32":
-        at = address.to(tl.pointer_type(tl.uint64))
+        pointer = address.to(tl.pointer_type(tl.uint64))
     elif KIND == "e4m3" or KIND == "e5m2":
-        at = address.to(tl.pointer_type(tl.uint16))
+        pointer = address.to(tl.pointer_type(tl.uint16))
     else:
-        at = address.to(tl.pointer_type(tl.uint32))
-    return at
+        pointer = address.to(tl.pointer_type(tl.uint32))
+    return pointer
 
 
 @triton.jit
