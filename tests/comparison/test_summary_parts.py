@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 
 import driftline
+from driftline.comparison.measure import summaries
 from driftline.comparison.table.table import Table
+from driftline.numerics import kernel
+from driftline.numerics.dtypes import DTYPES
+from driftline.numerics.fields import Summary
 from driftline.runs.reader import open_run
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
@@ -117,3 +122,18 @@ def test_two_runs_that_are_cut_alike_are_compared_part_by_part(tmp_path: Path) -
     table = driftline.compare(two, four)
     assert table.verdict == "pass", table.finding
     assert {row.reason for row in table.rows} == {""}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_leaves_no_bound_on_the_error(bad: float) -> None:
+    # Our figures leave it out, and those of another tool may not: they are of other elements.
+    values = np.arange(1.0, 9.0)
+    reference, doubled = (_summary(values * factor) for factor in (1.0, 2.0))
+    assert summaries._least(reference, doubled) > 0.4
+    values[3] = bad
+    assert math.isnan(summaries._least(_summary(values), doubled))
+    assert math.isnan(summaries._least(reference, _summary(values)))
+
+
+def _summary(values: np.ndarray) -> Summary:
+    return kernel.summarize(values, DTYPES["float64"], count=values.size)
