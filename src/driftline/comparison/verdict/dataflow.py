@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from driftline.alignment.sites.site_graph import ROOTS as MODEL_SITES
 from driftline.comparison.evidence.rules import is_bias
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.structure import NO_STRUCTURE, Stride, Structure
@@ -551,5 +552,5 @@ def containers_around(site: str) -> Iterator[str]:
     while (cut := max(rest.rfind("."), rest.rfind("/"))) > 0:
         rest = rest[:cut]
         yield rest
-    if site not in ROOTS:
-        yield from ROOTS
+    if site not in MODEL_SITES:
+        yield from MODEL_SITES
