@@ -60,6 +60,7 @@ class Pass(NamedTuple):
         error: Norm of the difference of the moves.
         norms: Norms of the moves.
         rounding: Norm of what rounding to the weights' format may change.
+        apart: Relative error of the weights then, of the way they have moved since step 0.
     """
 
     call: int
@@ -68,6 +69,7 @@ class Pass(NamedTuple):
     error: float = 0.0
     norms: tuple[float, float] = (0.0, 0.0)
     rounding: float = 0.0
+    apart: float = 0.0
 
 
 @dataclass(slots=True)
@@ -108,6 +110,17 @@ class StepErrors:
     distance: float = 0.0
     others: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
+    @property
+    def moved(self) -> float:
+        """The largest relative error of what the optimizer did between two passes."""
+        moves = [move.error / (move.norms[0] or 1.0) for move in self.passes if move.in_update]
+        return max(moves, default=0.0)
+
+    def apart(self, most_passes: int | None = None) -> float:
+        """Relative error of the weights: the largest of these passes, or of all."""
+        later = self.passes if most_passes is None else self.passes[: most_passes - 1]
+        return max((self.weights, *(move.apart for move in later)))
+
     def has_same_losses(self, most_passes: int | None = None) -> bool:
         """Whether the losses of the first passes, or of all, are there and equal to the bit."""
         first, second = (losses[:most_passes] for losses in self.losses)
@@ -146,7 +159,7 @@ class Trainings:
             own = [self._sorted(side, which) for which, side in enumerate(states)]
             common = step in by_step[0] and step in by_step[1]
             if common and any(parts.passes for parts in own):
-                errors.passes.extend(self._passes(now, own))
+                errors.passes.extend(self._passes(now, first, own))
             for which, parts in enumerate(own):
                 for path, tensor in parts.before.items():
                     # Written again although the last update was watched: something else did it.
@@ -183,9 +196,16 @@ class Trainings:
                     parts.begin.update(tensors)
         return parts
 
-    def _passes(self, now: tuple[Weights, Weights], own: Sequence[_Parts]) -> Iterator[Pass]:
+    def _passes(
+        self,
+        now: tuple[Weights, Weights],
+        start: tuple[Weights, Weights],
+        own: Sequence[_Parts],
+    ) -> Iterator[Pass]:
         """What weights did between two calls of a model in a step, call by call."""
-        weights = [{**side, **parts.begin} for side, parts in zip(now, own, strict=True)]
+        weights = {**now[0], **own[0].begin}, {**now[1], **own[1].begin}
+        # In step 0 nothing has been there before.
+        begun = {**weights[0], **start[0]}, {**weights[1], **start[1]}
         for call in sorted({*own[0].passes, *own[1].passes}):
             first, second = (parts.passes.get(call) for parts in own)
             if first is None or second is None:
@@ -205,6 +225,8 @@ class Trainings:
                 if path in weights[0] and path in weights[1]
             ]
             changes = [change for change in changes if math.isfinite(change.rounding)]
+            weights[0].update(first.tensors)
+            weights[1].update(second.tensors)
             yield Pass(
                 call,
                 first.owner.startswith(OPTIMIZER) and second.owner.startswith(OPTIMIZER),
@@ -215,9 +237,8 @@ class Trainings:
                     math.hypot(*(change.norms[1] for change in changes)),
                 ),
                 math.hypot(*(change.rounding for change in changes)),
+                _way_apart(weights, begun, first.tensors.keys() & second.tensors.keys()),
             )
-            for side, changed in zip(weights, (first, second), strict=True):
-                side.update(changed.tensors)
 
     def _measure(
         self,

@@ -85,6 +85,11 @@ class TrainingReport(NamedTuple):
     weights_off: Mapping[int, float] = {}
     thinned: tuple[str, ...] = ()
 
+    def weights_off_in(self, step: int) -> float:
+        """By how much weights had moved apart when they were last looked at, up to this step."""
+        looked = [earlier for earlier in self.weights_off if earlier <= step]
+        return self.weights_off[max(looked)] if looked else 0.0
+
     def as_json(self) -> dict[str, JSON]:
         broken = self.broken
         return {
@@ -291,16 +296,17 @@ def _excused_rows(
             continue
         reason = (
             f"{METRIC} {float(row.metrics[METRIC]):.3g}: its weights have moved apart by "
-            f"{report.weights_off[row.step]:.2g} of their way since step 0, little by little"
+            f"{report.weights_off_in(row.step):.2g} of their way since step 0, little by little"
         )
         yield row.judged("incomparable", reason, decided_by=METRIC)
 
 
 def _is_explained(row: Row, report: TrainingReport) -> bool:
-    off = report.weights_off.get(row.step, 0.0)
+    off = report.weights_off_in(row.step)
     value = row.metrics.get(METRIC)
     return (
-        row.step > 0
+        # In the later passes of step 0 weights have moved already.
+        (row.step > 0 or row.key.visit > 0)
         # What a model is given was not computed from its weights.
         and not (row.key.port == "input" and row.key.site in ROOTS)
         and isinstance(value, float)

@@ -109,7 +109,7 @@ def training_report(
         allowed = _allowed(pair, (steps, other_steps))
         finder = _Finder(allowed, differences or (), _ranks_agree(sides))
         for errors in Trainings(pair, steps, other_steps).steps():
-            weights_off[errors.step] = max(errors.weights, weights_off.get(errors.step, 0.0))
+            weights_off[errors.step] = max(errors.apart(), weights_off.get(errors.step, 0.0))
             if finder.begun_apart(errors):
                 break
             if _is_whole(errors):
@@ -457,8 +457,8 @@ class _Finder:
             if difference.kind == kind and self._explains(difference, stage, errors.step)
         ]
         # A second cause is told where it is short: a schedule's functions are a line each.
-        because = "; ".join([*causes[:1], *(text for text in causes[1:2] if len(text) <= _SHORT)])
-        return f": {because}" if because else ""
+        told = [*causes[:1], *(text for text in causes[1:2] if len(text) <= _SHORT)]
+        return f": {'; '.join(told)}" if told else ""
 
     def _explains(self, difference: Difference, stage: Stage, step: int) -> bool:
         if difference.step is not None and difference.step > step:
@@ -503,7 +503,7 @@ class _Finder:
         # What moves them follows from the first backward pass.
         if errors.passes and (broken := self._loss(errors, 1)) is not None:
             return broken._replace(call=1)
-        most = self._gradients_allowed(errors, same_loss=errors.has_same_losses(1))
+        most = self._gradients_allowed(errors, 1)
         for moved in errors.passes:
             number = _ORDINALS[min(moved.call, len(_ORDINALS)) - 1]
             stage: Stage = "update" if moved.in_update else "weights"
@@ -515,13 +515,11 @@ class _Finder:
                 error = math.inf
             elif moved.error > most * max(moved.norms) + _CLEARLY * moved.rounding:
                 error = moved.error / (moved.norms[0] or 1.0)
-                factor = _factor(moved.norms[1], moved.norms[0])
-                why = f"the move is {factor}" if factor else f"off by {error:.2g}"
+                why = f"the move is {_factor(*reversed(moved.norms)) or f'off by {error:.2g}'}"
                 words += f"moves the weights to other values before the {number} pass ({why})"
             else:
                 continue
-            # Values of a step such as a radius stand in the groups of the optimizer as well.
-            finding = words + self._because(errors, "update")
+            finding = words + self._because(errors, "update")  # a radius stands in its groups
             return Break(errors.step, stage, finding, error, call=moved.call)
         return None
 
@@ -530,7 +528,7 @@ class _Finder:
         if not first or not second:
             return None
         self._first_loss = self._first_loss or abs(first[0])
-        most = max(self._allowed.loss, _LOSS_BY_WAY * errors.weights)
+        most = max(self._allowed.loss, _LOSS_BY_WAY * errors.apart(most_passes))
         if errors.weights == 0.0 and errors.distance == 0.0 and self._other_loss(errors.step):
             # Weights are equal to the bit, and the loss is made by other functions.
             most /= _OTHER_LOSS
@@ -576,7 +574,7 @@ class _Finder:
         error = errors.gradients
         if error is None:
             return None
-        most = self._gradients_allowed(errors, same_loss=errors.has_same_losses())
+        most = self._gradients_allowed(errors)
         if error > most:
             reduced, other = (errors.step in steps for steps in self._ranks_agree)
             if reduced != other:
@@ -596,10 +594,11 @@ class _Finder:
         self._gradients = max(self._gradients, error)
         return None
 
-    def _gradients_allowed(self, errors: StepErrors, *, same_loss: bool) -> float:
-        most = max(self._allowed.gradients, _GRADIENTS_BY_WAY * errors.weights)
+    def _gradients_allowed(self, errors: StepErrors, most_passes: int | None = None) -> float:
+        apart = errors.apart(most_passes)
+        most = max(self._allowed.gradients, _GRADIENTS_BY_WAY * apart)
         # Equal to the bit as far as the loss: the same kernels computed it.
-        is_same = errors.weights == 0.0 and errors.distance == 0.0 and same_loss
+        is_same = apart == errors.distance == 0.0 and errors.has_same_losses(most_passes)
         return most / _SAME_KERNELS if is_same else most
 
     def _structural(self, errors: StepErrors, stage: Stage, words: str) -> Break:
@@ -625,7 +624,7 @@ class _Finder:
 
     def _update(self, errors: StepErrors) -> Break | None:
         step = errors.step
-        wrong = [change for change in errors.updates if self._is_wrong(change)]
+        wrong = [change for change in errors.updates if self._is_wrong(change, errors.moved)]
         for change in errors.updates:
             if math.isfinite(change.gradient):
                 before = self._by_path.get(change.path, 0.0)
@@ -651,10 +650,11 @@ class _Finder:
                 )
         return self._break(errors, "update", words, error, why)
 
-    def _is_wrong(self, change: Change) -> bool:
+    def _is_wrong(self, change: Change, moved: float) -> bool:
         """Whether an update does not follow from its gradient."""
         size = max(change.norms)
-        history = max(self._by_path.get(change.path, 0.0), change.gradient)
+        # What an optimizer did between two passes followed, as far as arithmetic allows.
+        history = max(self._by_path.get(change.path, 0.0), change.gradient, moved)
         if change.same_gradient and change.same_weights and history == 0.0:
             return change.error > _SAME_UPDATE * size + change.rounding
         # Without a gradient on either side a weight moves by its decay alone.
