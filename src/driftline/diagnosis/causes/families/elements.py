@@ -21,7 +21,7 @@ _SAMPLE = 1 << 16
 _CLEAR = 0.9
 _ALIKE = 0.02
 """Relative distance from one of a factor that counts as none."""
-_HIDDEN, _FEW = -1e4, 0.02
+_HIDDEN, _FEW, _MOST = -1e4, 0.2, 0.6
 
 
 def some(case: Case) -> Clue | None:
@@ -51,8 +51,9 @@ def _changed(case: Case, made: F64, how: str) -> Clue | None:
     touched: Flags = np.abs(case.r + case.e - made) < np.abs(case.e)
     if np.count_nonzero(touched) > _MOST_OF_THEM * touched.size:
         return None
-    share = np.asarray(case.rows(touched.astype(np.float64))).mean(axis=1)
-    if case.r.shape[-1] > 1 and bool(((share < _FEW) | (share > 1.0 - _FEW)).all()):
+    share = case.rows(touched.astype(np.float64)).mean(axis=1)
+    many, few = share > _MOST, share < _FEW
+    if case.r.shape[-1] > 1 and many.any() and few.any() and bool((many | few).all()):
         return None  # whole tokens: a matter of which, and not of a factor
     score = case.fitted(np.where(touched, made, case.r))
     what = f"{_which(case, touched)} {how}, and no others are off"
