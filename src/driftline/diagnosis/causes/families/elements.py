@@ -21,7 +21,7 @@ _SAMPLE = 1 << 16
 _CLEAR = 0.9
 _ALIKE = 0.02
 """Relative distance from one of a factor that counts as none."""
-_HIDDEN = -1e4
+_HIDDEN, _FEW, _MOST = -1e4, 0.2, 0.6
 
 
 def some(case: Case) -> Clue | None:
@@ -51,6 +51,10 @@ def _changed(case: Case, made: F64, how: str) -> Clue | None:
     touched: Flags = np.abs(case.r + case.e - made) < np.abs(case.e)
     if np.count_nonzero(touched) > _MOST_OF_THEM * touched.size:
         return None
+    share = case.rows(touched.astype(np.float64)).mean(axis=1)
+    many, few = share > _MOST, share < _FEW
+    if case.r.shape[-1] > 1 and many.any() and few.any() and bool((many | few).all()):
+        return None  # whole tokens: a matter of which, and not of a factor
     score = case.fitted(np.where(touched, made, case.r))
     what = f"{_which(case, touched)} {how}, and no others are off"
     return Clue("scale", score, what, "some") if score >= _CLEAR else None
@@ -181,8 +185,8 @@ def _shares_of_others(case: Case, r: F64, c: F64) -> Clue | None:
         sums = [x.sum(axis=axis) for x in (r, c)]
         if length < 4 or any(float(np.abs(x - 1.0).max()) > 0.02 for x in sums):
             continue
-        both: Flags = (r > 0.0) & (c > 0.0)
-        common = [np.where(both, x, 0.0) for x in (r, c)]
+        shown: Flags = (r > 0.0) & (c > 0.0)
+        common = [np.where(shown, x, 0.0) for x in (r, c)]
         totals = [np.maximum(x.sum(axis=axis, keepdims=True), 1e-300) for x in common]
         left = common[0] / totals[0] - common[1] / totals[1]
         alone = float(np.max(1.0 - np.minimum(*(x.sum(axis=axis) for x in common))))
@@ -248,13 +252,13 @@ def temperature(case: Case) -> Clue | None:
         sums = [x.sum(axis=axis) for x in (case.r, c)]
         if length < 3 or any(float(np.abs(x - 1.0).max()) > 0.02 for x in sums):
             continue
-        both: Flags = (case.r > 1e-12) & (c > 1e-12)
-        if not both.all():
-            both &= np.broadcast_to(both.sum(axis=axis, keepdims=True) > 1, both.shape)
-        count = np.maximum(both.sum(axis=axis, keepdims=True), 1)
-        logs = [np.log(np.where(both, x, 1.0)) for x in (case.r, c)]
+        shown: Flags = (case.r > 1e-12) & (c > 1e-12)
+        if not shown.all():
+            shown &= np.broadcast_to(shown.sum(axis=axis, keepdims=True) > 1, shown.shape)
+        count = np.maximum(shown.sum(axis=axis, keepdims=True), 1)
+        logs = [np.log(np.where(shown, x, 1.0)) for x in (case.r, c)]
         a, b = (
-            np.where(both, x - x.sum(axis=axis, keepdims=True) / count, 0.0) * np.sqrt(case.r)
+            np.where(shown, x - x.sum(axis=axis, keepdims=True) / count, 0.0) * np.sqrt(case.r)
             for x in logs
         )
         times = float(np.sum(a * b)) / max(float(np.sum(a * a)), 1e-300)
@@ -328,9 +332,9 @@ def _by_two_axes(case: Case) -> Clue | None:
         c, first, second = case.r + case.e, np.ones(()), np.ones(())
         for _ in range(_ROUNDS):
             for axes in (but_a, but_b):
-                known = case.r * (second if axes is but_a else first)
-                size = np.maximum(np.sum(known * known, axis=axes, keepdims=True), 1e-300)
-                factors = np.sum(c * known, axis=axes, keepdims=True) / size
+                scaled = case.r * (second if axes is but_a else first)
+                size = np.maximum(np.sum(scaled * scaled, axis=axes, keepdims=True), 1e-300)
+                factors = np.sum(c * scaled, axis=axes, keepdims=True) / size
                 first, second = (factors, second) if axes is but_a else (first, factors)
         if float(np.abs(first).min() * np.abs(second).min()) < _ALIKE:
             continue  # places that are gone are another fault
@@ -398,16 +402,16 @@ def _laid(y: F64, shape: tuple[int, ...]) -> Iterator[F64]:
     lengths = [length for length in y.shape if length > 1]
     if y.ndim > len(shape) or not lengths:
         return
-    taken: list[int] = []
+    own: list[int] = []
     axis = 0
     for length in lengths:
         while axis < len(shape) and shape[axis] != length:
             axis += 1
         if axis == len(shape):
             return
-        taken.append(axis)
+        own.append(axis)
         axis += 1
-    yield y.reshape([length if axis in taken else 1 for axis, length in enumerate(shape)])
+    yield y.reshape([length if axis in own else 1 for axis, length in enumerate(shape)])
 
 
 def _factor(case: Case, name: str, y: F64, beside: tuple[str, F64] | None = None) -> Clue | None:

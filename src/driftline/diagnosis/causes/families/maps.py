@@ -165,13 +165,13 @@ def _sums(
             np.add.at(links, (target, source), 1.0)
             if loops != "leaves itself out":
                 links += np.eye(nodes)
-            taken, given = (np.maximum(links.sum(axis=axis, keepdims=True), 1.0) for axis in (1, 0))
+            takes, gives = (np.maximum(links.sum(axis=axis, keepdims=True), 1.0) for axis in (1, 0))
             for weighed, matrix in {
                 "with a weight of one": links,
-                "divided by how many a node takes from": links / taken,
-                "divided by to how many a node gives": links / given,
-                "divided by the roots of both ends' counts": links / np.sqrt(taken * taken.T),
-                "divided by the roots of what each takes and gives": links / np.sqrt(taken * given),
+                "divided by how many a node takes from": links / takes,
+                "divided by to how many a node gives": links / gives,
+                "divided by the roots of both ends' counts": links / np.sqrt(takes * takes.T),
+                "divided by the roots of what each takes and gives": links / np.sqrt(takes * gives),
             }.items():
                 turned = "along its edges" if number == 0 else "against its edges"
                 settings = {"scale": weighed, "mask": f"where a node {loops}", "transpose": turned}
@@ -233,6 +233,6 @@ def _shares(made: F64, x: F64, source: Places, target: Places, noise: float) -> 
 
 
 def _add_up(sums: F64, noise: float) -> bool:
-    given = sums[np.abs(sums) > 1e-6]
-    apart = np.abs(given - 1.0)
-    return len(given) > 3 and float(np.quantile(apart, 0.9)) < 0.02 + 10.0 * noise
+    sums = sums[np.abs(sums) > 1e-6]
+    apart = np.abs(sums - 1.0)
+    return len(sums) > 3 and float(np.quantile(apart, 0.9)) < 0.02 + 10.0 * noise

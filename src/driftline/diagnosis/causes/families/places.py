@@ -85,8 +85,8 @@ def two_steps(case: Case) -> Clue | None:
         alike = np.fft.ifft2((spectra[0] * spectra[1].conj()).sum(axis=others)).real
         best = np.unravel_index(int(np.argmax(alike)), alike.shape)
         steps = [
-            int(at) if 2 * at <= length else int(at) - length
-            for at, length in zip(best, lengths, strict=True)
+            int(place) if 2 * place <= length else int(place) - length
+            for place, length in zip(best, lengths, strict=True)
         ]
         if 0 in steps or max(map(abs, steps)) > min(_FARTHEST, min(lengths) // 3):
             continue

@@ -109,8 +109,8 @@ def _all_over(case: Case, x: F64) -> Iterator[_Over]:
     marked = marks(case, *x.shape[:2]) if x.ndim > 1 else {}
     for count in range(1, x.ndim + 1):
         for axes in itertools.combinations(range(x.ndim), count):
-            taken = math.prod(x.shape[axis] for axis in axes)
-            if taken < 2 or x.size // taken != wanted:
+            count_of_each = math.prod(x.shape[axis] for axis in axes)
+            if count_of_each < 2 or x.size // count_of_each != wanted:
                 continue
             yield _Over(axes, np.ones((1,) * x.ndim, dtype=np.bool_), _EVERYWHERE)
             if 1 not in axes:
@@ -298,6 +298,6 @@ def _is_length(case: Case, flags: Codes) -> bool:
     if flags.ndim == 2:
         return True
     longest = int(flags.max())
-    given = (case.r, *case.inputs.values(), *case.parts.values())
-    lengths = {length for x in given for length in x.shape[1:]}
+    tensors = (case.r, *case.inputs.values(), *case.parts.values())
+    lengths = {length for x in tensors for length in x.shape[1:]}
     return int(flags.min()) > 0 and any(longest <= length <= 2 * longest for length in lengths)
