@@ -6,12 +6,15 @@ Every fault is planted in a tensor: what is right, what the candidate has, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from planted_sides import Sides, drawn, named
+from planted_sides import Sides, case_of, drawn, named
 from torch import Tensor
+
+from driftline.diagnosis.causes.registry import best_clue
 
 # Orders.
 
@@ -420,3 +423,11 @@ def test_a_family_of_mistakes_is_called_by_its_name(
 def test_what_only_looks_alike_stays_unknown(rival: Callable[[], Sides]) -> None:
     cause, sentence = named(rival())
     assert cause == "unknown", sentence
+
+
+def test_a_container_that_returns_a_wrong_part_has_not_moved_its_numbers() -> None:
+    # Each side holds exactly the numbers of its own part, in the order in which the part gave them.
+    right, wrong = drawn(3, 14, 24), drawn(3, 14, 24, seed=5)
+    case = case_of(Sides(right, wrong, parts={"down": wrong}), coarse=False)
+    clue, _ = best_clue(replace(case, right_parts={"down": case.r}))
+    assert clue is None or clue.cause != "permutation", clue.sentence

@@ -176,12 +176,14 @@ def moved(case: Case) -> Clue | None:
     if order is not None and order.score >= _NAMED:
         return None  # an order with a name says more
     for name, right, wrong in _shared(case):
-        if _only_moved(case.r, right, case.c, wrong):
-            if (pads := uneven(case)) is not None:
-                what = f"it holds the tokens of '{name}' at other places, and {pads.sentence}"
-                return Clue("mask", 0.95, what, "moved")
-            what = f"it holds the numbers of '{name}', every one of them, in another order"
-            return _of_rows(case, name) or Clue("permutation", 0.95, what, "moved")
+        sides = case.r, right, case.c, wrong
+        if not _only_moved(*sides) or _same_order(*sides):
+            continue
+        if (pads := uneven(case)) is not None:
+            what = f"it holds the tokens of '{name}' at other places, and {pads.sentence}"
+            return Clue("mask", 0.95, what, "moved")
+        what = f"it holds the numbers of '{name}', every one of them, in another order"
+        return _of_rows(case, name) or Clue("permutation", 0.95, what, "moved")
     return None
 
 
@@ -196,6 +198,18 @@ def _only_moved(r: F64, right: F64, c: F64, wrong: F64) -> bool:
         np.array_equal(np.sort(made[made != 0.0]), np.sort(source[source != 0.0]))
         for made, source in ((r, right), (c, wrong))
     )
+
+
+def _same_order(r: F64, right: F64, c: F64, wrong: F64) -> bool:
+    """Whether both sides put the numbers that they were given into the same order.
+
+    A container that returns the result of one of its parts does so: the part is off, not the order.
+    """
+    r, right, c, wrong = (tensor.reshape(-1) for tensor in (r, right, c, wrong))
+    places, sources = np.flatnonzero(r), np.flatnonzero(right)
+    places = places[np.argsort(r[places], kind="stable")]
+    sources = sources[np.argsort(right[sources], kind="stable")]
+    return right.size == wrong.size and np.array_equal(c[places], wrong[sources])
 
 
 def _of_rows(case: Case, name: str) -> Clue | None:
