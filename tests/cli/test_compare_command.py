@@ -218,7 +218,7 @@ def test_a_metric_of_the_user_is_measured(
         (("--rank", "1"), "has no rank 1"),
         (("--step", "x"), "--step takes numbers"),
         (("--step", "5-3"), "write 3-5"),
-        (("--threads", "0"), "--threads 0"),
+        (("--threads", "0"), "--threads takes 1 or more, not 0"),
         (("--rtol", "much"), "--rtol takes a number, not 'much'"),
         (("--rtol", "-1"), "rtol is -1.0"),
         (("--min-coverage", "95"), "between 0 and 1"),

@@ -96,9 +96,9 @@ def test_what_would_be_done_is_printed_and_nothing_is_done(
     [
         (["--engine", "onnxruntime"], "there is no model to run"),
         (["--model", "m.onnx"], "the model takes x: float32 [n, 8]"),
-        (["--model", "m.onnx", "--inputs", "x.npz", "--", "python"], "--exec means nothing"),
-        (["--model", "m.onnx", "--inputs", "x.npz", "-time", "1"], "-time means nothing"),
-        (["--model", "m.onnx", "--inputs", "x.npz", "--layout", "ait"], "--layout means nothing"),
+        (["--model", "m.onnx", "--inputs", "x.npz", "--", "python"], "--exec does not apply"),
+        (["--model", "m.onnx", "--inputs", "x.npz", "-time", "1"], "-time does not apply"),
+        (["--model", "m.onnx", "--inputs", "x.npz", "--layout", "ait"], "--layout does not apply"),
         (["--engine", "torch", "--model", "m.onnx", "--", "x"], "--model is for ONNX Runtime"),
         (["--inputs", "x.npz", "--", "python"], "--inputs is for ONNX Runtime"),
         (["--model", "m.onnx", "--inputs", "y.npz"], "there is no file of inputs 'y.npz'"),

@@ -89,8 +89,10 @@ class _Watch:
     def __init__(self, culprit: Row | None = None) -> None:
         self._culprit = culprit
         self._inputs: list[Row] = []
-        # Inputs that one side alone is given: of the model, and the sites that are given any.
+        # Inputs that one side alone is given: of the model, and the sites that are given any. Names
+        # of inputs that both models are given in some step are no such inputs.
         self._lone_inputs: list[Row] = []
+        self._shared_inputs: set[str] = set()
         self._given_more: set[tuple[_Moment, str]] = set()
         self._codes: Row | None = None
         self._container = ""
@@ -163,8 +165,10 @@ class _Watch:
 
     def _of_root(self, row: Row) -> None:
         key = row.key
-        if key.port == "input" and input_differs(row):
-            self._inputs.append(row)
+        if key.port == "input":
+            self._shared_inputs |= {key.slot, row.candidate_slot}
+            if input_differs(row):
+                self._inputs.append(row)
         elif key.port == "output" and _is_float(row):
             self._outputs[_moment(row), key.slot] = row
         elif key.port == "grad_output" and _is_float(row):
@@ -221,7 +225,11 @@ class _Watch:
         if row.key.port == "input":
             site = _enclosing(site, self._entered.get(moment, set())) or site
         lone_rows = [
-            lone for lone in self._lone_inputs if _moment(lone) == moment and self._counts(lone)
+            lone
+            for lone in self._lone_inputs
+            if _moment(lone) == moment
+            and self._counts(lone)
+            and lone.key.slot not in self._shared_inputs
         ]
         if not lone_rows or (moment, site) not in self._given_more:
             return None

@@ -451,7 +451,7 @@ def in_short_stretches(
         missed: Leaves that were not compared in all of their calls.
         compared: Calls whose output was compared.
         sources: What compared calls took, by where it was first compared.
-        most: How many calls are no short stretch any more.
+        most: How many calls a short stretch has at most.
         ends: Whether the model's inputs and its outputs were compared.
     """
     inside, all_missed = Counter[str](), Counter[str]()
@@ -467,17 +467,17 @@ def in_short_stretches(
                 ended, stretch = _divided(stretch, newest, times[call].begin)
                 if not all(part.is_behind for part in ended):
                     ended = []
-                if len(ended) < most:
+                if len(ended) <= most:
                     inside.update(part.site for part in ended)
             begun = True
         elif site in missed:
             all_missed[site] += 1
             stretch.append(_Missed(site, times[call].end, begun))
         elif any(part.site.startswith(f"{site}.") for part in ended):
-            if len(ended) < most:
+            if len(ended) <= most:
                 inside.subtract(part.site for part in ended)
             stretch, ended = ended + stretch, []
-    if is_closed and len(stretch) < most and all(part.is_behind for part in stretch):
+    if is_closed and len(stretch) <= most and all(part.is_behind for part in stretch):
         inside.update(part.site for part in stretch)
     return {site: count / all_missed[site] for site, count in inside.items()}
 

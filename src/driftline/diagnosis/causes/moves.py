@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
-from driftline.diagnosis.causes.families.reductions import uneven
+from driftline.diagnosis.causes.families.sums_and_means import uneven
 from driftline.diagnosis.causes.linear_solve import solve
 
 _PLACES = 512

@@ -158,11 +158,17 @@ def _of_codes(runs: Runs, key: TensorKey) -> NamedCause:
 
 
 def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause:
-    others = tuple((other.cause, round(other.score, 3)) for other in clues if other is not clue)[:4]
+    own = "" if clue is None else clue.cause
+    best: dict[str, Clue] = {}
+    for other in clues:  # the best come first
+        if other.cause != own:
+            best.setdefault(other.cause, other)
+    rivals = list(best.values())
+    others = tuple((rival.cause, round(rival.score, 3)) for rival in rivals)[:4]
     if clue is None:
-        nearest = list({other.cause: other for other in reversed(clues)}.values())[::-1][:2]
+        nearest = rivals[:2]
         if nearest:
-            shares = [f"'{other.cause}' with {other.score:.0%} of the error" for other in nearest]
+            shares = [f"'{rival.cause}' with {rival.score:.0%} of the error" for rival in nearest]
             are = "are" if len(shares) > 1 else "is"
             why = f"nothing known fits clearly; nearest {are} {' and '.join(shares)}"
         else:

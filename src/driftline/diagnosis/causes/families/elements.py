@@ -103,6 +103,8 @@ def function(case: Case) -> Clue | None:
         (r, c, "what the reference makes {} of"),
     ):
         size = float(np.sum((side - side.mean()) ** 2))
+        if size == 0.0:
+            continue  # a constant is a value of any function
         for name, of in _FUNCTIONS.items():
             with np.errstate(all="ignore"):
                 made = of(other)
