@@ -121,8 +121,7 @@ def _only_inputs(facts: Facts) -> Decision | None:
 
 
 def _incomplete(facts: Facts) -> Decision | None:
-    """What was compared agrees; list every reason why that is not enough, the most serious
-    first."""
+    """What was compared agrees; list all reasons why that is not enough, most serious first."""
     reasons = [words for shortfall in SHORTFALLS for words in shortfall(facts)]
     if not reasons:
         return None
@@ -275,8 +274,7 @@ def _called(level: str) -> str:
 
 
 def _endings(facts: Facts) -> str:
-    """How the programs ended after their last step; nothing is missing, but the user should
-    know."""
+    """How the programs ended after their last step; nothing is missing because of it."""
     sides = zip(("reference", "candidate"), facts.sides, strict=True)
     return "".join(
         f"; the {name}'s program {side.scope.ending}" for name, side in sides if side.scope.ending

@@ -219,8 +219,7 @@ class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
     def __init__(self, rows: Sequence[Row], rounded: Collection[str] = ()) -> None:
-        """rounded: Sites that compute with integers although their inputs and outputs are
-        floats."""
+        """rounded: Sites that compute with integers but have floats as inputs and outputs."""
         self._rounded = rounded
         self._known: dict[_Call, str] = {}
         self._explained: dict[_Call, float] = {}
@@ -300,8 +299,7 @@ def _sort(
     codes: dict[_Call, list[tuple[_Sizes, str]]],
     floats: dict[_Call, set[_Sizes]],
 ) -> None:
-    """Add a matrix without a partner to the codes or floats; tensors of one axis are not
-    operands."""
+    """Add a matrix without a partner to the codes or floats; vectors are not operands."""
     if call is None or shape is None or len(shape) < 2 or "mask" in row.key.slot:
         return
     # Codes and floats of one operator have the same sizes, in any order.
@@ -313,8 +311,7 @@ def _sort(
 
 
 def _against_float(row: Row) -> str:
-    """Return the type of codes compared with a float that have no scale to convert them; or
-    empty."""
+    """Return the type of codes that face floats but have no scale; empty if there are none."""
     reference, candidate = row.reference_dtype, row.candidate_dtype
     if row.status != "incomparable" or "mask" in row.key.slot:
         return ""
@@ -389,8 +386,7 @@ class Inherited:
         return self._codes.get(place, "")
 
     def remember(self, judged: Row) -> None:
-        """Record the gradient that arrived at a module; parameter gradients are computed from
-        it."""
+        """Record the gradient that arrived at a module, for the gradients of its parameters."""
         self.rounding.remember(judged)
         # Rows over their limit are recorded too: the size of a sum's terms does not depend on it,
         # and a wrong gradient is reported by its own row.

@@ -175,8 +175,7 @@ class SiteJudgement:
 
     @property
     def undecided(self) -> str:
-        """Sentence about a site that other evidence finds off but that cannot be judged; or
-        empty."""
+        """Sentence about a site that seems off but cannot be judged; empty if there is none."""
         suspects = [place for place, standing in self.statuses.items() if standing.suspected]
         if not suspects:
             return ""
@@ -188,8 +187,7 @@ class SiteJudgement:
 
     @property
     def unlocated(self) -> str:
-        """Sentence if the final output is off beyond measured noise but no site is guilty; or
-        empty."""
+        """Sentence if the final output is off beyond noise but no site is guilty; else empty."""
         if self.culprits:
             return ""
         return self._beyond_trusted_runs() or self._beyond_replay()

@@ -1,5 +1,4 @@
-"""Sites and their calls: rows of a comparison, grouped by the call whose inputs or outputs they
-are.
+"""Sites and their calls: rows of a comparison, grouped by the call they belong to.
 
 Rows become calls, and calls become sites. If a site's inputs were not captured, the sites that
 produced them are found from the edges of a dump (graphs, ATB, lists of calls). A producer that is
