@@ -228,7 +228,7 @@ def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
 
 @functools.lru_cache(1024)
 def coarsest(names: tuple[str, ...]) -> DType | None:
-    """The coarsest floating format among these names; None when there is none.
+    """Return the coarsest floating format among these names; None if there is none.
 
     >>> coarsest(("float32", "int64", "bfloat16")).name
     'bfloat16'
