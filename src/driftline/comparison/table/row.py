@@ -95,42 +95,41 @@ a kilobyte of memory. Judging makes a dozen passes, which take a seventh longer 
 
 
 class Row(NamedTuple):
-    """One pair of tensors, or one tensor without a partner, and what is known about it.
+    """One pair of tensors, or one tensor that has no partner, and what is known about it.
 
     Attributes:
         key: Address in the reference (in the candidate for `extra`).
         status: The row's verdict.
-        reason: The reason in words; empty for a plain pass.
+        reason: Why, in words; empty for a plain pass.
         order: Execution order in the reference; rows are sorted by rank, process and this.
-        candidate_site: The candidate's own site if it differs, else empty (likewise for port and
-            slot).
-        candidate_step: The candidate's own step if it differs, else None (likewise for visit and
-            rank).
-        by: The rule that paired the two; empty for a tensor without a partner. It is `fusion` if
-            the other side computes the tensor inside a fused node; `candidate_site` and the like
-            then say where the other side has the result of that node.
-        confidence: Confidence of that rule; 1 if the user gave the pair or the names are equal.
-        reference_recipe: Transformations of the reference's stored tensors before the comparison,
-            in words; empty if there were none.
+        candidate_site: The candidate's own site where it is another one, else empty (so for port
+            and slot).
+        candidate_step: The candidate's own step where it is another one, else None (so for visit
+            and rank).
+        by: The rule that made the two a pair; empty for a lone tensor, but `fusion` where the other
+            side computes it inside a fused node: `candidate_site` and the like are then where the
+            other side has what that node gives.
+        confidence: How sure that rule is: 1 for what was said or is called the same.
+        reference_recipe: What was done to the reference's stored tensors first, in words; empty
+            when nothing was.
         candidate_recipe: The same for the candidate.
         class_name: Class of the module, or name of the operator.
-        candidate_class: The candidate's class if it differs, else empty.
-        reference_dtype: Element type; empty if the reference lacks the tensor (likewise for the
-            candidate).
-        reference_shape: Shape after the recipe; None if the reference lacks the tensor (likewise
-            for the candidate).
-        line: The program line that computes it, `file:number in function`, if a side knows it.
-        fused: The calls that a compiler's kernel computes together with this one, in words; empty
-            if there are none.
+        candidate_class: The candidate's when it is another one, else empty.
+        reference_dtype: Element type there; empty when missing there (so for the others).
+        reference_shape: Shape there, after the recipe; None when missing there (so for the
+            candidate's).
+        line: The program's line that computes it, `file:number in function`, where a side knows it.
+        fused: The calls that one kernel of a compiler computes on the way to it, where it is more
+            than this one; in words.
         culprit: The first node of a compiled graph on the way to it that is wrong for its own
-            inputs, regardless of the other side.
+            inputs, whatever the other side has.
         basis: What the measurements were made from.
         estimated: Names of measurements that are estimates (from sketches) rather than exact.
         metrics: Measurements by name; non-finite numbers are ordinary values here.
-        decided_by: The metric that decided the status; empty if no number did.
-        limit: The limit of that metric.
+        decided_by: The metric that the status hangs on; empty when it hangs on no number.
+        limit: That metric's limit.
         limit_from: Where the limit comes from: a dtype's name, `user`, or `exact`.
-        severity: Value over limit: above 1 is outside; inf if no number can express it.
+        severity: Value over limit: above 1 is outside, inf where no number can say.
     """
 
     key: TensorKey
@@ -198,17 +197,17 @@ class Row(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The metric that decided the status; empty if no number did."""
+        """The metric that the status hangs on; empty when it hangs on no number."""
         return self.decided_by
 
     @property
     def value(self) -> Number | None:
-        """Value of that metric."""
+        """What that metric measured."""
         return self.metrics.get(self.decided_by)
 
     @property
     def relative_l2(self) -> Number | None:
-        """Norm of the error over norm of the reference; None if it was not measured."""
+        """Size of the error over size of the reference; None where it was not measured."""
         return self.metrics.get("relative_l2")
 
     @property

@@ -182,29 +182,29 @@ _NOWHERE = Side()
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Table:
-    """All rows of the comparison of two runs, with the verdict.
+    """Every pair of two runs, judged.
 
     Attributes:
-        rows: Rows in the reference's execution order, rank by rank; extra rows come last. They are
-            a tuple, or for a long table a sequence that reads them from a file.
-        columns: Meaning of the rows' metrics.
-        verdict: pass; fail; incomplete if what was compared agrees but is not enough; or
-            incomparable if no pair could be compared.
-        first: The failing row where the drift starts, in execution order; None if no row fails.
-        first_site: The site to look at: that of `first`, or the enclosing module if an input was
-            already wrong and no captured output explains it; empty if no row fails.
+        rows: In the reference's execution order, rank after rank; extra rows come last. A tuple, or
+            for a long table a sequence that reads them from a file as they are asked for.
+        columns: What the metrics of the rows mean.
+        verdict: pass; fail; incomplete when what was compared agrees and is not enough to tell;
+            or incomparable when not one pair could be compared.
+        first: The failing row where the drift starts, in execution order; None when no row fails.
+        first_site: The site to look at: `first`'s own, or the enclosing module when an input was
+            already wrong and no captured output says so; empty when no row fails.
         finding: The result as a sentence.
-        limits: The limits, as the judge wrote them.
+        limits: What was allowed, as the judge wrote it.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
-        notes: Conclusions of the alignment about the runs as a whole, one sentence each.
-        differences: Differences between the two models, in reading order; None if a run has no
-            facts about its model.
-        structure: What the runs know about their model, for judging the table again.
-        evidence: Results of experiments with its sites, for judging again; as judging wrote them.
-        training: Comparison of two trainings; None if nothing was trained.
-        judgement: Judgement of its sites, if sites were judged; not written to files.
-        covered: Covered calls, steps, elements and ranks; None before the table is judged.
+        notes: What alignment concluded about the runs as wholes, one sentence each.
+        differences: What differs between the two models, in the order to read it; None if a run has
+            no facts about its model.
+        structure: What the runs know of their model, for whoever judges the table again.
+        evidence: What experiments have shown of its sites, for the same: as judging wrote it.
+        training: What two trainings say of each other; None where nothing was trained.
+        judgement: How its sites stand, where sites were judged; not written to files.
+        covered: How far it reaches, in calls, steps, elements and ranks; None before it is judged.
     """
 
     rows: Sequence[Row]
@@ -238,13 +238,13 @@ class Table:
         return tuple(row for row in self.rows if row.status == "fail")
 
     def worst(self, count: int = 10, *, compared: bool = False) -> list[Row]:
-        """Return the rows to read first: by status, then by distance from the limit.
+        """The rows a person should read first: by status, then by distance from the limit.
 
-        Rows that follow from other inputs, which the first divergence has caused, come last.
+        What follows from other inputs, which the first divergence has made, comes last.
 
         Args:
-            count: Number of rows.
-            compared: Whether to return only rows that were compared.
+            count: How many.
+            compared: Only rows that were compared.
         """
         # A heap, because a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
@@ -265,12 +265,12 @@ class Table:
         ports: Sequence[str] = (),
         steps: Collection[int] = (),
     ) -> Table:
-        """Return the table with some of its rows; verdict and finding stay those of all rows.
+        """The table with only some of its rows; verdict and finding stay those of all.
 
         Args:
             sites: Globs, such as `model.layers.*.mlp`; all sites if there is none.
             ports: Globs, such as `grad_*`; all ports if there is none.
-            steps: Steps; all steps if there is none.
+            steps: All steps if there is none.
 
         Raises:
             BadInput: No row is left, or a glob matches nothing.
@@ -420,26 +420,26 @@ class Table:
             ) from trouble
 
     def write(self, folder: StrPath, *, force: bool = False) -> Path:
-        """Write `table.json` and `rows.csv`, and `rows.parquet` if pyarrow is installed."""
+        """Write `table.json` and `rows.csv`, and `rows.parquet` where pyarrow is installed."""
         from driftline.comparison.table.files import write_table
 
         return write_table(self, folder, force=force)
 
     def to_arrow(self) -> Any:
-        """Return all rows as a `pyarrow.Table`, with the columns of `rows.parquet`.
+        """Every row as a `pyarrow.Table`, with the columns of `rows.parquet`.
 
         Raises:
-            NotInstalled: pyarrow is not installed.
+            NotInstalled: pyarrow is not here.
         """
         from driftline.comparison.table.files import arrow_table
 
         return arrow_table(self)
 
     def to_pandas(self) -> Any:
-        """Return all rows as a `pandas.DataFrame`, with the same columns.
+        """Every row as a `pandas.DataFrame`, with the same columns.
 
         Raises:
-            NotInstalled: pandas is not installed.
+            NotInstalled: pandas is not here.
         """
         from driftline.comparison.table.files import data_frame
 
