@@ -132,7 +132,7 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
     own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
     measured = comparison.measure(own, progress=progress)
     look = comparison.second_look()
-    # Only the whole table shows which sites are suspect, but merging it has no tensors to examine.
+    # Only the whole table shows which sites are suspect, but the merge has no tensors to examine.
     judges_sites = not comparison.options.tolerance.explicit
     looks = tuple(
         (index, figures.half, figures.rest)

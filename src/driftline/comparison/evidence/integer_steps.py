@@ -96,8 +96,13 @@ def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Numb
 
 
 class _Weight(NamedTuple):
-    """The scaling of a weight: scale index of each element, scales, channel of each scale (None
-    without channels), and the shape of the weight.
+    """The scaling of a weight.
+
+    Attributes:
+        numbered: Index of each element's scale.
+        scales: The scales.
+        channels: Output channel of each scale; None without channels.
+        shape: Shape of the weight.
     """
 
     numbered: npt.NDArray[np.intp]

@@ -414,7 +414,8 @@ def _all(source: Source) -> Sequence[Record]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Return ranks in words.
+
     >>> describe_ranks([2]), describe_ranks([0, 1, 3])
     ('rank 2', 'ranks 0, 1 and 3')
     """

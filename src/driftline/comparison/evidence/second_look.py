@@ -187,7 +187,7 @@ def _judged_looking(
 
 
 class EarlierLooks:
-    """Second looks that the shards of a comparison took, which had the tensors."""
+    """Second looks taken earlier by the shards of a comparison, which had the tensors."""
 
     def __init__(self, figures: Mapping[Tensors, Figures], notes: Sequence[str]) -> None:
         self._figures = figures

@@ -45,7 +45,7 @@ class ValuePair(NamedTuple):
     reference_dtype: DType
     candidate: Storage
     candidate_dtype: DType
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - `count` hides an unused method
     shape: tuple[int, ...] | None
 
     def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:
@@ -92,7 +92,7 @@ class MappedPair(NamedTuple):
     reference_dtype: DType
     candidate: Memory
     candidate_dtype: DType
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - `count` hides an unused method
     shape: tuple[int, ...]
     arrays: Callable[[], ValuePair]
 

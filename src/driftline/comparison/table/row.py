@@ -89,9 +89,11 @@ def tensors_of(row: Row) -> Tensors:
 
 
 MANY = 1 << 15
-"""Number of rows from which they are stored in a file (`comparison/table/row_spool.py`). A row
-takes
-a kilobyte of memory. Judging makes a dozen passes, which take a seventh longer from a file."""
+"""Number of rows from which they are stored in a file (`comparison/table/row_spool.py`).
+
+A row takes a kilobyte of memory. Judging makes a dozen passes over the rows, which take a seventh
+longer from a file.
+"""
 
 
 class Row(NamedTuple):

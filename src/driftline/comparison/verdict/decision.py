@@ -34,7 +34,7 @@ EXIT_CODES: dict[Verdict, int] = {
 
 
 LEAST_COVERED = 0.9
-"""Fraction of the leaf calls that must be covered for a pass, on the side that `Covered` names."""
+"""Fraction of the deciding side's leaf calls that must be covered for a pass."""
 _NO_SIDES = (Side(), Side())
 
 
@@ -211,7 +211,7 @@ def _ranks(facts: Facts) -> Iterator[str]:
 
 
 def _steps(facts: Facts) -> Iterator[str]:
-    """One side captured steps that the other side ran too far to have, but did not capture."""
+    """One side captured steps that the other side did not reach."""
     covered = facts.covered
     lone = (covered.missing_steps, covered.extra_steps)
     for name, other, steps in zip(

@@ -32,7 +32,7 @@ _UNITS = 2.0
 """Units of roundoff of bias that a norm computed in steps, or a truncating kernel, may have."""
 _PRODUCT = 2.0
 _LEAST = 2.0**-11
-"""Smallest `factor - 1` of a pattern: TF32 and truncating kernels have less bias."""
+"""Smallest `|factor - 1|` of a pattern: TF32 and truncating kernels have less bias."""
 _MEASURED = ("replay", "noise")
 """Evidence that has measured how much bias a site may have."""
 

@@ -188,7 +188,7 @@ DIRECTIONS: tuple[Direction, ...] = ("param", "forward", "backward", "optimizer"
 
 
 class Place(NamedTuple):
-    """A site in one direction, such as forward, or backward for the backward pass through it."""
+    """A site in one direction: its forward pass, backward pass, optimizer or parameters."""
 
     direction: Direction
     site: str

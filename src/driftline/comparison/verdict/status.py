@@ -461,7 +461,7 @@ def _other_evidence(
 
 
 def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
-    """Return the model as its output and the results of its parts, without the parts' own work.
+    """Return the model reduced to the outputs of its own code; other sites are returned unchanged.
 
     Other containers stay whole: a container with its own weights, such as a layer of experts, makes
     most of its error before its parts are called.
