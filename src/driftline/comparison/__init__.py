@@ -1,5 +1,5 @@
 """Comparison: a plan becomes a judged table.
 
-`pipeline` is the one way there: prepare, measure, gather evidence, judge. Nothing here guesses
+`pipeline` performs all steps: prepare, measure, gather evidence, judge. This package does not guess
 causes.
 """

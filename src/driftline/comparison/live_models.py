@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Two live models compared in one process: layer by layer as they run, or after both were captured.
+"""Two live models compared in one process: layer by layer as they run, or after capturing both.
 
-`lockstep` compares tensors where they are and keeps none. Where the two models are not built alike,
-or a metric needs every value at once, both are captured in memory and go through the pipeline as
-two runs of a disk would.
+`lockstep` compares tensors in place and keeps none. If the two models have different structures, or
+a metric needs all values at once, both are captured in memory and compared by the pipeline, like
+two runs on disk.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def lockstep(
 def compared_in_step(
     reference: tuple[nn.Module, Call], candidate: tuple[nn.Module, Call], options: CompareOptions
 ) -> Table | None:
-    """The judged table of two models and what calls them; None when they are not in step."""
+    """Return the judged table of two models and their calls; None if they are not in step."""
     from driftline.alignment.reconcile.tokens import is_mask
     from driftline.captures.torch.lockstep import can_be_in_step, in_step
 
     if not can_be_in_step(reference[0], candidate[0]):
         return None
-    # Such a metric needs all values at once, and no tensor is kept.
+    # Such a metric needs all values at once, but no tensor is kept.
     if any(metric.derive is None for metric in options.metrics):
         return None
     steps = in_step(reference, candidate, options.elementwise)
@@ -88,11 +88,11 @@ def compared_in_step(
     try:
         comparison = prepare(reference_run, candidate_run, options)
     except DriftlineError:
-        # A glob that matches nothing is the caller's.
+        # A glob that matches nothing is the caller's error.
         if options.align.sites or options.align.ports:
             raise
         return None
-    # Models that are built alike have the same calls; else aligning needs tensors.
+    # Models with the same structure have the same calls; otherwise aligning needs tensors.
     if comparison.plan.missing or comparison.plan.extra:
         return None
     try:
@@ -100,8 +100,8 @@ def compared_in_step(
     except _NeedsValues:
         return None
     table = judge(comparison.table(measured), options.tolerance)
-    # Whether what fails is at pads, or in half of the tokens only, can only be seen in tensors
-    # that were kept.
+    # Only tensors show whether a failure is at pads or in one half of the tokens, and none were
+    # kept.
     if table.verdict == "fail" and any(map(is_mask, reference_run.records)):
         return None
     if table.judgement is not None and table.judgement.needs_second_look:
@@ -110,20 +110,20 @@ def compared_in_step(
 
 
 class _NeedsValues(Exception):
-    """A pair needs more than the moments that were taken while the models ran."""
+    """A pair needs more than the moments that were measured while the models ran."""
 
 
 class _KnownMoments:
-    """A measurer that has the moments of all pairs already, and no tensor."""
+    """A measurer that has the moments of all pairs already, and no tensors."""
 
     def __init__(self, moments: Mapping[TensorKey, PairMoments]) -> None:
         self._moments = moments
 
     def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> list[Row]:
-        """A row for each pair.
+        """Return a row for each pair.
 
         Raises:
-            _NeedsValues: One of them needs more than its moments.
+            _NeedsValues: A pair needs more than its moments.
         """
         return [self._row(pair, request.metrics) for pair in pairs]
 
@@ -135,7 +135,7 @@ class _KnownMoments:
         shape = pair.reference.shape
         if len(shape) == 2 and shape[0] == shape[1]:
             error = measured.get("relative_l2", 0.0)
-            if isinstance(error, float) and error > FAR_OFF:  # it may be the other way round
+            if isinstance(error, float) and error > FAR_OFF:  # it may be transposed
                 raise _NeedsValues
         return paired(pair, "values", measured)
 
@@ -150,7 +150,7 @@ def _is_simple(pair: Pair) -> bool:
     )
 
 
-# Two live models in one process: capture both in memory, compare, judge, without a disk.
+# Two live models in one process: capture both in memory, compare and judge, without a disk.
 
 
 def compare_models(
@@ -206,7 +206,7 @@ def compare_models(
     models = _Models(reference, candidate, inputs)
     if progress is not None:
         return _compared(models, asked, keep, isolate, progress)
-    from driftline.reporting.notebook import notebook_line  # on use, with all that it paints by
+    from driftline.reporting.notebook import notebook_line  # imported on use, with its dependencies
 
     with notebook_line() as line:
         line.say("running both models")
@@ -214,7 +214,7 @@ def compare_models(
 
 
 class _Models(NamedTuple):
-    """Two models, and what they are given."""
+    """Two models and their inputs."""
 
     reference: nn.Module
     candidate: nn.Module
@@ -224,19 +224,19 @@ class _Models(NamedTuple):
 def _compared(
     models: _Models, options: CompareOptions, keep: str, isolate: bool, progress: Progress
 ) -> Table:
-    """The judged table of two models; see `compare_models`."""
+    """Return the judged table of two models; see `compare_models`."""
     reference, candidate, inputs = models
     if isolate:
         candidate_run = _run(candidate, inputs, keep, "candidate")
         reference_run = _replayed(reference, inputs, candidate_run)
-        # What the code of a module hands to a part is an input row of that part.
+        # A tensor that a module's own code passes to a part is an input row of that part.
         replayed = {record.key for record in reference_run.records}
         candidate_run = only(
             candidate_run, lambda record: record.key.port == "output" or record.key in replayed
         )
         return run_comparison(reference_run, candidate_run, options, progress=progress)
     if keep == "full":
-        # Side by side, each tensor compared as it comes: nothing is kept of either.
+        # In lockstep, each tensor is compared as soon as it exists, and none is kept.
         table = compared_in_step(
             (reference, _caller(reference, inputs)),
             (candidate, _caller(candidate, inputs)),
@@ -269,14 +269,14 @@ def _run(model: nn.Module, inputs: Any, keep: str, name: str) -> Any:
     move = _mover(model)
     sink = MemorySink(name=name)
     with torch.no_grad(), torch.random.fork_rng(), capture(model, sink, keep=keep):
-        # The same random state for both, so that dropout draws the same.
+        # The same random state for both models, so that dropout draws the same numbers.
         torch.manual_seed(0)
         model(*_mapped(args, move), **_mapped(kwargs, move))
     return sink.run()
 
 
 def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
-    """What the reference's modules give on the inputs that the candidate's had."""
+    """Return the outputs of the reference's modules on the candidate's inputs."""
     import torch
 
     from driftline.alignment.rules.names import link_names
@@ -291,7 +291,7 @@ def _replayed(reference: nn.Module, inputs: Any, captured: Any) -> Any:
     def match(reference_sites: Iterable[str], candidate_sites: Iterable[str]) -> Mapping[str, str]:
         sites, candidates = list(reference_sites), set(candidate_sites)
         same_names = {site: site for site in sites if site in candidates}
-        # Names that agree are certain; only the others are linked by rules.
+        # Equal names are certain; only the others are linked by rules.
         rest = [site for site in sites if site not in same_names]
         return same_names | link_names(
             rest, [site for site in candidates if site not in same_names]
@@ -344,7 +344,7 @@ def _call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _mover(model: nn.Module) -> Callable[[Any], Any]:
-    """Puts a tensor where the model is; a model without parameters takes it as it comes."""
+    """Return a function that moves a tensor to the model's device and dtype, if it has just one."""
     import torch
 
     parameters = list(model.parameters())
@@ -354,9 +354,9 @@ def _mover(model: nn.Module) -> Callable[[Any], Any]:
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        # A clone: a model that works in place must not change what the other one is given.
+        # A clone, because a model that works in place must not change the other model's input.
         value = value.clone()
-        # A model that is spread over devices moves its inputs by itself.
+        # A model on several devices moves its inputs itself.
         if len(devices) == 1:
             value = value.to(next(iter(devices)))
         if value.is_floating_point() and len(dtypes) == 1:

@@ -1,8 +1,8 @@
-"""Everything that a caller may ask of a comparison, as one value that never changes.
+"""All options of a comparison, as one immutable value.
 
 The keywords of `driftline.compare` become a `CompareOptions` (`CompareOptions.of`), and every entry
-point hands such a value to `pipeline.run_comparison`. It opens no run and reads no tensor; metrics
-and thresholds are looked up here, so that a wrong name is refused before anything is opened.
+point passes such a value to `pipeline.run_comparison`. No run is opened and no tensor is read here;
+metrics and thresholds are looked up, so that a wrong name is refused before anything is opened.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from driftline.execution.jobs import Executor
 
 Limits: TypeAlias = Mapping[str, float] | Sequence[Limit] | None
-"""Metric → worst value that passes; or limits as they are."""
+"""Metric → worst value that passes; or a sequence of limits."""
 
 
 class JudgeKeywords(TypedDict, total=False):
-    """What is measured, what is allowed and which tensors: what two live models can be asked for.
+    """Options for metrics, limits and tensors that a comparison of two live models accepts.
 
-    The docstring of `driftline.compare` explains each.
+    The docstring of `driftline.compare` explains each of them.
     """
 
     metrics: Sequence[str]
@@ -48,9 +48,9 @@ class JudgeKeywords(TypedDict, total=False):
 
 
 class CompareKeywords(JudgeKeywords, total=False):
-    """The keywords of `driftline.compare` that say what is asked for, but for the plan.
+    """The keywords of `driftline.compare` that are options, except the plan.
 
-    A plan that is an object belongs to two opened runs, so it is an argument of `pipeline.prepare`.
+    A plan object belongs to two open runs, so it is an argument of `pipeline.prepare`.
     """
 
     maps: Sequence[str]
@@ -65,7 +65,7 @@ class CompareKeywords(JudgeKeywords, total=False):
 
 
 def refuse_unknown(function: str, keywords: Mapping[str, Any], allowed: type) -> None:
-    """Refuse keywords that a `TypedDict` does not name; Python itself lets them pass.
+    """Refuse keywords that a `TypedDict` does not name; Python itself accepts them.
 
     Raises:
         TypeError: There is such a keyword.
@@ -78,11 +78,11 @@ def refuse_unknown(function: str, keywords: Mapping[str, Any], allowed: type) ->
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Who measures.
+    """Where the measuring is done.
 
     Attributes:
-        threads: Worker threads of a process; one per usable core when not given.
-        jobs: Worker processes; this process alone when not given.
+        threads: Number of worker threads of a process; one per usable core if None.
+        jobs: Number of worker processes; only this process if None.
         executor: `local`, `ray`, `ray://HOST:PORT`, or an executor.
     """
 
@@ -91,7 +91,7 @@ class Execution:
     executor: str | Executor | None = None
 
     def workers(self) -> Executor | None:
-        """The executor of other processes; None for this process itself.
+        """Return the executor of other processes; None for this process.
 
         Raises:
             BadInput: There is no such executor.
@@ -101,13 +101,13 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """What is compared, what is measured, what is allowed, and who measures.
+    """Which tensors are compared, by which metrics and limits, and where.
 
     Attributes:
-        align: How the runs belong together. The mask `none` may be among its masks.
-        metrics: What is measured of each pair, metrics that only a limit names among them.
-        tolerance: What is allowed.
-        execution: Who measures.
+        align: How the runs are paired. Its masks may include `none`.
+        metrics: Metrics to measure for each pair, including those that only a limit names.
+        tolerance: The limits.
+        execution: Where the measuring is done.
     """
 
     align: AlignOptions = field(default_factory=AlignOptions)
@@ -117,20 +117,20 @@ class CompareOptions:
 
     @classmethod
     def of(cls, plan: StrPath | None = None, **keywords: Unpack[CompareKeywords]) -> CompareOptions:
-        """The options that the keywords of `driftline.compare` mean.
+        """Return the options for the keywords of `driftline.compare`.
 
         Args:
             plan: The path of a saved plan.
             keywords: See `driftline.compare`.
 
         Raises:
-            DriftlineError: A metric, a limit or a thresholds file that is not there.
+            DriftlineError: A metric, a limit or a thresholds file does not exist.
             TypeError: There is no such keyword.
         """
         refuse_unknown("compare", keywords, CompareKeywords)
         limits = keywords.get("limits")
         named = limits if isinstance(limits, Mapping) else [limit.metric for limit in limits or ()]
-        # A limit on a metric that is measured only on request asks for that metric.
+        # A limit on an optional metric implies that the metric is measured.
         metrics = requested([*_words(keywords.get("metrics", ())), *limited(named)])
         if limits is None or isinstance(limits, Mapping):
             limits = limits_from(limits, [metric.column for metric in metrics])
@@ -148,34 +148,33 @@ class CompareOptions:
 
     @property
     def paired_by(self) -> AlignOptions:
-        """The options as alignment knows them: the mask `none` is no file."""
+        """The options for alignment, which does not accept the mask `none`."""
         masks = tuple(mask for mask in self.align.masks if mask != UNMASKED)
         return self.align._replace(masks=masks)
 
     @property
     def may_leave_out_pads(self) -> bool:
-        """Whether rows that fail are measured again without the pads of a captured mask.
+        """Whether failing rows are measured again without the pads of a captured mask.
 
-        Whoever names a mask, or says that there is none, has decided already what counts.
+        A user who names a mask, or says `none`, has already decided which positions count.
         """
         return not self.align.masks
 
     @property
     def elementwise(self) -> Elementwise:
-        """Which rtol and atol `outside_share` counts with, for two dtypes."""
-        # The same defaults everywhere, so that outside_share of two entry points is one
-        # number.
+        """The rtol and atol of `outside_share`, as a function of two dtypes."""
+        # The same defaults everywhere, so that all entry points give the same outside_share.
         if not self.tolerance.elementwise:
             return default_elementwise
         rtol, atol = self.tolerance.rtol or 0.0, self.tolerance.atol or 0.0
         return lambda reference, candidate: (rtol, atol)
 
     def to_json(self) -> dict[str, JSON]:
-        """The options as JSON values; an executor that is an object is left out."""
+        """Return the options as JSON values, without an executor that is an object."""
         align = self.align._asdict()
         for name in ("mapping_file", "plan_file"):
             align[name] = None if align[name] is None else str(align[name])
-        # A cluster that is connected is no value that a file could hold.
+        # A connection to a cluster cannot be stored in a file.
         executor = self.execution.executor
         return {
             "align": {
@@ -196,7 +195,7 @@ class CompareOptions:
         """The inverse of `to_json`.
 
         Raises:
-            BadFile: These are no options.
+            BadFile: These are not options.
         """
         try:
             align: dict[str, Any] = {
@@ -216,7 +215,7 @@ class CompareOptions:
 
 
 def tolerance_to_json(tolerance: Tolerance) -> dict[str, JSON]:
-    """A tolerance as parts of a comparison hold it, its thresholds included."""
+    """Return a tolerance and its thresholds as JSON, for the parts of a comparison."""
     thresholds = tolerance.thresholds
     return {
         "limits": [[limit.metric, number_to_json(limit.value)] for limit in tolerance.limits],
@@ -237,7 +236,7 @@ def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
     """The inverse of `tolerance_to_json`.
 
     Raises:
-        BadFile: This is no tolerance.
+        BadFile: This is not a tolerance.
     """
     from driftline.comparison.tolerance.thresholds import thresholds_from_json
 
@@ -245,8 +244,7 @@ def tolerance_from_json(document: Mapping[str, JSON], source: str) -> Tolerance:
         stored = document["thresholds"]
         thresholds = None
         if stored is not None:
-            # The path and the notes are not part of a thresholds file; messages name
-            # them.
+            # Messages need the path and the notes, which are not part of a thresholds file.
             thresholds = replace(
                 thresholds_from_json(stored["shown"], source=source),
                 path=str(stored["path"]),
@@ -276,7 +274,7 @@ def _align_options(keywords: CompareKeywords, plan: StrPath | None) -> AlignOpti
         maps=_words(keywords.get("maps", ())),
         mapping_file=None if mapping is None else Path(mapping),
         placements=_words(keywords.get("placements", ())),
-        # The mask `none` stays among them: it says that pads count.
+        # The mask `none` is kept, because it says that pads count.
         masks=tuple(map(str, [masks] if isinstance(masks, str | Path) else masks)),
         step_map=tuple(f"{reference}={candidate}" for reference, candidate in steps.items()),
         plan_file=None if plan is None else Path(plan),
@@ -285,14 +283,14 @@ def _align_options(keywords: CompareKeywords, plan: StrPath | None) -> AlignOpti
 
 
 def _words(words: Sequence[str]) -> tuple[str, ...]:
-    """One word by itself is one word, not its letters."""
+    """Return words as a tuple; a single string is one word, not a sequence of letters."""
     return (words,) if isinstance(words, str) else tuple(words)
 
 
 def _loaded(thresholds: Thresholds | StrPath | None) -> Thresholds | None:
     if thresholds is None:
         return None
-    # Loaded only where there are any: most comparisons use the limits of dtypes.
+    # Imported on use, because most comparisons use the default limits of dtypes.
     from driftline.comparison.tolerance.thresholds import Thresholds, load_thresholds
 
     return thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)

@@ -1,11 +1,11 @@
-"""The one comparison: two runs are prepared, measured, given evidence, and judged.
+"""The comparison pipeline: two runs are prepared, measured, given evidence, and judged.
 
     prepare -> measure -> evidence -> judge -> verdict
 
-`compare`, its shards, live models, reports, the viewer, diagnoses and dialects all come through
-here, so that one question has one answer. Whatever reads a run happens in `Comparison.measure` and
-`Comparison.masked`; judging reads rows only. How a pair is measured, what a rule of evidence looks
-for and what a limit is, the packages below know.
+`compare`, its shards, live models, reports, the viewer, diagnoses and dialects all use this
+pipeline, so that a question has the same answer everywhere. Tensors are read by
+`Comparison.measure`, by `Comparison.masked` and by second looks; `judge` reads rows only. The
+packages below define how a pair is measured, what an evidence rule examines and what a limit is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from driftline.execution.jobs import Executor
 
 Source: TypeAlias = "Run | StrPath"
-"""A run, or the path of one or of a foreign dump."""
+"""A run, or the path of a run or of a foreign dump."""
 
 
 # --- measurers
@@ -56,15 +56,15 @@ Source: TypeAlias = "Run | StrPath"
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
-    """What a measurer is asked to do with pairs.
+    """The options for measuring pairs.
 
     Attributes:
-        reference: The one run.
-        candidate: The other.
-        metrics: What is measured.
-        elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
-        threads: Worker threads; one per usable core when not given.
-        progress: Called with (pairs done, pairs in all).
+        reference: The reference run.
+        candidate: The candidate run.
+        metrics: The metrics to measure.
+        elementwise: Tolerances of `outside_share`, by the dtypes of a pair.
+        threads: Number of worker threads; one per usable core if None.
+        progress: Called with (pairs done, total pairs).
     """
 
     reference: Run
@@ -76,10 +76,10 @@ class MeasureRequest:
 
 
 class Measurer(Protocol):
-    """Measures pairs: in this process, in others, from memory."""
+    """Measures pairs: in this process, in other processes, or from moments in memory."""
 
     def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
-        """A row for each pair, in their order."""
+        """Return a row for each pair, in their order."""
         ...
 
 
@@ -99,13 +99,13 @@ class LocalMeasurer:
 
 
 class DistributedMeasurer:
-    """Shares pairs out among the workers of an executor."""
+    """Distributes pairs among the workers of an executor."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def rows(self, pairs: Sequence[Pair], request: MeasureRequest) -> Sequence[Row]:
-        # Most comparisons run in one process and need none of it.
+        # Imported on use, because most comparisons run in one process.
         from driftline.comparison.measure.distribute import distribute_pairs
 
         return distribute_pairs(
@@ -121,13 +121,13 @@ class DistributedMeasurer:
 
 
 class RowCache:
-    """Measures what it has not measured before, for runs that grow while somebody looks at them.
+    """Measures only pairs that it has not measured before, for runs that grow while being viewed.
 
-    A line of a run's index is final once it is written, so a pair of two known lines has a known
-    row. It is for one comparison: the options must be the same each time.
+    A line of a run's index never changes once it is written, so a pair of two known lines keeps its
+    row. A cache serves one comparison: the options must be the same each time.
 
     Attributes:
-        measured: How many pairs were measured, all calls together.
+        measured: Number of pairs measured so far, over all calls.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class RowCache:
         self.measured += len(fresh)
         rows_by_pair = {**self._rows, **dict(zip(fresh, new, strict=True))}
         rows = [rows_by_pair[pair] for pair in pairs]
-        # Only what could be measured is final: a tensor that is not whole yet will be.
+        # Only measured rows are cached: a tensor that is incomplete now may be complete later.
         self._rows = {
             pair: row for pair, row in zip(pairs, rows, strict=True) if row.status == "unjudged"
         }
@@ -154,23 +154,23 @@ class PairPlaces(NamedTuple):
     """Some of the pairs of a plan, such as those of one shard.
 
     Attributes:
-        places: Their numbers in the plan.
+        places: Their indices in the plan.
         pairs: The pairs themselves.
-        with_lone: Whether tensors without a partner belong to them; to one shard they do.
+        with_lone: Whether tensors without a partner are included, as in exactly one shard.
     """
 
     places: Sequence[int]
     pairs: Sequence[Pair]
-    # A tensor without a partner belongs to no pair, so exactly one shard must tell of it.
+    # A tensor without a partner belongs to no pair, so exactly one shard must report it.
     with_lone: bool = False
 
 
 class MeasuredRows(NamedTuple):
-    """What was measured and looked up; nothing of it is judged.
+    """Measured rows with evidence, not judged yet.
 
     Attributes:
         rows: A row for each pair, in their order, with evidence.
-        columns: What their metrics mean.
+        columns: Meaning of their metrics.
         missing: Rows of tensors that only the reference has.
         extra: Rows of tensors that only the candidate has.
     """
@@ -182,7 +182,7 @@ class MeasuredRows(NamedTuple):
 
 
 class Comparison:
-    """Two opened runs, the plan of what is compared with what, and what was asked for."""
+    """Two open runs, the plan that pairs their tensors, and the options."""
 
     def __init__(self, reference: Run, candidate: Run, plan: Plan, options: CompareOptions) -> None:
         self.reference = reference
@@ -196,15 +196,17 @@ class Comparison:
         by: Measurer | None = None,
         progress: Progress | None = None,
     ) -> MeasuredRows:
-        """Measure pairs, and look up in the runs what a fair judgement of them needs.
+        """Measure pairs, and collect the evidence that a fair judgement of them needs.
 
         Args:
-            which: Only these pairs; all of the plan, and its lone tensors, when not given.
-            by: Who measures; whoever the options name, when not given.
-            progress: Called with (pairs done, pairs in all).
+            which: The pairs to measure; all pairs of the plan and tensors without a partner if
+                None.
+            by: The measurer; chosen by the options if None.
+            progress: Called with (pairs done, total pairs).
 
         Raises:
-            DriftlineError: Something is wrong that no row can tell. What cannot be read is a row.
+            DriftlineError: An error that no row can report. An unreadable tensor is reported by its
+                row.
         """
         options, plan = self.options, self.plan
         if by is None:
@@ -221,7 +223,7 @@ class Comparison:
         rows = by.rows(plan.pairs if which is None else which.pairs, request)
         places = None if which is None else which.places
         rows, columns = with_replicas(plan, rows, self.reference, self.candidate, places)
-        # Loaded late: the plan is printed before, while tensors are read already.
+        # Imported late, because the plan is printed first, while tensors are already being read.
         from driftline.comparison.evidence.rules import with_evidence
 
         rows = with_evidence(rows, plan.pairs, self.reference, self.candidate)
@@ -229,13 +231,13 @@ class Comparison:
         extra: Sequence[Row] = ()
         if which is None or which.with_lone:
             missing, extra = self._lone_rows()
-        # Standard metrics first, what evidence adds last: readers of files rely on the
+        # Standard metrics come first and those of evidence last; readers of files rely on this
         # order.
         columns = (*(metric.column for metric in options.metrics), *columns)
         return MeasuredRows(rows, columns, missing, extra)
 
     def _lone_rows(self) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Rows of what has no partner; conversions of a compiler are compared with themselves."""
+        """Return rows of tensors without a partner; a conversion is compared with its own input."""
         if not self.plan.missing and not self.plan.extra:
             return (), ()
         from driftline.comparison.evidence.conversions import with_conversions
@@ -248,9 +250,9 @@ class Comparison:
         )
 
     def table(self, measured: MeasuredRows) -> Table:
-        """The table of all pairs and lone tensors, not judged yet."""
+        """Return the table of all pairs and of tensors without a partner, not judged yet."""
         reference, candidate = sides_of(self.plan, self.reference, self.candidate)
-        # Loaded late: most runs of other tools have nothing to say of a training.
+        # Imported late, because most runs of other tools record no training.
         from driftline.comparison.training.update_order import training_report
 
         differences = self.differences()
@@ -266,19 +268,19 @@ class Comparison:
         )
 
     def differences(self) -> tuple[Difference, ...] | None:
-        """What differs between the two models; None where a run has no facts about its model."""
-        # Loaded late: most runs of other tools have no facts about a model.
+        """Return the differences between the two models; None if a run has no model facts."""
+        # Imported late, because most runs of other tools have no facts about a model.
         from driftline.comparison.differences.find import differences_of
 
         return differences_of(self.reference, self.candidate, self.plan)
 
     def structure(self, rows: Iterable[Row] | None = None) -> Structure:
-        """What the runs know of their model; nothing where limits were asked for.
+        """Return the runs' knowledge about their model; empty if limits were requested.
 
         Args:
-            rows: Of all pairs, if they are at hand.
+            rows: Rows of all pairs, if available.
         """
-        # Sites are judged only by default.
+        # Sites are judged only by the default limits.
         if self.options.tolerance.explicit:
             return NO_STRUCTURE
         from driftline.comparison.verdict.growth import structure_of
@@ -286,7 +288,7 @@ class Comparison:
         return structure_of(self.reference, self.candidate, self.plan, rows)
 
     def masked(self, suspects: Iterable[Row]) -> list[Row]:
-        """Rows measured again without pads: evidence for those that fail, or may fail."""
+        """Return rows measured again without pads: evidence for rows that fail or may fail."""
         if not self.options.may_leave_out_pads:
             return []
         from driftline.comparison.evidence.padding import masked_rows
@@ -301,7 +303,7 @@ class Comparison:
         )
 
     def masked_for_shard(self, measured: MeasuredRows) -> list[Row]:
-        """The same for some of the rows: which of them fail, only the table of all can say."""
+        """Return the same for a shard; only the whole table shows which of its rows fail."""
         if not self.options.may_leave_out_pads:
             return []
         return self.masked(measured.rows)
@@ -312,17 +314,17 @@ class Comparison:
         progress: Progress | None = None,
         evidence: Evidence = NO_EVIDENCE,
     ) -> Table:
-        """The judged table of all pairs; the first two arguments as `measure` takes them.
+        """Return the judged table of all pairs.
 
         Args:
-            by: Who measures.
-            progress: Called with (pairs done, pairs in all).
-            evidence: What is known of the sites besides the two runs.
+            by: The measurer, as in `measure`.
+            progress: Called with (pairs done, total pairs).
+            evidence: What is known about the sites besides the two runs.
         """
         return self.settled(self.table(self.measure(by=by, progress=progress)), evidence)
 
     def settled(self, table: Table, evidence: Evidence = NO_EVIDENCE) -> Table:
-        """A measured table, judged; with whatever of the runs may excuse a failing row."""
+        """Judge a measured table, with everything in the runs that may excuse a failing row."""
         from driftline.comparison.evidence.second_look import settle
 
         judged = settle(
@@ -334,15 +336,15 @@ class Comparison:
         return with_placed_differences(judged)
 
     def second_look(self) -> SecondLook:
-        """What looks again at tensors that make a site suspect."""
-        # Loaded late: the plan is printed before, while tensors are read already.
+        """Return an object that examines tensors of suspect sites a second time."""
+        # Imported late, because the plan is printed first, while tensors are already being read.
         from driftline.comparison.evidence.second_look import SecondLook
 
         return SecondLook(self.reference, self.candidate, self.plan)
 
 
 def with_placed_differences(table: Table) -> Table:
-    """The table with its differences as seen from where the drift starts; no verdict changes."""
+    """Return the table with its differences placed relative to the start of the drift."""
     if table.differences is None:
         return table
     from driftline.comparison.differences.find import placed
@@ -351,12 +353,12 @@ def with_placed_differences(table: Table) -> Table:
 
 
 class EvidenceSources(NamedTuple):
-    """Where evidence other than the two runs is.
+    """Sources of evidence other than the two runs.
 
     Attributes:
-        replay: What `driftline replay` wrote, or the same in memory.
-        noise: What `driftline noise` wrote, or trusted runs.
-        bisect: What `driftline bisect --format json` printed: a file of it, or the object.
+        replay: Result of `driftline replay`, or the same in memory.
+        noise: Results of `driftline noise`, or trusted runs.
+        bisect: Output of `driftline bisect --format json`, as a file or as an object.
     """
 
     replay: Any = None
@@ -367,19 +369,19 @@ class EvidenceSources(NamedTuple):
 def prepare(
     reference: Source, candidate: Source, options: CompareOptions, plan: Plan | None = None
 ) -> Comparison:
-    """Open two runs and say what is compared with what.
+    """Open two runs and pair their tensors.
 
     Args:
-        reference: What is right: a run, or the path of one.
-        candidate: What is in question.
-        options: What is asked for.
-        plan: What `align` gave; nothing else is paired then.
+        reference: The run that is right, or its path.
+        candidate: The run to check, or its path.
+        options: The options of the comparison.
+        plan: A plan from `align`; no other tensors are paired then.
 
     Raises:
-        DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
+        DriftlineError: A path is not a run, a glob matches nothing, or nothing is in common.
     """
     reference_run, candidate_run = open_source(reference), open_source(candidate)
-    # A plan that was given is taken as it is, also where runs have grown since.
+    # A given plan is used unchanged, even if the runs have grown since.
     if plan is None:
         plan = align_runs(reference_run, candidate_run, options.paired_by)
         plan = _with_growing_reasons(plan, reference_run, candidate_run)
@@ -401,20 +403,20 @@ def run_comparison(
     progress: Progress | None = None,
     evidence: EvidenceSources | None = None,
 ) -> Table:
-    """The judged table of two runs.
+    """Return the judged table of two runs.
 
     Args:
-        reference: What is right: a run, or the path of one.
-        candidate: What is in question.
-        options: What is asked for.
-        plan: What `align` gave; nothing else is paired then.
+        reference: The run that is right, or its path.
+        candidate: The run to check, or its path.
+        options: The options of the comparison.
+        plan: A plan from `align`; no other tensors are paired then.
         on_plan: Called with the plan before any tensor is read.
-        by: Who measures; whoever the options name, when not given.
-        progress: Called with (pairs done, pairs in all).
-        evidence: Where more evidence is.
+        by: The measurer; chosen by the options if None.
+        progress: Called with (pairs done, total pairs).
+        evidence: Sources of further evidence.
 
     Raises:
-        DriftlineError: As `prepare` and `Comparison.measure`; evidence of other runs.
+        DriftlineError: As in `prepare` and `Comparison.measure`, or evidence of other runs.
     """
     with without_collector(options):
         comparison = prepare(reference, candidate, options, plan)
@@ -427,7 +429,7 @@ def run_comparison(
                     "limits were asked for, and they judge without other evidence",
                     hint="leave out the limits, or the replay, noise runs and bisection",
                 )
-            # Replays and noise runs are opened and judged by the diagnosis, for whoever asks.
+            # Imported on use: the diagnosis package opens and evaluates replays and noise runs.
             from driftline.diagnosis.api import gather_evidence
 
             gathered = gather_evidence(comparison, evidence).evidence
@@ -435,14 +437,14 @@ def run_comparison(
 
 
 def without_collector(options: CompareOptions) -> AbstractContextManager[None]:
-    """Without the garbage collector, which would walk all records of two runs for nothing.
+    """Return a context without the garbage collector, which would visit all records in vain.
 
-    Metrics of users may make cycles, ours do not.
+    Users' metrics may create reference cycles; the standard metrics do not.
     """
     return uncollected() if options.metrics == STANDARD else nullcontext()
 
 
-# --- what Python programs call
+# --- functions of the Python API
 
 
 def compare(
@@ -638,34 +640,34 @@ def check(
 def judge_again(
     table: Table, tolerance: Tolerance | None = None, evidence: Evidence | None = None
 ) -> Table:
-    """A table that was judged before, judged by another tolerance or other evidence.
+    """Judge a table again with another tolerance or other evidence.
 
     Args:
         table: The table.
-        tolerance: What is allowed; the default when not given.
-        evidence: What is known besides; what the table keeps, when not given.
+        tolerance: The limits; the default limits if None.
+        evidence: Further evidence; that stored in the table if None.
 
     Raises:
-        BadInput: Thresholds that speak of no layer of this table.
+        BadInput: No layer of this table has a threshold.
     """
     return judge(unjudged(table), tolerance, evidence)
 
 
 def unjudged(table: Table) -> Table:
-    """What was measured for a table, before it was judged."""
+    """Return the table as it was measured, before it was judged."""
     return table.with_rows(map(_unjudged, table.rows))
 
 
 def _unjudged(row: Row) -> Row:
-    """What was measured may be judged again; what could not be measured stays as it is."""
-    # It was compared, and only a limit was missing; another tolerance may have one.
+    """Return a row that may be judged again; a row that could not be measured stays as it is."""
+    # The row was compared and only lacked a limit, which another tolerance may have.
     if row.status == "incomparable" and row.metrics:
         return row.judged("unjudged")
     return row
 
 
 def open_source(source: Source) -> Run:
-    """A run as it is, or opened from its path, in whatever format it is."""
+    """Return the given run, or open it from its path, in any known format."""
     if isinstance(source, Run):
         return source
     from driftline.formats.registry import open_run
@@ -674,7 +676,7 @@ def open_source(source: Source) -> Run:
 
 
 def _with_growing_reasons(plan: Plan, reference: Run, candidate: Run) -> Plan:
-    """What a run lacks that is still being written may come yet: the rows say so."""
+    """Add reasons for tensors that a run lacks because it is still being written."""
     reasons: dict[tuple[str, TensorKey], str] = {}
     for side, lone, other, run in (
         ("reference", plan.missing, "candidate", candidate),

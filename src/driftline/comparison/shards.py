@@ -1,7 +1,7 @@
-"""A comparison in shards, each by itself, on any machine; and their parts merged into its table.
+"""A comparison in shards, each measured independently on any machine, and the merge of their parts.
 
-`compare_shard` measures one share of the pairs; `merge` judges what all of them have measured. What
-comes out is what `compare` gives, bit for bit.
+`compare_shard` measures one shard of the pairs, and `merge` judges the measurements of all shards.
+The result equals that of `compare`, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from driftline.execution.jobs import Executor
 
 _NAMED = 12
-"""Missing shards that are named one by one."""
+"""Number of missing shards that are listed by name."""
 
 
 def compare_shard(
@@ -125,22 +125,22 @@ def compare_shard(
 
 
 def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Part:
-    """What one shard measures, as it is written."""
+    """Return the measurements of one shard, in the form in which they are written."""
     plan = comparison.plan
     places = pairs_of_shard(plan, shard)
-    # Tensors without a partner belong to no pair; the first shard tells of them.
+    # Tensors without a partner belong to no pair, so the first shard reports them.
     own = PairPlaces(places, pairs_at(plan.pairs, places), with_lone=shard.number == 1)
     measured = comparison.measure(own, progress=progress)
     look = comparison.second_look()
-    # Which sites are suspect only the table of all can say, and it has no tensors to look at.
+    # Only the whole table shows which sites are suspect, but the merge has no tensors to examine.
     judges_sites = not comparison.options.tolerance.explicit
     looks = tuple(
         (index, figures.half, figures.rest)
         for index, figures in look.of_rows(measured.rows if judges_sites else ())
     )
-    # Facts about the models belong to no pair either.
+    # Facts about the models do not belong to pairs either.
     differences = comparison.differences() if shard.number == 1 else None
-    # Versions go along: parts of different ones must not be merged in silence.
+    # Versions are included, so that parts of different versions are not merged silently.
     return Part(
         shard,
         {"driftline": __version__, "kernel": kernel.active(), "numpy": str(np.__version__)},
@@ -166,13 +166,14 @@ def _part(comparison: Comparison, shard: Shard, progress: Progress | None) -> Pa
 
 
 def pairs_of_shard(plan: Plan, shard: Shard) -> Sequence[int]:
-    """Which pairs of a plan a shard measures: neighbours, and what has the same bytes as they.
+    """Return the indices of the pairs that a shard measures: neighbours, and their repeats.
 
-    Of a long plan neighbours only: what has the same bytes is looked for among them.
+    Repeats are pairs with the same bytes. For a long plan the shard has neighbours only, and
+    repeats are found among them.
     """
     if is_long(plan.pairs):
         return slice_of(array("Q", map(weight_of, plan.pairs)), shard)
-    # The same bytes go to one shard, which then measures them once.
+    # Pairs of the same bytes go to one shard, which measures them once.
     repeats = repeats_of(plan.pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [index for index in range(len(plan.pairs)) if index not in again]
@@ -181,7 +182,7 @@ def pairs_of_shard(plan: Plan, shard: Shard) -> Sequence[int]:
 
 
 def pairs_at(pairs: Sequence[Pair], places: Sequence[int]) -> Sequence[Pair]:
-    """The pairs at some places."""
+    """Return the pairs at some indices."""
     if isinstance(pairs, tuple) or not isinstance(places, range):
         return [pairs[place] for place in places]
     from driftline.alignment.streaming import StreamedPairs
@@ -209,7 +210,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         shards += open_parts(paths)
     if not shards:
         raise BadInput("there is nothing to merge", hint="name the parts, or their folder")
-    # The order in which files were named must not show in the table.
+    # Sorted, because the table must not depend on the order in which files were named.
     shards.sort(key=lambda part: part.shard)
     first = shards[0]
     for part in shards[1:]:
@@ -226,7 +227,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
         training=first.training,
     )
     tolerance = tolerance_from_json(first.tolerance, first.source)
-    # Which rows fail, and which sites are suspect, is known only now, with all rows in one table.
+    # Only now are all rows in one table, which shows which rows fail and which sites are suspect.
     judged = settle(
         table,
         lambda measured: judge(measured, tolerance),
@@ -237,7 +238,7 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
 
 
 def _looks(parts: Sequence[Part]) -> EarlierLooks:
-    """The second looks that all shards have taken."""
+    """Return the second looks that all shards have taken."""
     figures = {
         tensors_of(part.rows[place]): Figures(half, rest)
         for part in parts
@@ -249,9 +250,9 @@ def _looks(parts: Sequence[Part]) -> EarlierLooks:
 
 
 def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
-    """All rows of a comparison, whose shards may each hold rows of anywhere."""
+    """Return all rows of a comparison whose shards may have rows from anywhere in the plan."""
     first = parts[0]
-    # Shards hold rows of anywhere; a gap or an overlap shows at once.
+    # Rows are placed by index, so that a gap or an overlap is detected.
     rows: list[Row | None] = [None] * first.pairs
     for part in parts:
         for place, row in zip(part.places, part.rows, strict=True):
@@ -270,11 +271,11 @@ def _in_their_places(parts: Sequence[Part]) -> tuple[Row, ...]:
 
 
 def _one_after_another(parts: Sequence[Part]) -> Sequence[Row]:
-    """The same of a long one, whose shards are stretches of it."""
+    """Return the rows of a long comparison, whose shards are consecutive."""
     from driftline.comparison.table.row_spool import keep
 
     first = parts[0]
-    # Long shards are neighbours, so that no row of theirs has to be held.
+    # Shards of a long plan are consecutive, so rows need not be held in memory.
     end = 0
     for part in parts:
         own = part.places
@@ -303,13 +304,13 @@ def _in_none(count: int) -> BadFile:
 
 
 def remarks(parts: Sequence[Part]) -> list[str]:
-    """What keeps the table of these parts from being that of one process to the last digit."""
+    """Return why the merged table may differ from that of one process in the last digits."""
     sentences: list[str] = []
     for what, called, hint in (
         ("kernel", "path of the kernel", "; DRIFTLINE_KERNEL=avx2, say, makes all take the same"),
         ("numpy", "version of numpy", ""),
     ):
-        # Other vector widths add up in another order, so last digits may differ.
+        # Other vector widths add in another order, so the last digits may differ.
         kinds = sorted({part.made.get(what, "") for part in parts})
         if len(kinds) > 1:
             sentences.append(
@@ -320,7 +321,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
 
 
 def _require_all(parts: Sequence[Part]) -> None:
-    """Refuse shards that are there twice, or not at all."""
+    """Refuse shards that are missing or occur twice."""
     by_number: dict[int, Part] = {}
     for part in parts:
         other = by_number.setdefault(part.shard.number, part)
@@ -345,8 +346,8 @@ def _require_all(parts: Sequence[Part]) -> None:
 
 
 def _require_alike(first: Part, other: Part) -> None:
-    """Refuse parts of different comparisons; says what is different about them."""
-    # The most telling difference first: one of runs explains one of plans, not the reverse.
+    """Refuse parts of different comparisons, and say how they differ."""
+    # Tested from cause to effect: different runs explain different plans, but not the reverse.
     what = ""
     if first.shard.of != other.shard.of:
         what = f"one is of {first.shard.of} shards, the other of {other.shard.of}"

@@ -1,5 +1,5 @@
-"""Differences between two models before any number is compared: attributes, state, code, training.
+"""Differences between two models that need no tensor values: attributes, state, code, training.
 
-Reads the facts of two runs (`runs.sidecars.model_facts`), never a tensor. What a difference does to
-the numbers is not judged here: it explains a verdict, it does not make one.
+They are found in the facts of two runs (`runs.sidecars.model_facts`), never in tensors. Their
+effect on the numbers is not judged here: they explain a verdict but do not decide it.
 """

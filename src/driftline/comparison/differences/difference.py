@@ -27,22 +27,22 @@ Kind: TypeAlias = Literal[
     "loss",
 ]
 Position: TypeAlias = Literal["at", "upstream", "elsewhere", ""]
-"""Where it is as seen from the first divergence; empty where nothing diverges."""
+"""Position relative to the first divergence; empty if nothing diverges."""
 _POSITIONS: tuple[Position, ...] = ("at", "upstream", "elsewhere", "")
 _SAID_BY_VALUES = ("dtype", "shape", "tied", "missing", "extra", "class", "requires_grad")
-"""Relations that the two values already tell."""
+"""Relations that the two values already show."""
 SCHEMA = "driftline.differences/1"
 MOST_SITES = 64
 ABSENT = "(absent)"
-"""Stands for a value that one side does not have."""
+"""Text in place of a value that one side does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something in which two models differ.
+    """A difference between two models.
 
     Attributes:
-        kind: What it is a difference of.
+        kind: The kind of thing that differs.
         site: The module, by the reference's name; empty for the process and for training.
         name: Attribute, tensor, option or function.
         reference: The reference's value, as text.
@@ -50,14 +50,14 @@ class Difference:
         relation: For weights and buffers: rounded, different, unrelated, dtype, shape, tied,
             transposed, permuted, missing, extra, requires_grad.
         distance: For values: relative distance of the candidate's from the reference's.
-        sites: All modules that have the same difference, the first one included.
+        sites: All modules with the same difference, including the first one.
         class_name: Class of the module.
         source: `file:line` for code.
-        explains: What it would explain, in a sentence.
-        counts: Whether it is a difference of the models; False for what is expected, such as
+        explains: What it would explain, as a sentence.
+        counts: Whether it is a difference of the models; False for expected differences, such as
             weights rounded to the candidate's number format, other devices or threads.
-        position: Where it is as seen from the first divergence.
-        step: The step in which it begins; None for what holds from the start.
+        position: Position relative to the first divergence.
+        step: The step in which it begins; None if it holds from the start.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class Difference:
 
     @property
     def path(self) -> str:
-        """`site.name`, as a program would write it, and what only some ranks or steps have."""
+        """`site.name`, as a program would write it; just the name if there is no site."""
         if not self.site or self.site == "(root)":
             return self.name
         if self.name.startswith("("):
@@ -86,15 +86,15 @@ class Difference:
 
     @property
     def label(self) -> str:
-        """What differs, in words: code is a class's or a module's of Python, wherever it runs."""
+        """Name of what differs; code is named by its class or Python module, not by its site."""
         if self.kind != "code":
             return self.path or self.kind
-        # A function that is no method has the name of its Python module with it.
+        # The name of a function that is not a method already contains its Python module.
         return f"code of {self.name if '.' in self.name else f'{self.class_name}.{self.name}'}"
 
     @property
     def change(self) -> str:
-        """The two values, or what became of a weight."""
+        """The two values, or how a weight has changed."""
         values = f"{self.reference} → {self.candidate}" if self.reference != self.candidate else ""
         words = "" if self.relation in _SAID_BY_VALUES else self.relation
         if self.distance is not None:
@@ -103,14 +103,14 @@ class Difference:
 
     @property
     def sentence(self) -> str:
-        """One line: what differs, and where else."""
+        """One line: what differs, how, and in how many other modules."""
         more = len(self.sites) - 1
         others = f" (and {more} more)" if more > 0 else ""
         where = f" [{self.source}]" if self.source else ""
         return f"{self.path}: {self.change}{others}{where}"
 
     def moved(self, position: Position, explains: str = "") -> Difference:
-        """The same difference, seen from a first divergence."""
+        """Return the same difference with its position relative to the first divergence."""
         return replace(self, position=position, explains=explains or self.explains)
 
     def as_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Difference:
 
     @classmethod
     def from_json(cls, shown: Mapping[str, Any]) -> Difference:
-        """The inverse of `as_json`; the file may come from anywhere."""
+        """The inverse of `as_json`; invalid optional values are replaced by defaults."""
         distance = shown.get("distance")
         position = shown.get("position", "")
         sites = shown.get("sites", ())
@@ -158,11 +158,11 @@ class Difference:
 
 
 def counted(differences: Sequence[Difference]) -> int:
-    """How many of them are differences of the models."""
+    """Return how many of them are differences of the models."""
     return sum(difference.counts for difference in differences)
 
 
 def as_json(differences: Sequence[Difference] | None) -> dict[str, Any]:
-    """The document of `driftline show REF CAND --differences --format json`."""
+    """Return the document of `driftline show REF CAND --differences --format json`."""
     listed = None if differences is None else [difference.as_json() for difference in differences]
     return {"schema": SCHEMA, "counted": counted(differences or ()), "differences": listed}

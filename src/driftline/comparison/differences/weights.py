@@ -1,7 +1,7 @@
-"""Are two weights the same, rounded, transposed, permuted or different?
+"""Relation between two weights: same, rounded, transposed, permuted or different.
 
-Answered from what runs keep of weights: digests answer exactly; the 4096 samples and the sketch say
-how far apart two tensors are. No tensor is read.
+It is found from what runs store about weights. Digests give exact answers; the 4096 samples and the
+sketch show how far apart two tensors are. No tensor is read.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.sidecars.model_facts import WeightValues, grid_of
 
 F64 = npt.NDArray[np.float64]
-# With so few samples two unrelated tensors may look alike by accident.
+# With fewer samples, two unrelated tensors may agree by accident.
 _FEWEST = 32
 _FEWEST_ROUNDED = 4
-# Cosine below which two tensors of n samples have nothing in common, in units of 1/sqrt(n). Of few
-# samples that would be any cosine at all: more than a half is never an accident.
+# Cosine below which two tensors of n samples are unrelated, in units of 1/sqrt(n). For few samples
+# this would include any cosine, so it is limited: more than a half is never an accident.
 _UNRELATED, _MOST_UNRELATED = 6.0, 0.5
 _MOST_AXES = 5
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -31,9 +31,9 @@ class Relation(NamedTuple):
     """How one weight follows from another.
 
     Attributes:
-        word: same, rounded, transposed, permuted, different, unrelated, or empty if not known.
-        distance: Relative distance; 0 for the same, None if not known.
-        detail: Which axes, or which number format.
+        word: same, rounded, transposed, permuted, different, unrelated, or empty if unknown.
+        distance: Relative distance; 0 for equal weights, None if unknown.
+        detail: The axes, or the number format.
     """
 
     word: str
@@ -42,7 +42,7 @@ class Relation(NamedTuple):
 
 
 def relation_of(reference: WeightValues, candidate: WeightValues) -> Relation:
-    """How the candidate's weight follows from the reference's."""
+    """Return how the candidate's weight follows from the reference's."""
     if reference.unreadable or candidate.unreadable:
         return Relation("")
     if reference.shape == candidate.shape:
@@ -72,17 +72,17 @@ def _same_bytes(reference: WeightValues, candidate: WeightValues) -> bool:
         return False
     if reference.digest and candidate.digest and _alike(reference.digest, candidate.digest):
         return reference.digest == candidate.digest
-    # Of a large model only samples were looked at.
+    # For a large model, only samples were stored.
     return bool(reference.encoded) and reference.encoded == candidate.encoded
 
 
 def _alike(first: str, second: str) -> bool:
-    """Digests of different algorithms say nothing about each other."""
+    """Return whether two digests have the same algorithm; others cannot be compared."""
     return first.partition(":")[0] == second.partition(":")[0]
 
 
 def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | None:
-    """Whether one holds the values of the other, rounded to a number format."""
+    """Return the relation if one side holds the other's values rounded to a number format."""
     first, second = reference.samples(), candidate.samples()
     exact = first is not None and second is not None and np.array_equal(first, second)
     distance = 0.0 if exact else _distance(reference, candidate, (first, second))
@@ -92,8 +92,8 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
         return None
     if exact and (reference.basis == "sample" or candidate.basis == "sample"):
         return Relation("same", 0.0)
-    # Values of a coarse format that are stored in a finer one, or of which only samples were read.
-    # One or two numbers of one format may be rounded ones by accident.
+    # Values of a coarse format stored in a finer one, or known by samples only. One or two values
+    # of the same format may look rounded by accident.
     changed = int(np.count_nonzero(first != second))
     telling = reference.dtype != candidate.dtype or changed >= _FEWEST_ROUNDED
     for coarse, fine in ((second, first), (first, second)) if telling else ():
@@ -109,7 +109,7 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
 
 
 def _rounded_by_digest(reference: WeightValues, candidate: WeightValues) -> str | None:
-    """The format to which one side is the rounded other; None if their digests do not show it."""
+    """Return the format to which one side is the other rounded; None if digests do not show it."""
     for coarse, fine in ((candidate, reference), (reference, candidate)):
         digest = fine.rounded.get(coarse.dtype)
         if digest and coarse.digest and digest == coarse.digest:
@@ -128,7 +128,7 @@ def _rounded(values: F64, name: str) -> F64:
 
 
 def _same_elements(reference: WeightValues, candidate: WeightValues) -> bool:
-    """Whether both have the same elements in some order, rounding aside."""
+    """Return whether both have the same elements in some order, apart from rounding."""
     first, second = reference.unordered, candidate.unordered
     if reference.dtype == candidate.dtype:
         return bool(first.get("own")) and first.get("own") == second.get("own")
@@ -138,11 +138,11 @@ def _same_elements(reference: WeightValues, candidate: WeightValues) -> bool:
 
 
 def _transposition(reference: WeightValues, candidate: WeightValues) -> str | None:
-    """The order of axes in which the reference's values are the candidate's; None if in none."""
+    """Return the axes that transpose the reference into the candidate; None if there are none."""
     first, second = reference.samples(), candidate.samples()
     if first is None or second is None or not 2 <= first.ndim <= _MOST_AXES:
         return None
-    # Both have all of their values in the samples, or their elements must be the same as well.
+    # Either the samples contain all values, or the elements must be known to be the same.
     complete = grid_of(reference.shape) == reference.shape
     sampled = "sample" in (reference.basis, candidate.basis)
     if not complete and not sampled and not _same_elements(reference, candidate):
@@ -168,7 +168,7 @@ def _distance(
     candidate: WeightValues,
     decoded: tuple[F64 | None, F64 | None] | None = None,
 ) -> float | None:
-    """Relative distance, from the samples, or from the sketches of all elements."""
+    """Return the relative distance by the samples, or by the sketches of all elements."""
     complete = grid_of(reference.shape) == reference.shape
     if not complete and reference.basis == candidate.basis == "all":
         first, second = reference.summary, candidate.summary
@@ -198,8 +198,8 @@ def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
     dtype = DTYPES.get(candidate.dtype)
     if first is not None and second is not None and dtype is not None and dtype.is_floating:
         count = first.size
-        # Both are centred: two tensors of positive numbers point in the same direction anyway.
-        with np.errstate(invalid="ignore"):  # infinities have no centre
+        # Both are centred, because two tensors of positive numbers always have a positive cosine.
+        with np.errstate(invalid="ignore"):  # infinities have no mean
             a, b = first - first.mean(), second - second.mean()
         size = float(np.linalg.norm(a) * np.linalg.norm(b))
         if count >= _FEWEST and size > 0.0 and math.isfinite(size):

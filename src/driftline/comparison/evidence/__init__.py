@@ -1,5 +1,4 @@
-"""Evidence: what else in the two runs a fair judgement of a row needs, such as pads or cancelled
-sums.
+"""Evidence: facts from the runs that a fair judgement needs, such as pads or cancelled sums.
 
 It reads runs and adds columns; it decides no verdict.
 """

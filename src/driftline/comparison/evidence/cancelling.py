@@ -1,11 +1,11 @@
-"""Sums and gradients that cancel: how large they were before they did.
+"""Sums and gradients that cancel: how large the terms were.
 
-The gradient of a bias is a sum over all positions. Where it is zero by construction (the bias of an
-attention key, or one in front of a batch norm), rounding is all that is left of it, and two
-roundings have nothing in common. They are a share of what was added up: its norm, the metric
-`summed_l2`, is measured here for rows that are over their limit. A norm or a softmax likewise takes
-most of a gradient away; `cancelled_l2` is the error that rounding explains of what is left. Judges
-nothing.
+The gradient of a bias is a sum over all positions. If it is zero by construction (the bias of an
+attention key, or of a layer before a batch norm), only rounding remains of it, and the rounding
+errors of two runs are unrelated. Their size is a fraction of the terms. So for rows that exceed
+their limits, the norm of the terms is measured here, as the metric `summed_l2`. A norm or a softmax
+likewise cancels most of a gradient; `cancelled_l2` is the error of the remainder that rounding
+explains. This file judges nothing.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ _SUMS = {
     "aten.native_group_norm_backward": "2",
     "aten.native_batch_norm_backward": "2",
 }
-"""Which result of an operator is a sum of elements of its first argument."""
+"""For each operator, the result that is a sum over elements of its first argument."""
 CANCELLING: dict[str, tuple[tuple[int, str], ...]] = {
     "aten.native_layer_norm_backward": ((0, "grad_out"), (3, "rstd"), (4, "weight")),
     "aten._softmax_backward_data": ((0, "grad_output"), (1, "output")),
 }
-"""Operators whose first result is a product less its mean: the product's factors."""
+"""Operators whose first result is a product minus its mean, with the factors of the product."""
 CANCELLING_ROUNDINGS = 64
-"""So many roundings of the product are nobody's fault."""
+"""Number of roundings of the product that are never treated as a fault."""
 _LARGEST_SUM = 1 << 26
-"""Larger tensors are not read for this."""
+"""Largest tensor that is read for this, in elements."""
 
 
 class SummedElements:
-    """Says how large what a sum added up was, where a graph or a run of operators tells."""
+    """Measures the norm of a sum's terms, if a graph or a run of operators shows them."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._sides = Sums(context.runs[0]), Sums(context.runs[1])
@@ -72,7 +72,7 @@ class SummedElements:
         return is_sum_over_limit(row)
 
     def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
-        # Either run may have recorded it: the sums of both are over elements of one size.
+        # Either run may have recorded the terms, which have about the same size in both.
         for side, record in zip(self._sides, (pair.reference, pair.candidate), strict=True):
             if size := side.summed(record):
                 return {SUMMED: size}
@@ -80,14 +80,14 @@ class SummedElements:
 
 
 class Sums:
-    """What a run knows of the sums in it; its graphs are read when first asked."""
+    """The sums in a run; its graphs are read on the first query."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._inputs: dict[TensorKey, list[Record]] | None = None
 
     def summed(self, record: Record) -> float:
-        """The norm of what was added up to get a tensor; 0 where that is not known."""
+        """Return the norm of the terms of a sum; 0 if it is unknown."""
         if record.key.port in GRADIENTS:
             return self._arrived(record)
         if (size := self._cancelled(record)) is not None:
@@ -96,14 +96,15 @@ class Sums:
         return next(filter(None, sizes), 0.0)
 
     def _arrived(self, record: Record) -> float:
-        """The norm of the gradient that arrives at a norm, which its parameters' gradients add up.
+        """Return the norm of the gradient that arrives at a norm layer, for its parameters.
 
-        For the bias as it is, for the weight times what the norm made of its input, whose mean
-        square is one. Behind a rectifier and before another norm those terms cancel.
+        The gradient of the bias sums the arriving gradient. The gradient of the weight sums its
+        products with the normalised input, whose mean square is one. After a rectifier and before
+        another norm, these terms cancel.
         """
         key = record.key
         arrived = self._gradients_of_norms.get((key.rank, key.process, key.step, key.site), ())
-        # Of several calls the gradient is one sum.
+        # If there are several calls, the gradient is a single sum over all of them.
         return self._size(arrived[0]) if len(arrived) == 1 else 0.0
 
     @cached_property
@@ -116,7 +117,7 @@ class Sums:
         return calls
 
     def _size(self, record: Record) -> float:
-        """The norm of a tensor; 0 where nothing says it."""
+        """Return the norm of a tensor; 0 if it is unknown."""
         if record.summary is not None:
             return float(record.summary.l2 or 0.0)
         values = self._values(record)
@@ -132,7 +133,7 @@ class Sums:
             return None
 
     def _cancelled(self, record: Record) -> float | None:
-        """The norm of a product before its mean was taken off; None for anything else."""
+        """Return the norm of a product before its mean was subtracted; None for other tensors."""
         factors: list[Record | None]
         if GRAPHS in self._run.sheets(record.key.rank, record.key.process):
             graphs, value = self._in_graphs.get(record.key, (None, None))
@@ -168,7 +169,7 @@ class Sums:
             if factor is None:
                 if first[0] is None:
                     return None
-                continue  # a norm without weight
+                continue  # a norm layer without weight
             if (read := self._values(factor)) is None:
                 return None
             values = values * read
@@ -211,7 +212,7 @@ class Sums:
                 yield argument.record
 
     def _given(self) -> Mapping[TensorKey, list[Record]]:
-        """What operators of a run took, by call."""
+        """Return the inputs of a run's operators, by call."""
         if self._inputs is None:
             self._inputs = {}
             for record in self._run.records:
@@ -225,12 +226,12 @@ def _call_key(key: TensorKey) -> TensorKey:
 
 
 def is_cancelling(row: Row) -> bool:
-    """Whether a row is what an operator of `CANCELLING` leaves of a gradient."""
+    """Return whether a row is the first result of an operator in `CANCELLING`."""
     return row.key.slot == "0" and _operator(row.class_name) in CANCELLING
 
 
 def _operator(name: str) -> str:
-    """An operator without its overload.
+    """Return the name of an operator without its overload.
 
     >>> _operator("aten.sum.dim_IntList")
     'aten.sum'
@@ -238,18 +239,18 @@ def _operator(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-# Gradients that cancel inside one module: how large they were before they did.
+# Gradients that cancel inside one module: how large the terms were.
 
 
 _ROUNDINGS = 16
-"""So many roundings of what cancels are nobody's fault."""
+"""Number of roundings of the terms that are never treated as a fault."""
 _CARRIED = 4
-"""Times so much an error of input or gradient may come out of a module."""
+"""Factor by which a module may increase an error of its input or gradient."""
 _BY_CHANNEL = ("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
 
 
 class CancelledInModule:
-    """Says how large an error rounding explains of a gradient that cancelled inside a module."""
+    """Measures the error that rounding explains in a gradient that cancelled inside a module."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context
@@ -263,9 +264,9 @@ class CancelledInModule:
 
 
 def _explained(row: Row, context: EvidenceContext) -> float | None:
-    """How large an error rounding explains; None where the module does not show it.
+    """Return the error that rounding explains; None if the module's tensors do not show it.
 
-    Of other rows nothing is asked: a shard of a comparison has not got them.
+    Other rows are not used, because a shard of a comparison does not have them.
     """
     shape, dtype = row.reference_shape, coarsest((row.reference_dtype, row.candidate_dtype))
     if dtype is None or shape is None or not 0 < math.prod(shape) <= LARGEST_DECODED:
@@ -281,7 +282,7 @@ def _explained(row: Row, context: EvidenceContext) -> float | None:
             continue
         error = relative_error(reference_values, candidate_values)
         if not reference_values.any() or not error <= LIMITS[dtype.name]:
-            return None  # what it is made of is wrong already
+            return None  # a tensor that it is computed from is already wrong
         off += error
         values[port] = reference_values.reshape(shape)
     if len(values) < 3:
@@ -292,7 +293,7 @@ def _explained(row: Row, context: EvidenceContext) -> float | None:
 
 
 def _before(class_name: str, inputs: F64, result: F64, gradient: F64) -> float:
-    """Norm of the gradient that a module sends back, before anything is taken from it."""
+    """Return the norm of the gradient in a module before anything is subtracted from it."""
     if class_name.endswith("LogSoftmax"):
         return float(np.linalg.norm(gradient))
     if class_name.endswith("Softmax"):

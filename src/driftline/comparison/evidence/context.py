@@ -1,9 +1,9 @@
-"""What a rule of evidence is, and what it is given to look things up in.
+"""The interface of an evidence rule, and the context in which rules look things up.
 
-A rule is asked about single rows that are over their limit. It may read the two runs, and says what
-it measured there, under the names of its columns; `judge` decides later what that excuses. No rule
-asks for other rows: a shard of a comparison has few of them. All of them are about pairs instead,
-which every shard knows.
+A rule is asked about single rows that exceed their limits. It may read the two runs, and returns
+what it measured there under the names of its columns; `judge` decides later what that excuses.
+Rules do not ask for other rows, because a shard of a comparison has few of them. They use pairs
+instead, which every shard knows.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
 UNREADABLE = (DriftlineError, OSError, ValueError)
-"""What reading a tensor may raise; the row it was read for then stays as it was measured."""
+"""Errors that reading a tensor may raise; its row then stays as it was measured."""
 LARGEST_DECODED = 1 << 24
-"""Elements of a pair that is decoded for evidence: both sides take 8 bytes for each."""
+"""Largest number of elements of a pair that is decoded; each side takes 8 bytes per element."""
 
 _NOTHING: Mapping[str, Number] = {}
 
 
 class EvidenceRule(Protocol):
-    """Looks up one kind of evidence; made for one context, so that it may remember what it read."""
+    """One kind of evidence. A rule is created per context, so it may cache what it read."""
 
     def wants(self, row: Row) -> bool:
-        """Whether it has anything to look up for a row. Reads no tensor."""
+        """Return whether the rule may add something to a row; reads no tensor."""
         ...
 
     def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
-        """The metrics it adds to a row; empty where it has nothing to say.
+        """Return the metrics to add to a row; empty if there are none.
 
         Raises:
-            DriftlineError, OSError, ValueError: A tensor cannot be read: the row stays as it was.
+            DriftlineError, OSError, ValueError: A tensor cannot be read; the row stays as it was.
         """
         ...
 
 
 class EvidenceContext:
-    """Two runs and the pairs between them, as rules of evidence ask for them.
+    """Two runs and the pairs between them, for look-ups by evidence rules.
 
     Attributes:
         pairs: All pairs of the plan, or of one process of it.
@@ -55,10 +55,10 @@ class EvidenceContext:
     """
 
     def __init__(self, rows: Sequence[Row], pairs: Sequence[Pair], *runs: Run) -> None:
-        """Indexes the pairs of some rows.
+        """Index the pairs of some rows.
 
         Args:
-            rows: Those that rules will ask about.
+            rows: The rows about which rules will be asked.
             pairs: All pairs of the plan, or of one process of it.
             runs: The reference and the candidate.
         """
@@ -66,7 +66,7 @@ class EvidenceContext:
         self.runs = (runs[0], runs[1])
         keys = {row.key for row in rows}
         calls = {call_address(key) for key in keys}
-        # Only what rules will ask for: a plan has 10^5 pairs, and few are over their limit.
+        # Only the rows' pairs are indexed: a plan has 10^5 pairs, and few exceed their limits.
         self._by_row: dict[tuple[object, ...], Pair] = {}
         self._by_call: dict[tuple[object, ...], list[Pair]] = {}
         for pair in pairs:
@@ -77,15 +77,15 @@ class EvidenceContext:
                 self._by_call.setdefault(call, []).append(pair)
 
     def pair_of(self, row: Row) -> Pair | None:
-        """The pair that a row is about."""
+        """Return the pair that a row is about."""
         return self._by_row.get(both_keys(row))
 
     def pairs_of_call(self, key: TensorKey) -> Sequence[Pair]:
-        """What else went into and came out of the call that gave a tensor."""
+        """Return the pairs of all inputs and outputs of the call that a tensor belongs to."""
         return self._by_call.get(call_address(key), ())
 
     def values(self, pair: Pair) -> tuple[F64, F64] | None:
-        """Both sides of a pair, flat, as float64; None where they are too large or unreadable."""
+        """Return both sides of a pair as flat float64; None if they are too large or unreadable."""
         if math.prod(pair.reference.shape) > LARGEST_DECODED:
             return None
         try:
@@ -95,15 +95,15 @@ class EvidenceContext:
         return reference.reshape(-1), candidate.reshape(-1)
 
     def opened(self, pair: Pair) -> ValuePair:
-        """The values of a pair after its recipes.
+        """Return the values of a pair after its recipes.
 
         Raises:
-            DriftlineError, OSError, ValueError: They cannot be read, or not set against each other.
+            DriftlineError, OSError, ValueError: They cannot be read, or cannot be compared.
         """
         if reason := pair.trouble or incompatibility(pair):
             raise ValueError(reason)
         if has_recipe(pair):
-            # Most pairs have none, and need not load what carries recipes out.
+            # Imported on use, because most pairs have no recipe.
             from driftline.comparison.measure.recipes import open_recipes
 
             return open_recipes(*self.runs, pair)
@@ -114,10 +114,9 @@ class EvidenceContext:
 def add_evidence(
     rows: Sequence[Row], context: EvidenceContext, rules: Sequence[EvidenceRule]
 ) -> Sequence[Row]:
-    """Rows with what the rules know of them; each rule sees what those before it have added."""
+    """Return rows with the metrics of all rules; each rule sees what earlier rules added."""
     updated = list(rows)
-    # Rule after rule, not row after row: a later rule may spare itself what an earlier one
-    # found.
+    # The outer loop is over rules, because a later rule may skip rows that an earlier one handled.
     for rule in rules:
         for index, row in enumerate(updated):
             if not rule.wants(row) or (pair := context.pair_of(row)) is None:
@@ -132,18 +131,18 @@ def add_evidence(
 
 
 def both_keys(row: Row) -> tuple[object, ...]:
-    """What tells a pair from all others: the addresses of both sides, as a row has them."""
-    # One tensor may have partners on several ranks; the candidate's address tells them apart.
+    """Return the identity of a pair: the addresses of both sides, as a row stores them."""
+    # One tensor may have partners on several ranks, which differ in the candidate's address.
     return (row.key, *row[4:10])
 
 
 def call_address(key: TensorKey) -> tuple[object, ...]:
-    """What all tensors of one call of a module have in common."""
+    """Return what all tensors of one call of a module have in common."""
     return key.rank, key.process, key.step, key.site, key.visit
 
 
 def relative_error(reference: F64, candidate: F64) -> float:
-    """Relative L2 of opened values."""
+    """Return the relative L2 of two arrays of values."""
     size = float(np.linalg.norm(reference))
     difference = float(np.linalg.norm(candidate - reference))
     return difference / size if size else (math.inf if difference else 0.0)

@@ -1,7 +1,7 @@
-"""Conversions that a graph compiler put into a GE dump, each against itself.
+"""Conversions that a graph compiler inserted into a GE dump, each compared with its own input.
 
-A Cast or TransData that the graph does not know has no counterpart in another dump; but what it
-gave should be what it got. One row each, in place of the two lone tensors.
+A Cast or TransData that is not in the graph has no counterpart in another dump, but its output
+should equal its input. One row for each conversion replaces the two rows without partners.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
 CONVERSION = "conversion"
-"""`Row.by` of such a row: its reference is what an operator got, its candidate what it gave."""
+"""`Row.by` of such a row: its reference is an operator's input, its candidate the output."""
 
 
 def conversions_of(run: Run) -> dict[TensorKey, Pair]:
-    """Every conversion by the key of its input: input and output as a pair of one run."""
-    # Reads the graph of a compiler, which most runs have not.
+    """Return each conversion as a pair of input and output in one run, by the key of its input."""
+    # Imported on use, because it reads the graph of a compiler, which most runs lack.
     from driftline.alignment.rules.compiler_dumps import conversions
 
     return {got.key: Pair(got, gave, "graph") for got, gave in conversions(run)}
@@ -31,15 +31,15 @@ def conversions_of(run: Run) -> dict[TensorKey, Pair]:
 def with_conversions(
     rows: Sequence[Row], run: Run, metrics: Sequence[Metric], elementwise: Elementwise
 ) -> list[Row]:
-    """Rows of tensors that only one run has, with a measured row for each conversion among them.
+    """Return rows that only one run has, with a measured row for each conversion among them.
 
     Args:
-        rows: Of tensors that nothing stands against, all of one run.
+        rows: Rows of tensors without a partner, all from one run.
         run: That run.
-        metrics: What is measured.
-        elementwise: As for the table itself.
+        metrics: The metrics to measure.
+        elementwise: Elementwise tolerances, as for the table itself.
     """
-    # Both ends must be alone: a conversion that is paired is compared as such.
+    # Neither end may have a partner: a conversion that is paired is compared as a pair.
     lone = {row.key for row in rows if is_conversion(row.class_name)}
     pairs = {
         key: pair
@@ -53,5 +53,5 @@ def with_conversions(
     )
     by_input = {row.key: row._replace(by=CONVERSION) for row in measured}
     outputs = {pair.candidate.key for pair in pairs.values()}
-    # The row of the input stands for both; that of the output goes.
+    # The input's row represents both, and the output's row is dropped.
     return [by_input.get(row.key, row) for row in rows if row.key not in outputs]

@@ -1,8 +1,8 @@
-"""Errors of tensors in numbers: sampled reading of rows, and size, bias and place of an error.
+"""Statistics of tensor errors: sampled reading of rows, and size, bias and place of an error.
 
-A row is a token (all axes but the last are tokens, heads, sequences); of a large tensor an even
-sample of rows is read, so that memory stays bounded. An `Effect` gives the error relative to the
-reference with standard errors clustered by row. Knows nothing of sites or verdicts.
+A row is a token (all axes except the last are tokens, heads or sequences). An even sample of rows
+of a large tensor is read, so that memory stays bounded. An `Effect` gives the error relative to the
+reference, with standard errors clustered by row. This file knows no sites or verdicts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from driftline.runs.run import Run
 F64 = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 
-# About two megabytes as float64: enough rows for stable standard errors, little enough for hundreds
-# of tensors.
+# About two megabytes as float64: enough rows for stable standard errors, and small enough for
+# hundreds of tensors.
 ELEMENTS = 1 << 18
-"""Elements of one tensor that are decoded at most."""
+"""Largest number of elements of one tensor that are decoded."""
 _LARGEST = 1e140
-"""The squares of 10^28 numbers up to this size have a sum in float64."""
+"""Numbers up to this size can be summed as squares in float64, up to 10^28 of them."""
 
 
 def index(run: Run) -> Mapping[TensorKey, Record]:
-    """Every record of a run by its key."""
+    """Return all records of a run by key."""
     return {record.key: record for record in run.records}
 
 
 def is_readable(run: Run, record: Record | None) -> bool:
-    """Whether all values of a tensor of floating-point or complex numbers can be read."""
+    """Return whether all values of a floating-point or complex tensor can be read."""
     if record is None or record.kept != "full" or run.lost(record):
         return False
     dtype = DTYPES.get(record.dtype)
@@ -46,7 +46,7 @@ def is_readable(run: Run, record: Record | None) -> bool:
 
 
 def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape as (rows, channels): the last axis are the channels, all axes before it are rows.
+    """Return a shape as (rows, channels): the last axis is the channels, all others are rows.
 
     >>> rows_and_channels((2, 16, 64))
     (32, 64)
@@ -57,27 +57,27 @@ def rows_and_channels(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def chosen_rows(shape: tuple[int, ...], elements: int = ELEMENTS) -> Places:
-    """Which rows are read: all of a small tensor, an even sample of a large one."""
+    """Return which rows are read: all of a small tensor, an even sample of a large one."""
     rows, channels = rows_and_channels(shape)
-    # At least eight rows, so that both halves of very wide tensors still have some.
+    # At least eight rows, so that both halves of very wide tensors have some.
     most = max(8, elements // max(channels, 1))
     if rows <= most:
         return np.arange(rows, dtype=np.intp)
-    # An odd stride would still meet every parity of every axis; a plain linspace does too.
+    # A linspace meets even and odd indices of every axis, so that no regular part is missed.
     return np.unique(np.linspace(0, rows - 1, most).astype(np.intp))
 
 
 def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
-    """Some rows of a tensor as float64, [rows, channels]; None if its bytes cannot be read.
+    """Return some rows of a tensor as float64, [rows, channels]; None if it cannot be read.
 
-    A complex number is two channels.
+    A complex number counts as two channels.
     """
     rows, channels = rows_and_channels(record.shape)
     try:
         raw: npt.NDArray[Any] = run.raw(record)
     except (DriftlineError, OSError, ValueError):
         return None
-    # A damaged or truncated file may have another length than its record says.
+    # The length of a damaged or truncated file may differ from that in its record.
     if raw.size != rows * channels:
         return None
     part = raw.reshape(rows, channels)
@@ -87,21 +87,21 @@ def read_rows(run: Run, record: Record, places: Places) -> F64 | None:
 
 
 def _reals(values: npt.NDArray[Any]) -> F64:
-    """Numbers as float64; complex ones as pairs along the last axis.
+    """Return numbers as float64; complex ones become pairs along the last axis.
 
     >>> _reals(np.array([[1 + 2j]]))
     array([[1., 2.]])
     """
     if np.iscomplexobj(values):
-        # A cast alone would drop the imaginary halves: a rotation the other way would be equal.
+        # A cast would drop the imaginary parts, so that conjugate numbers would be equal.
         return np.ascontiguousarray(values, dtype=np.complex128).view(np.float64)
     return np.asarray(values, dtype=np.float64)
 
 
 def read_whole(run: Run, record: Record | None, elements: int = 16 * ELEMENTS) -> F64 | None:
-    """A tensor in its own shape as float64; None when it is too large or not there.
+    """Return a tensor in its own shape as float64; None if it is too large or unreadable.
 
-    Complex numbers are pairs along the last axis, which is twice as long then.
+    Complex numbers become pairs along the last axis, which is then twice as long.
     """
     if record is None or not is_readable(run, record) or math.prod(record.shape) > elements:
         return None
@@ -113,7 +113,7 @@ def read_whole(run: Run, record: Record | None, elements: int = 16 * ELEMENTS) -
 
 
 def rounded(values: F64, name: str) -> F64:
-    """Values rounded to a float format, to nearest even, as float64 again.
+    """Return values rounded to a float format, to nearest even, as float64.
 
     >>> float(rounded(np.array([1.0 + 2.0**-8]), "bfloat16")[0])
     1.0
@@ -125,8 +125,8 @@ def rounded(values: F64, name: str) -> F64:
     if name == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float64)
-    # Formats numpy has no type for are rounded by hand: to the step of the value's binade, ties to
-    # even.
+    # numpy has no type for the other formats. Values are rounded to the step of their binade, ties
+    # to even.
     mantissa, least = _GRIDS[name]
     with np.errstate(invalid="ignore", over="ignore"):
         _, exponent = np.frexp(values)
@@ -142,30 +142,30 @@ _GRIDS = {
     "float8_e4m3fnuz": (3, -7),
     "float8_e5m2fnuz": (2, -15),
 }
-"""Stored mantissa bits and least exponent of formats numpy has no type for."""
+"""Stored mantissa bits and smallest exponent of formats for which numpy has no type."""
 
 GRIDS = ("float32", "float16", "tf32", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""Formats a value may have been rounded to, finest first."""
+"""Formats to which a value may have been rounded, finest first."""
 
 
 # The size of an error, its direction and its place, with standard errors.
 
 
 class Effect(NamedTuple):
-    """An error in units of the reference, over elements that are finite on both sides.
+    """An error relative to the reference, over elements that are finite on both sides.
 
     Attributes:
-        rows: Rows it was measured on.
-        elements: Elements it was measured on.
+        rows: Number of rows measured.
+        elements: Number of elements measured.
         error: Relative L2, `|e| / |r|`.
         projection: `<e, r> / <r, r>`: a scale fault of 3 % is 0.03.
-        projection_se: Standard error of that, clustered by row.
+        projection_se: Standard error of the projection, clustered by row.
         offset: Mean of e over the root mean square of r.
-        offset_se: Standard error of that, clustered by row.
-        worst_row: Largest root mean square of a row of e over that of all of r.
-        nonfinite: Elements that are not finite on one side only.
-        row_scale: How much projections of single rows scatter (root mean square): rows that are
-            each off by a factor of their own, as behind statistics in a coarse format.
+        offset_se: Standard error of the offset, clustered by row.
+        worst_row: Largest root mean square of a row of e, over that of all of r.
+        nonfinite: Number of elements that are not finite on one side only.
+        row_scale: Scatter of the projections of single rows (root mean square). It is large if
+            every row is off by its own factor, as after statistics in a coarse format.
     """
 
     rows: int
@@ -181,7 +181,7 @@ class Effect(NamedTuple):
 
     @property
     def z(self) -> float:
-        """Projection over its standard error: evidence, never a verdict."""
+        """Projection over its standard error: evidence, but never a verdict."""
         if self.projection == 0.0:
             return 0.0
         if not self.projection_se > 0.0:
@@ -193,15 +193,15 @@ NOTHING = Effect(0, 0, math.nan, math.nan, math.nan, math.nan, math.nan, math.na
 
 
 class Sums(NamedTuple):
-    """What each row contributes to an effect; tensors with equally many channels can be joined.
+    """Contributions of each row to an effect; tensors with equally many channels can be joined.
 
     Attributes:
-        rr: Squares of the reference.
-        er: Error times reference.
-        ee: Squares of the error.
-        e: Errors.
-        channels: Elements of a row.
-        nonfinite: Elements that are not finite on one side only.
+        rr: Squares of the reference, summed by row.
+        er: Error times reference, summed by row.
+        ee: Squares of the error, summed by row.
+        e: Errors, summed by row.
+        channels: Number of elements of a row.
+        nonfinite: Number of elements that are not finite on one side only.
     """
 
     rr: F64
@@ -212,7 +212,7 @@ class Sums(NamedTuple):
     nonfinite: int
 
     def part(self, rows: slice | npt.NDArray[np.bool_]) -> Sums:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Sums(
             self.rr[rows],
             self.er[rows],
@@ -224,10 +224,10 @@ class Sums(NamedTuple):
 
 
 def sums(reference: F64, candidate: F64) -> Sums:
-    """Sums of every row, in one pass over a pair."""
+    """Return the sums of every row, computed in one pass over a pair."""
     one_sided = 0
-    # NaN, Inf and masks of float64's lowest value are not measured: one of them would make every
-    # sum useless.
+    # NaN, Inf and masks with float64's lowest value are excluded, because one of them would make
+    # all sums useless.
     measured = (np.abs(reference) < _LARGEST) & (np.abs(candidate) < _LARGEST)
     if not measured.all():
         one_sided = int(np.count_nonzero(np.isfinite(reference) != np.isfinite(candidate)))
@@ -245,7 +245,7 @@ def sums(reference: F64, candidate: F64) -> Sums:
 
 
 def without_worst(row_sums: Sums, share: float) -> Sums:
-    """Without the rows that err most: a share of them, at least one."""
+    """Return the sums without a fraction of the rows, at least one, that have the largest error."""
     count = len(row_sums.ee)
     if count < 4:
         return row_sums
@@ -255,7 +255,7 @@ def without_worst(row_sums: Sums, share: float) -> Sums:
 
 
 def joined(parts: Sequence[Sums]) -> Sums:
-    """The rows of several tensors of one width together."""
+    """Return the rows of several tensors of the same width together."""
     if len(parts) == 1:
         return parts[0]
     return Sums(
@@ -269,19 +269,18 @@ def joined(parts: Sequence[Sums]) -> Sums:
 
 
 def effect_of(row_sums: Sums) -> Effect:
-    """The effect of some rows."""
+    """Return the effect of some rows."""
     rows, channels = len(row_sums.rr), row_sums.channels
     if rows == 0 or channels == 0:
         return NOTHING
     size, energy = float(row_sums.rr.sum()), float(row_sums.ee.sum())
-    # A reference of zeros has no scale: any error is then infinite.
+    # A reference of zeros has no scale, so any error is infinite.
     if not size > 0.0:
         error = 0.0 if energy == 0.0 else math.inf
         return NOTHING._replace(
             rows=rows, elements=rows * channels, error=error, nonfinite=row_sums.nonfinite
         )
-    # Rows that are equal (padding, repeated tokens) are not independent evidence; they form one
-    # cluster.
+    # Equal rows (padding, repeated tokens) are not independent evidence; they form one cluster.
     groups = _alike(row_sums.rr)
     projection = float(row_sums.er.sum()) / size
     projection_se = _clustered(row_sums.er - projection * row_sums.rr, groups) / size
@@ -304,7 +303,7 @@ def effect_of(row_sums: Sums) -> Effect:
 
 
 def effect(reference: F64, candidate: F64) -> Effect:
-    """All of it, of one pair of arrays.
+    """Return the effect of one pair of arrays.
 
     >>> r = np.array([[3.0, 4.0], [6.0, 8.0]])
     >>> round(effect(r, 1.5 * r).projection, 12)
@@ -314,7 +313,7 @@ def effect(reference: F64, candidate: F64) -> Effect:
 
 
 def halves(row_sums: Sums) -> tuple[Effect, Effect]:
-    """Effects of the even and of the odd rows: one half to suspect, the other to confirm."""
+    """Return the effects of the even and of the odd rows: one to suspect, the other to confirm."""
     return effect_of(row_sums.part(slice(0, None, 2))), effect_of(row_sums.part(slice(1, None, 2)))
 
 
@@ -327,17 +326,17 @@ def _scatter(row_sums: Sums, projection: float) -> float:
 
 
 def _alike(rr: F64) -> npt.NDArray[np.intp] | None:
-    """Clusters of equal rows, recognised by their norm; None if all rows differ."""
+    """Return clusters of equal rows, recognised by their norm; None if all rows differ."""
     unique, groups = np.unique(rr, return_inverse=True)
     return None if len(unique) == len(rr) else groups
 
 
 def _clustered(residuals: F64, groups: npt.NDArray[np.intp] | None) -> float:
-    """Standard deviation of a sum over clusters, from the residual of each cluster."""
+    """Return the standard error of a sum over clusters, from the residual of each cluster."""
     if groups is not None:
         residuals = np.asarray(np.bincount(groups, weights=residuals), dtype=np.float64)
     count = len(residuals)
-    # One cluster says nothing about its own scatter.
+    # A single cluster says nothing about its scatter.
     if count < 2:
         return math.inf
     return math.sqrt(float(residuals @ residuals) * count / (count - 1))

@@ -1,8 +1,9 @@
-"""The steps of weights that are stored as integers with many scales.
+"""Quantisation steps of weights that are stored as integers with many scales.
 
-A row says what a single scale is; of a tensor of scales it only knows the name. What rounding
-explains follows from the mean square of the scales, which is read here. So does whether a few of
-the scales or zero points are wrong, which a whole weight hides.
+The recipe in a row contains a single scale, but only the name of a tensor of scales. The error that
+rounding explains follows from the mean square of the scales, which are read here. It is also
+measured whether a few of the scales or zero points are wrong, which figures of the whole weight
+hide.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _FEW = 32.0
-"""Methods that move weights to make up for the rounding of others (GPTQ) spread that unevenly over
-a scale's few elements. Measured on 64 weights of 64 and 256 inputs, normal and with heavy tails,
-inputs that go together or not: of groups of 16 the worst was 6.4 times the median, of 64 2.4 times,
-of whole channels 2.2 times; this allows 7.5, 3.75 and 2.5."""
+"""Methods that move weights to compensate for the rounding of others (GPTQ) spread this unevenly
+over the few elements of a scale. Measured on 64 weights of 64 and 256 inputs, normal and
+heavy-tailed, with correlated inputs and without: the worst of the groups of 16 was 6.4 times the
+median, of 64 2.4 times, of whole channels 2.2 times; this allows 7.5, 3.75 and 2.5."""
 _MOVED = 0.32
-"""Of the same weights, and those of GPTQ with four and eight bits, the mean error of a group was
-never more than 0.69 of a step (0.27 after plain rounding); this allows 0.8 of one."""
+"""For the same weights, and those of GPTQ with four and eight bits, the mean error of a group was
+never above 0.69 of a step (0.27 after plain rounding); this allows 0.8 of a step."""
 _UNEVEN, _FEW_OUTPUTS = 1.6, 8.0
-"""Of one input it was up to 3.7 times the median, after plain rounding 1.2 times; this allows four
-times with many outputs."""
+"""The error of one input was up to 3.7 times the median, and 1.2 times after plain rounding; this
+allows four times with many outputs."""
 
 
 class IntegerSteps:
-    """Reads the scales of quantised weights."""
+    """Measures the scales of quantised weights."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context
@@ -58,7 +59,7 @@ class IntegerSteps:
         if not any(steps):
             return {}
         evidence: dict[str, Number] = {INTEGER_STEP: max(steps)}
-        # Of two quantised weights neither is what the other was rounded from.
+        # If both weights are quantised, neither was rounded from the other.
         if all(steps) or (values := self._context.values(pair)) is None:
             return evidence
         side = int(steps[1] > 0.0)
@@ -66,11 +67,11 @@ class IntegerSteps:
 
 
 def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Number]:
-    """How far off the worst part of a weight is, in what rounding does there, and which part it is.
+    """Return the error of the worst part of a weight over its rounding error, and its place.
 
-    The parts are the elements of one scale, of one output channel, and of one input. Beside each
-    stand its likes in the same weight: what a method does to all of them is no fault of one.
-    Nothing with a single scale.
+    The parts are the elements of one scale, of one output channel, and of one input. Each is
+    compared with the other parts of the same kind in the same weight, because a method that affects
+    all of them is no fault of one. Empty for a single scale.
     """
     if recipe is None:
         return {}
@@ -80,7 +81,8 @@ def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Numb
     scales = np.asarray(to_float64(words.reshape(-1), dtype), np.float64) * factor
     if scales.size < 2:
         return {}
-    # The number of each element's scale, brought to the weight's layout as the codes are.
+    # The index of each element's scale, brought to the weight's layout in the same way as the
+    # codes.
     numbers = np.arange(scales.size, dtype=np.float32).reshape(words.shape)
     ones = np.ones(codes.shape, np.uint8)
     parts = [(ones, DTYPES["uint8"]), (numbers, DTYPES["float32"])]
@@ -94,8 +96,13 @@ def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Numb
 
 
 class _Weight(NamedTuple):
-    """How a weight is scaled: number of each element's scale, the scales, the channel of each if
-    there are channels, and the shape of the weight.
+    """The scaling of a weight.
+
+    Attributes:
+        numbered: Index of each element's scale.
+        scales: The scales.
+        channels: Output channel of each scale; None without channels.
+        shape: Shape of the weight.
     """
 
     numbered: npt.NDArray[np.intp]
@@ -105,7 +112,7 @@ class _Weight(NamedTuple):
 
 
 def _place_of_fault(errors: F64, weight: _Weight) -> dict[str, Number]:
-    """Where the smallest part is without which nothing else is too far off."""
+    """Return the place of the smallest part without which no other part is too far off."""
     parts = [p for p in _worst_parts(errors, weight) if p.excess > WEIGHT_ROUNDINGS]
     for part in sorted(parts, key=lambda part: np.count_nonzero(part.elements)):
         left = np.where(part.elements, 0.0, errors)
@@ -125,7 +132,7 @@ def _worst_parts(errors: F64, weight: _Weight) -> Iterator[_WorstPart]:
 
 
 class _WorstPart(NamedTuple):
-    """A part of a weight: how far off it is, and which elements it has."""
+    """A part of a weight: its excess error, and which elements it has."""
 
     excess: float
     elements: npt.NDArray[np.bool_]
@@ -144,7 +151,7 @@ def _of_one_scale(errors: F64, numbered: npt.NDArray[np.intp], scales: F64) -> _
 
 
 def _of_a_wrong_zero(errors: F64, numbered: npt.NDArray[np.intp], scales: F64) -> _WorstPart:
-    """By the mean error: rounding goes up as often as down, and a zero point moves all one way."""
+    """Uses the mean error: rounding goes up as often as down, a zero point moves all one way."""
     counts = _sums(numbered, np.ones(errors.size), scales.size)
     steps = np.abs(counts * scales)
     means = np.abs(_sums(numbered, errors, scales.size))
@@ -156,7 +163,7 @@ def _of_a_wrong_zero(errors: F64, numbered: npt.NDArray[np.intp], scales: F64) -
 def _of_one_input(
     errors: F64, numbered: npt.NDArray[np.intp], scales: F64, shape: tuple[int, ...]
 ) -> _WorstPart:
-    """By inputs, which a wrong order of groups sends to another scale."""
+    """Groups elements by input; a wrong order of groups gives an input another scale."""
     outputs, inputs = shape
     columns = np.tile(np.arange(inputs), outputs)
     squares = _sums(columns, np.square(errors), inputs)
@@ -177,7 +184,7 @@ def _of_one_channel(
 
 
 def _place(elements: npt.NDArray[np.bool_], shape: tuple[int, ...]) -> dict[str, Number]:
-    """First and last output and input of some elements of a matrix."""
+    """Return the first and last output and input of some elements of a matrix."""
     if len(shape) != 2:
         return {}
     outputs, inputs = np.nonzero(elements.reshape(shape))
@@ -194,8 +201,9 @@ def _sums(places: npt.NDArray[np.intp], numbers: F64, size: int) -> F64:
 
 
 def _channels(scales: tuple[int, ...], codes: tuple[int, ...]) -> npt.NDArray[np.intp] | None:
-    """Which output channel each scale is of: along the one axis of which every element has its own
-    scales. None where no axis, or several, are such.
+    """Return the output channel of each scale: its index on the only axis that has own scales.
+
+    None if no axis, or several, have their own scales for every element.
     """
     if len(scales) != len(codes):
         return np.arange(math.prod(scales))  # a plain list
@@ -204,17 +212,17 @@ def _channels(scales: tuple[int, ...], codes: tuple[int, ...]) -> npt.NDArray[np
 
 
 def _beside(squares: F64, rounding: F64) -> F64:
-    """Errors in what rounding explains, and in what is usual if that is more."""
+    """Return errors over what rounding explains, or over the usual error if that is larger."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.sqrt(squares / rounding)
-    # A scale of 0 stands for weights that are 0, and explains nothing else.
+    # A scale of 0 stands for weights that are 0, and explains no errors.
     ratios = np.where(squares > 0.0, ratios, 0.0)
     usual = float(np.sort(ratios)[(ratios.size - 1) // 2])
     return ratios / max(1.0, usual)
 
 
 def _step(run: Run, recipe: Recipe | None) -> float:
-    """Root mean square of the scales that a recipe multiplies integers with; 0 without any."""
+    """Return the root mean square of the scales by which a recipe multiplies; 0 without any."""
     step = next((s for s in recipe.steps if s.kind == "dequantise"), None) if recipe else None
     if recipe is None or step is None or len(recipe.sources) < 2:
         return 0.0

@@ -1,10 +1,10 @@
 """Functions of leaf modules in numpy float64: linear, convolution, norms, embedding, activations.
 
-Which function a module computes is not read off its class. `possible_leaves` lists the functions
-that fit the shapes of its input, its output and its weights; the caller applies them to tensors
-whose result is known and keeps the function that reproduces it. A leaf is computed for some rows of
-its input, and some channels and positions of its output, so that the cost does not depend on the
-size of the model. Knows no runs and judges nothing.
+The class of a module does not determine which function it computes. `possible_leaves` lists the
+functions that fit the shapes of its input, its output and its weights. The caller applies them to
+tensors whose result is known, and keeps the function that reproduces it. A leaf is computed for
+some rows of its input, and some channels and positions of its output, so that the cost does not
+depend on the size of the model. This file knows no runs and judges nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ F64: TypeAlias = "npt.NDArray[np.float64]"
 Places: TypeAlias = "npt.NDArray[np.intp]"
 Shape: TypeAlias = tuple[int, ...]
 Attributes: TypeAlias = Mapping[str, Any]
-"""What is known of a module besides its tensors: `eps`, `stride`, `num_groups`; mostly nothing."""
+"""What is known about a module besides its tensors: `eps`, `stride`, `num_groups`; often
+nothing."""
 
 
 class Weight(NamedTuple):
@@ -31,8 +32,9 @@ class Weight(NamedTuple):
 
     Attributes:
         raw: Storage values in the tensor's shape.
-        dtype: What they mean.
-        jitter: Relative size of a random change of every element, to see what rounding does.
+        dtype: Their dtype.
+        jitter: Relative size of a random change of every element, to measure the effect of
+            rounding.
     """
 
     raw: npt.NDArray[Any]
@@ -44,20 +46,20 @@ class Weight(NamedTuple):
         return tuple(self.raw.shape)
 
     def turned(self) -> Weight:
-        """The transposed matrix."""
+        """Return the transposed matrix."""
         return self._replace(raw=self.raw.T)
 
     def values(self, part: Places | None = None) -> F64:
-        """Elements as float64, of some entries of the first axis or of all."""
+        """Return elements as float64, for some entries of the first axis or for all."""
         raw = self.raw if part is None else self.raw[part]
         return jittered(np.asarray(to_float64(raw, self.dtype), np.float64), self.jitter)
 
 
 def jittered(values: F64, size: float) -> F64:
-    """Values, each changed by a random share of itself of at most `size`; the same every time."""
+    """Return values with a random relative change of at most `size`, the same on every call."""
     if not size:
         return values
-    # A fixed seed: two comparisons of the same runs must give the same figures.
+    # The seed is fixed, because two comparisons of the same runs must give the same figures.
     return values * (1.0 + size * np.random.default_rng(7).uniform(-1.0, 1.0, values.shape))
 
 
@@ -65,11 +67,11 @@ Weights: TypeAlias = Mapping[str, Weight]
 
 
 class Part(NamedTuple):
-    """What of a leaf's output is computed.
+    """The part of a leaf's output that is computed.
 
     Attributes:
-        channels: Which output channels; all when None.
-        positions: Which flat positions behind the channel axis; all when None.
+        channels: Output channels; all if None.
+        positions: Flat positions after the channel axis; all if None.
     """
 
     channels: Places | None = None
@@ -77,15 +79,15 @@ class Part(NamedTuple):
 
 
 class Leaf(Protocol):
-    """A function whose result is known from its input and its weights.
+    """A function whose result can be computed from its input and its weights.
 
     Attributes:
-        name: What it is called in messages.
-        leading: How many leading axes of input and output are rows, computed independently.
-        has_channels: Whether some of the output channels, on the axis behind those, can be computed
-            without the others.
-        terms: Terms of its longest sum.
-        roundings: Roundings of the result that a right implementation may make.
+        name: Its name in messages.
+        leading: Number of leading axes of input and output that are independent rows.
+        has_channels: Whether some of the output channels, on the axis after the rows, can be
+            computed without the others.
+        terms: Number of terms of its longest sum.
+        roundings: Number of roundings of the result that a correct implementation may make.
     """
 
     @property
@@ -100,11 +102,11 @@ class Leaf(Protocol):
     def roundings(self) -> float: ...
 
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
-        """The chosen part of the output for some rows of the input: [rows, channels, ...]."""
+        """Return the chosen part of the output for some rows of input: [rows, channels, ...]."""
         ...
 
     def chosen(self, rows: F64, part: Part) -> F64:
-        """The same part of some rows of a stored output."""
+        """Return the same part of some rows of a stored output."""
         ...
 
 
@@ -115,14 +117,14 @@ def possible_leaves(
     weights: Mapping[str, Shape],
     attributes: Attributes,
 ) -> Iterator[Leaf]:
-    """Functions that could give an output of this shape, likely ones first.
+    """Yield functions that could give an output of this shape, likely ones first.
 
     Args:
         input_shape: Shape of the input.
         integers: Whether the input holds integers.
         made: Shape of the output.
-        weights: Shapes of the floating parameters and buffers, by name.
-        attributes: What is known of the module besides.
+        weights: Shapes of the floating-point parameters and buffers, by name.
+        attributes: What else is known about the module.
     """
     matrices = [(name, shape) for name, shape in weights.items() if len(shape) == 2]
     kernels = [(name, shape) for name, shape in weights.items() if len(shape) >= 3]
@@ -149,7 +151,7 @@ def possible_leaves(
 
 
 class Linear(NamedTuple):
-    """`x Wᵀ + b` over the last axis; `turned` where the weight is stored as [in, out]."""
+    """`x Wᵀ + b` over the last axis; `turned` if the weight is stored as [in, out]."""
 
     weight: str
     bias: str
@@ -179,7 +181,8 @@ def _linears(
     if any(size != (made[-1],) for _, size in vectors):
         return
     bias = vectors[0][0] if vectors else ""
-    # torch keeps [out, in], Paddle and transformers' Conv1D [in, out]; a square one may be either.
+    # torch stores [out, in]; Paddle and transformers' Conv1D store [in, out]. A square matrix may
+    # be either.
     for turned, wanted in (
         (False, (made[-1], input_shape[-1])),
         (True, (input_shape[-1], made[-1])),
@@ -189,7 +192,7 @@ def _linears(
 
 
 class Embedding(NamedTuple):
-    """Rows of a table, by number."""
+    """Rows of a table, looked up by index."""
 
     weight: str
     leading: int
@@ -201,7 +204,7 @@ class Embedding(NamedTuple):
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
         table = weights[self.weight]
         places = rows.reshape(-1).astype(np.intp)
-        # A number outside the table has no row; torch raises there, other kernels read anything.
+        # For an index outside the table torch raises; other kernels read arbitrary memory.
         if places.size and not 0 <= int(places.min()) <= int(places.max()) < table.shape[0]:
             raise ValueError("an index lies outside the table")
         return table.values(places)
@@ -214,9 +217,9 @@ class Embedding(NamedTuple):
 
 
 _MOST_WINDOWS = 6
-"""Combinations of stride, padding and dilation that are tried where no attribute has them."""
+"""Combinations of stride, padding and dilation that are tried if no attribute gives them."""
 _LARGEST_WINDOW = 1 << 20
-"""Elements of all windows together."""
+"""Largest number of elements of all windows together; the check allows twice as many."""
 
 
 class Convolution(NamedTuple):
@@ -252,7 +255,7 @@ class Convolution(NamedTuple):
         return result
 
     def _windows(self, rows: F64, size: Shape, positions: Places | None) -> F64:
-        """What every chosen output position sees: [rows, channels, positions, *size]."""
+        """Return the window of every chosen output position: [rows, channels, positions, *size]."""
         padded = np.pad(rows, [(0, 0), (0, 0), *((width, width) for width in self.padding)])
         made = tuple(
             (length - dilation * (width - 1) - 1) // stride + 1
@@ -267,7 +270,7 @@ class Convolution(NamedTuple):
         for axis, start in enumerate(np.unravel_index(flat, made)):
             within = self.dilation[axis] * np.arange(size[axis])
             places = np.asarray(start)[:, None] * self.stride[axis] + within
-            # One axis of windows for all, one of its own for every spatial axis.
+            # One axis for all windows, and one for each spatial axis.
             spread = [1] * (len(size) + 1)
             spread[0], spread[axis + 1] = len(flat), size[axis]
             axes.append(places.reshape(spread))
@@ -299,17 +302,17 @@ def _convolutions(
     bias = vectors[0][0] if vectors else ""
     terms = math.prod(shape[1:])
     stated = _stated_window(attributes, len(shape) - 2)
-    # The nth choice of every axis together: axes of one kernel are mostly alike.
+    # The nth choices of all axes are combined, because the axes of a kernel usually agree.
     derived = [tuple(zip(*choice, strict=True)) for choice in zip(*spatial, strict=False)]
     for stride, padding, dilation in [*([stated] if stated else []), *derived]:
         yield Convolution(name, bias, groups, stride, padding, dilation, terms)
 
 
 def _axis_windows(input_size: int, made: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Stride, padding and dilation of an axis that give its length, usual ones first."""
+    """Yield stride, padding and dilation that give the axis its length, usual ones first."""
     for dilation in (1, 2, 4):
         reach = dilation * (size - 1)
-        # Half the window, no padding at all, then everything between.
+        # Half the window, no padding at all, then all other values.
         for padding in dict.fromkeys((reach // 2, 0, *range(1, reach + 1))):
             left = input_size + 2 * padding - reach - 1
             for stride in dict.fromkeys((1, 2, size, 4, 3)):
@@ -318,7 +321,7 @@ def _axis_windows(input_size: int, made: int, size: int) -> Iterator[tuple[int, 
 
 
 def _stated_window(attributes: Attributes, axes: int) -> tuple[Shape, Shape, Shape] | None:
-    """Stride, padding and dilation from the module's own attributes; None where missing."""
+    """Return stride, padding and dilation from the module's attributes; None if incomplete."""
     sizes: list[Shape] = []
     for name in ("stride", "padding", "dilation"):
         value = attributes.get(name)
@@ -341,12 +344,12 @@ def _stated_window(attributes: Attributes, axes: int) -> tuple[Shape, Shape, Sha
 
 
 _EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
-"""Usual ones, tried where the module's attributes have none."""
+"""Usual values, tried if the module's attributes have none."""
 _GROUPS = (32, 16, 8, 4, 2, 1)
 
 
 class RowNorm(NamedTuple):
-    """A norm over the last axes: less its mean or not, divided by its size, times a weight."""
+    """A norm over the last axes, with or without centring, times a weight."""
 
     weight: str
     bias: str
@@ -366,7 +369,7 @@ class RowNorm(NamedTuple):
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
         result = _normalised(rows.reshape(len(rows), -1), self.epsilon, centred=self.centred)
         if self.weight:
-            # Gemma keeps its weights less one.
+            # Gemma stores its weights minus one.
             result *= self.added + weights[self.weight].values().reshape(-1)
         return result + weights[self.bias].values().reshape(-1) if self.bias else result
 
@@ -375,7 +378,7 @@ class RowNorm(NamedTuple):
 
 
 class ChannelNorm(NamedTuple):
-    """Every channel with its own stored mean and variance, as batch norms do in evaluation."""
+    """A norm of every channel with stored mean and variance, as batch norms in evaluation."""
 
     weight: str
     bias: str
@@ -404,7 +407,7 @@ class ChannelNorm(NamedTuple):
 
 
 class GroupNorm(NamedTuple):
-    """A norm over groups of channels with their positions; one channel each is an instance norm."""
+    """A norm over groups of channels and their positions; one channel each is an instance norm."""
 
     weight: str
     bias: str
@@ -429,7 +432,7 @@ class GroupNorm(NamedTuple):
 
 
 def _normalised(values: F64, epsilon: float, *, centred: bool) -> F64:
-    """Values over their root mean square along the last axis; less their mean first, if centred."""
+    """Return values over their root mean square on the last axis, centred first if requested."""
     if centred:
         values = values - values.mean(axis=-1, keepdims=True)
     return values / np.sqrt(np.mean(values * values, axis=-1, keepdims=True) + epsilon)
@@ -438,7 +441,7 @@ def _normalised(values: F64, epsilon: float, *, centred: bool) -> F64:
 def _norms(
     input_shape: Shape, weights: Mapping[str, Shape], attributes: Attributes
 ) -> Iterator[Leaf]:
-    """Norms that fit; the order of parameters is that of registration: weight, bias, statistics."""
+    """Yield norms that fit; parameters are in registration order: weight, bias, statistics."""
     epsilons = _epsilons(attributes)
     names = list(weights)
     shapes = set(weights.values())
@@ -462,7 +465,7 @@ def _norms(
 def _channel_norms(
     input_shape: Shape, names: Sequence[str], attributes: Attributes
 ) -> Iterator[Leaf]:
-    """Norms whose parameters have one value per channel."""
+    """Yield norms whose parameters have one value per channel."""
     epsilons = _epsilons(attributes)
     weight, bias = (*names, "", "")[:2]
     if len(names) in (2, 4):
@@ -492,14 +495,14 @@ def _epsilons(attributes: Attributes) -> tuple[float, ...]:
 
 
 class Activation(NamedTuple):
-    """A function of every element, or of every row of the last axis."""
+    """A function of single elements, or of rows along the last axis."""
 
     name: str
     function: Callable[[F64], F64]
     leading: int
     has_channels: bool = False
     terms: int = 1
-    # Written out in steps, an activation rounds at each of them.
+    # An activation that is computed in steps rounds at each of them.
     roundings: float = 3.0
 
     def computed(self, rows: F64, weights: Weights, part: Part) -> F64:
@@ -550,13 +553,13 @@ ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
     "mish": lambda x: x * np.tanh(np.logaddexp(x, 0.0)),
     "hard swish": lambda x: x * np.clip(x + 3.0, 0.0, 6.0) / 6.0,
     "no activation": lambda x: x,
-    # Behind those they may equal: below 6 a relu6 is a relu.
+    # After the functions that they may equal: below 6 a relu6 is a relu.
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
     "hard sigmoid": lambda x: np.clip(x + 3.0, 0.0, 6.0) / 6.0,
     "leaky relu (0.2)": lambda x: np.where(x > 0.0, x, 0.2 * x),
     "leaky relu (0.1)": lambda x: np.where(x > 0.0, x, 0.1 * x),
 }
-"""Functions of single elements, by name; of two that fit equally the first is named."""
+"""Functions of single elements, by name; if two fit equally, the first one is named."""
 _ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
     "softmax": _softmax,
     "log softmax": lambda x: (
@@ -565,7 +568,7 @@ _ROW_FUNCTIONS: dict[str, Callable[[F64], F64]] = {
         - np.log(np.exp(x - x.max(axis=-1, keepdims=True)).sum(axis=-1, keepdims=True))
     ),
 }
-"""Functions of a row at once, which only a leaf can be."""
+"""Functions of whole rows, which only a leaf can be."""
 
 
 # --- parts of outputs
@@ -576,7 +579,7 @@ def _all(places: Places | None, count: int) -> Places:
 
 
 def _of_images(rows: F64, part: Part) -> F64:
-    """Chosen channels and positions of [rows, channels, *spatial], as [rows, channels, places]."""
+    """Return channels and positions of [rows, channels, *spatial], as [rows, channels, places]."""
     flat = rows.reshape(len(rows), rows.shape[1], -1)
     if part.channels is not None:
         flat = flat[:, part.channels]

@@ -1,13 +1,13 @@
-"""Outputs that differ by one number per channel, because nothing holds a bias where it is.
+"""Outputs that differ by one number per channel, because nothing constrains a bias.
 
-The bias of an attention key, or of a layer in front of a batch norm, changes nothing that comes
-after it: its gradient is zero but for rounding. An optimizer that divides a gradient by its size
-(Adam) makes whole steps of that rounding, others in every program, and the layer's output differs
-from then on. Nothing else does.
+The bias of an attention key, or of a layer before a batch norm, has no effect on later results, so
+its gradient is zero except for rounding. An optimizer that divides a gradient by its size (Adam)
+turns that rounding into full steps, which differ in every program. From then on the layer's output
+differs, and nothing else does.
 
-Whether that is all there is to a difference is measured here, and judged elsewhere: channels whose
-bias was given other gradients in an earlier step may each be off by one number, and what is left
-without it is the metric `beyond_bias`.
+This file measures whether that explains a whole difference; other files judge it. Each channel
+whose bias had different gradients in an earlier step may be off by one number. The error without
+these numbers is the metric `beyond_bias`.
 """
 
 from __future__ import annotations
@@ -35,37 +35,39 @@ from driftline.numerics.dtypes import DType, to_float64
 from driftline.runs.records import TensorKey
 
 _APART, _ROUNDINGS = 1e-3, 64
-"""Elements of a gradient that differ by this share, and by so many roundings, are not the same."""
+"""Elements of a gradient count as different beyond this relative difference, or this many roundings
+if that is more."""
 NO_MORE = 16
 """Rounding of a bias's gradient, in units of roundoff of its weight's gradient."""
 _WEIGHTS = ("weight", "w_0")
 _POSITIONS = 64
-"""So many positions are looked at first: most outputs differ in other ways."""
+"""Number of positions that are checked first, because most outputs differ in other ways."""
 _HOPELESS = 10
-"""So many times its limit a row is off by more than a bias."""
+"""Multiple of the limit above which the remaining error cannot be due to a bias."""
 
 _Mask: TypeAlias = "npt.NDArray[np.bool_]"
 _Place = tuple[int, int, str]
 
 
 def is_bias_gradient(key: TensorKey, class_name: str, shape: tuple[int, ...] | None) -> bool:
-    """Whether a tensor is the gradient of a bias: of a module, or the sum that an operator made."""
+    """Return whether a tensor is a bias's gradient: a module's, or the sum made by an operator."""
     if key.port in GRADIENTS:
         return is_bias(key.slot)
-    # A run of operators knows no parameters; a sum over all but the last axis is a bias's.
+    # A run of operators has no parameters; a sum over all axes but the last is taken for a bias's.
     summed = key.port == "output" and key.phase == "backward" and class_name.startswith("aten.sum")
     return summed and shape is not None and len(shape) > 0 and shape[-1] == math.prod(shape) > 1
 
 
 def module_of(site: str) -> str:
-    """The module of a site; an operator or node stands behind a slash."""
+    """Return the module of a site; the name of an operator or node follows a slash."""
     return site.partition("/")[0]
 
 
 def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
-    """Which steps' gradients tell of a parameter in a step: those before it.
+    """Return a test for the steps whose gradients tell about a parameter in a step: earlier steps.
 
-    Where none before it was recorded, its own must do: what has no gradient has none in any step.
+    If no earlier step was recorded, the step itself is used, because a parameter without gradient
+    has none in any step.
     """
     if any(other < step for other in gradients):
         return lambda other: other < step
@@ -73,7 +75,7 @@ def earlier(gradients: Sequence[int], step: int) -> Callable[[int], bool]:
 
 
 class BiasShift:
-    """Says what is left of an output's error without a bias that moved by itself."""
+    """Measures the error of an output without the shift by a bias that drifts freely."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context
@@ -91,7 +93,7 @@ class BiasShift:
 
 
 class _Biases:
-    """Gradients that biases were given, and which of their channels were given others."""
+    """Gradients of biases, and the channels in which they differ."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context
@@ -110,14 +112,14 @@ class _Biases:
 
     @property
     def any(self) -> bool:
-        """Whether the runs hold gradients of biases at all."""
+        """Whether the runs hold any gradients of biases."""
         return bool(self._given)
 
     def loose_before(self, row: Row) -> _Mask | None:
-        """Channels that were given other gradients in a step before; None when there are none."""
+        """Return the channels whose gradients differed in an earlier step; None without any."""
         place: _Place = (row.key.rank, row.key.process, module_of(row.key.site))
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-        # Coarse formats differ by more than a thousandth by rounding alone.
+        # In coarse formats, rounding alone gives differences of more than a thousandth.
         apart = max(_APART, _ROUNDINGS * dtype.unit_roundoff) if dtype is not None else math.inf
         loose: _Mask | None = None
         gradients = self._given.get(place, ())
@@ -126,8 +128,8 @@ class _Biases:
             # A gradient of a later step cannot have moved the bias yet.
             if tells(pair.reference.key.step):
                 gaps = self._gaps(place, pair)
-                # Its own step says nothing of what moved it, only that nothing
-                # holds it.
+                # The gradient of the same step did not move the bias; it only shows whether
+                # anything constrains it.
                 if gaps is not None and pair.reference.key.step == row.key.step:
                     gaps = self._if_rounding(pair, gaps, apart)
                 if gaps is not None and (loose is None or loose.shape == gaps.shape):
@@ -135,7 +137,7 @@ class _Biases:
         return loose if loose is not None and loose.any() else None
 
     def _if_rounding(self, pair: Pair, gaps: F64, apart: float) -> F64:
-        """Channels that have no gradient but rounding, beside their weight's, count as apart."""
+        """Mark channels as different whose gradient is only rounding, relative to the weight's."""
         weight = self._weights.get(pair.reference.key._replace(slot=""))
         dtype = coarsest((pair.reference.dtype, pair.candidate.dtype))
         if weight is None or dtype is None:
@@ -144,7 +146,7 @@ class _Biases:
         if biases is None or weights is None:
             return gaps
         sides = zip(biases, weights, strict=True)
-        # What is left is measured by the weight's gradient, which is made of the same terms.
+        # The weight's gradient is the measure, because it is computed from the same terms.
         share = NO_MORE * dtype.unit_roundoff
         none = [
             np.abs(bias.reshape(-1)) <= share * np.linalg.norm(gradient) for bias, gradient in sides
@@ -152,7 +154,7 @@ class _Biases:
         return np.where(none[0] & none[1], 2.0 * apart, gaps)
 
     def _gaps(self, place: _Place, pair: Pair) -> F64 | None:
-        """How far apart the gradients of each channel are, as shares of themselves."""
+        """Return the relative difference of the gradients in each channel."""
         cache_key = (place, pair.reference.order)
         if cache_key not in self._apart:
             self._apart[cache_key] = None
@@ -165,7 +167,7 @@ class _Biases:
 
 
 def _without(values: ValuePair, loose: _Mask, row: Row) -> float | None:
-    """Relative L2 of a pair without one number for each loose channel; None if that is no help."""
+    """Return the relative L2 without one number per loose channel; None if much error remains."""
     shape = row.reference_shape or ()
     axis = _channels(shape, loose.size, row.class_name)
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
@@ -176,13 +178,13 @@ def _without(values: ValuePair, loose: _Mask, row: Row) -> float | None:
         (values.reference, values.reference_dtype),
         (values.candidate, values.candidate_dtype),
     ):
-        # Packed codes and integers are no sums with a bias.
+        # Packed codes and integers are not sums with a bias.
         if own.kind != "float" or own.bits < 8:
             return None
         channels_last = np.moveaxis(raw.reshape(shape), axis, -1)
         sides.append((channels_last.reshape(-1, loose.size), own))
     left = 0.0
-    # A few positions first: most outputs differ in other ways, and the rest is never decoded.
+    # A few positions are tried first: most outputs differ in other ways, and need no full decoding.
     for every in (max(len(sides[0][0]) // _POSITIONS, 1), 1):
         reference_values, candidate_values = (
             to_float64(words[::every], own) for words, own in sides
@@ -202,7 +204,7 @@ def _constant_off(reference: F64, candidate: F64, loose: _Mask) -> float:
 
 
 def _channels(shape: tuple[int, ...], count: int, class_name: str) -> int | None:
-    """Which axis of an output a bias of so many numbers is added along."""
-    # Convolutions have channels first, all else last; the count decides where both fit.
+    """Return the axis of an output along which a bias of this size is added; None without one."""
+    # Convolutions have channels first and other modules last; the size decides which axis fits.
     axes = (1, -1) if class_name.startswith(("Conv", "BatchNorm")) else (-1, 1)
     return next((axis for axis in axes if len(shape) > 1 and shape[axis] == count), None)

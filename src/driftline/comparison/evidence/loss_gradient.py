@@ -1,10 +1,11 @@
-"""The gradient that a loss sends back: what of its error the model's output does not explain.
+"""The gradient of a loss: the part of its error that the model's output does not explain.
 
-A loss is computed of the model's output, so an error of that output is in its gradient as well, and
-a trained model makes it larger there. Two families of losses are known well enough to take it out
-again. The gradient of a cross entropy is a multiple of the softmax plus something that depends on
-the labels alone; that of a squared error is a multiple of the output plus the same. What is left of
-the gradient's difference then, the metric `beyond_outputs`, is the loss's own. Judges nothing.
+A loss is computed from the model's output, so an error of the output is also in the loss's
+gradient, and a trained model increases it there. For two families of losses this part can be
+removed. The gradient of a cross entropy is a multiple of the softmax plus a term that depends only
+on the labels; that of a squared error is a multiple of the output plus such a term. The rest of the
+gradient's difference, the metric `beyond_outputs`, is due to the loss itself. This file judges
+nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 _BLOCK = 1 << 20
-"""Elements that are decoded at a time."""
+"""Number of elements that are decoded at a time."""
 _LARGEST = 1 << 26
-"""Elements of an output for which this is looked up at all."""
+"""Largest output for which this is measured, in elements."""
 
 
 class LossGradient:
-    """Says what is left of an arriving gradient's error without that of the output."""
+    """Measures the error of an arriving gradient without the part that the output explains."""
 
     columns = (BEYOND_OUTPUTS_COLUMN,)
 
@@ -67,7 +68,7 @@ class LossGradient:
 
 
 Four = tuple[Record, Record, Record, Record]
-"""Outputs of the reference and the candidate, and the gradients that arrive at them."""
+"""The outputs of the reference and the candidate, then the gradients that arrive at them."""
 
 
 def _are_plain(records: Four) -> bool:
@@ -85,7 +86,7 @@ def _are_plain(records: Four) -> bool:
 
 
 def _beyond_outputs(runs: tuple[Run, Run], records: Four) -> float | None:
-    """Relative L2 of what is left of a gradient's difference by the better of the two families."""
+    """Return the relative L2 of what the better of the two families does not explain."""
     slope = _Slope()
     for block in _blocks(runs, records):
         slope.take(*block)
@@ -109,7 +110,7 @@ def _beyond_outputs(runs: tuple[Run, Run], records: Four) -> float | None:
 
 
 class _Slope:
-    """The multiple of the softmax in the reference's gradient, over all rows together."""
+    """The factor of the softmax in the reference's gradient, fitted over all rows together."""
 
     def __init__(self) -> None:
         self._common = self._power = 0.0
@@ -117,7 +118,7 @@ class _Slope:
     def take(self, outputs: F64, others: F64, gradient: F64, arrived: F64) -> None:
         del others, arrived
         shares = _softmax(outputs)
-        # The label's element has the target in it, and rows without a label have no gradient.
+        # The label's element contains the target; rows without a label have no gradient.
         counted = np.ones(gradient.shape, dtype=bool)
         counted[np.arange(len(gradient)), np.argmin(gradient, axis=1)] = False
         counted &= np.abs(gradient).max(axis=1, keepdims=True) > 0.0
@@ -139,7 +140,7 @@ def _softmax(values: F64) -> F64:
 
 
 def _blocks(runs: tuple[Run, Run], records: Four) -> Iterator[tuple[F64, F64, F64, F64]]:
-    """Rows of all four tensors, [rows, channels], some at a time.
+    """Yield blocks of rows of all four tensors, [rows, channels].
 
     Raises:
         DriftlineError, OSError, ValueError: One of them cannot be read.

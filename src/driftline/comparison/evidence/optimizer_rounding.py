@@ -1,16 +1,16 @@
-"""What an optimizer makes of gradients that are nothing but rounding, element by element.
+"""What an optimizer makes of gradients that are only rounding, element by element.
 
-Adam divides a gradient by its size. Where a gradient is zero by construction (the bias of an
-attention key), or where single elements of it are, it makes whole steps of rounding, others in
-every program: the optimizer's state and the parameter differ at those elements from then on.
+Adam divides a gradient by its size. If a gradient, or single elements of it, are zero by
+construction (the bias of an attention key), it turns rounding into full steps, which differ in
+every program. From then on, the optimizer's state and the parameter differ at those elements.
 
-Which elements these are is followed through the optimizer's arithmetic, as a graph lists it or a
-run of operators recorded it, and through elementwise operators only. What is left of a difference
-without them is the metric `beyond_rounding`, and is judged elsewhere. Nothing is excused whose
-gradient is not in the runs, or differs by more than rounding.
+These elements are traced through the optimizer's arithmetic, as a graph lists it or a run of
+operators recorded it, and only through elementwise operators. The error without them is the metric
+`beyond_rounding`, which is judged elsewhere. No element is excused if its gradient is not in the
+runs, or differs by more than rounding.
 
-Of modules nobody recorded the optimizer's arithmetic. There the signs of a parameter's gradients
-and the learning rate say how far apart two sound updates may leave it (`TurnedSigns`).
+For modules, the optimizer's arithmetic is not recorded. There, the signs of a parameter's gradients
+and the learning rate determine how far apart two correct updates may leave it (`TurnedSigns`).
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _ELEMENTWISE = frozenset(
     )
     for end in ("", "_")
 ) | {"prims.fma", "prims.copy_", "prims.convert_element_type"}
-"""Each element of their result is made of the same elements of what they take."""
+"""Operators in which each element of the result depends only on the same elements of the inputs."""
 _APART = 1e-3
-"""Elements that differ by this share of themselves are not the same."""
+"""Relative difference above which elements count as different."""
 _ROUNDINGS = 64
-"""Differences up to so many roundings of the largest element are rounding."""
+"""Number of roundings of the largest element up to which a difference counts as rounding."""
 _DEEPEST = 400
 _EPSILON = 1e-8
-"""What optimizers add to the size of a gradient: smaller elements move less."""
+"""Number that optimizers add to the size of a gradient; elements below it move less."""
 _TAKEN = ("input", "param")
-"""What an operator takes; a parameter is one, where it is known as such."""
+"""Ports of an operator's inputs; a parameter is an input if the run recorded it as one."""
 
 _Mask: TypeAlias = "npt.NDArray[np.bool_]"
 _Place = tuple[int, int, int, int]
@@ -76,18 +76,18 @@ _Call = tuple[str, int, int, int, int, str]
 
 
 class OptimizerRounding:
-    """Says what is left of an error without elements whose gradient is nothing but rounding."""
+    """Measures the error without elements whose gradient is only rounding."""
 
     def __init__(self, context: EvidenceContext) -> None:
         self._context = context
 
     @cached_property
     def _elements(self) -> _Elements:
-        # Reads the graphs of a run, so it is made for the first row that needs it.
+        # Created when a row needs it, because it reads the graphs of a run.
         return _Elements(self._context)
 
     def wants(self, row: Row) -> bool:
-        # A sum that is known already explains more than the elements of it could.
+        # A known sum already explains more than its elements could.
         return is_operator_over_limit(row) and SUMMED not in row.metrics
 
     def look(self, row: Row, pair: Pair) -> Mapping[str, Number]:
@@ -98,12 +98,12 @@ class OptimizerRounding:
 
 
 class TurnedSigns:
-    """Says how far apart turned signs of gradients may leave a parameter.
+    """Measures how far apart changed signs of gradients may leave a parameter.
 
-    An optimizer that divides a gradient by its size moves each element by its learning rate at
-    most, to the side that the sign says. So two sound updates leave a parameter apart by the share
-    of the signs that rounding turned, times the learning rate, in every step; beside the size of
-    the parameter, which may have begun at zero.
+    An optimizer that divides a gradient by its size moves each element by at most its learning
+    rate, in the direction of the sign. So in each step, two correct updates may move a parameter
+    apart by the learning rate times the share of the signs that rounding changed. The result is
+    relative to the size of the parameter, which may have begun at zero.
     """
 
     def __init__(self, context: EvidenceContext) -> None:
@@ -140,7 +140,7 @@ class TurnedSigns:
         ]
         signs = [read for gradient in gradients if (read := self._signs_of(gradient)) is not None]
         share = max((read.turned for read in signs), default=0.0)
-        # Of later steps a run may keep no values: what is rounding in one step is so in all.
+        # A run may keep no values of later steps; what is rounding in one step is so in all.
         if len(signs) < updates:
             share = max([share, *(read.loose for read in signs)])
         explained = share * stride.length * updates / size
@@ -157,11 +157,11 @@ class TurnedSigns:
 
 
 class _Signs(NamedTuple):
-    """What the signs of a gradient say, as shares of a step in which every element moves.
+    """Differences between the signs of two gradients, relative to a step that moves all elements.
 
     Attributes:
-        turned: How far apart the two sides' signs are.
-        loose: How far apart they may be in a step in which rounding falls otherwise.
+        turned: How far apart the signs of the two sides are.
+        loose: How far apart they may be in a step with other rounding errors.
     """
 
     turned: float
@@ -172,7 +172,7 @@ def _signs(reference: F64, candidate: F64, dtype: DType) -> _Signs:
     moved = [side / (np.abs(side) + _EPSILON) for side in (reference, candidate)]
     apart = float(np.linalg.norm(moved[1] - moved[0]))
     sizes = np.maximum(np.abs(reference), np.abs(candidate))
-    # Elements of one gradient are sums of like terms: the largest says what rounding is.
+    # Elements of one gradient are sums of similar terms, so the largest gives the rounding error.
     is_loose = sizes <= NO_MORE * dtype.unit_roundoff * sizes.max()
     opposite = 2.0 * math.sqrt(np.count_nonzero(is_loose))
     return _Signs(*(share / math.sqrt(reference.size) for share in (apart, opposite)))
@@ -183,9 +183,9 @@ def _parameter(key: TensorKey) -> tuple[int, int, str, str]:
 
 
 class _Elements:
-    """Says which elements of a pair are made of rounding, by following one of the runs.
+    """Finds the elements of a pair that are only rounding, by tracing one of the runs.
 
-    Asks pairs and their values, no rows: a shard of a comparison has few of them.
+    It uses pairs and their values, and no rows, because a shard of a comparison has few rows.
     """
 
     def __init__(self, context: EvidenceContext) -> None:
@@ -194,7 +194,7 @@ class _Elements:
         self._sums = (Sums(reference), Sums(candidate))
         self._masks: dict[int, _Mask | None] = {}
         self._summed: dict[int, float] = {}
-        # The run whose arithmetic is followed: the one that lists its graphs, which tell more than
+        # The run whose arithmetic is traced: the one that lists its graphs, which tell more than
         # recorded operators.
         self._side = 0 if _has_graphs(reference) or not _has_graphs(candidate) else 1
         self._of: dict[TensorKey, Pair] = {}
@@ -208,14 +208,14 @@ class _Elements:
                 self._arriving[key.rank, key.process, key.step, key.site].append(pair)
             backward = key.port == "output" and key.phase == "backward" and "/" in key.site
             if key.port in GRADIENTS or backward:
-                # The same bytes as a gradient: the optimizer was given this very
-                # tensor.
+                # A tensor with the same bytes as a gradient is the gradient that the optimizer
+                # received.
                 digests = (pair.reference.digest, pair.candidate.digest)
                 if all(digests):
                     self._gradients[digests].append(pair)
 
     def summed(self, pair: Pair) -> float:
-        """The norm of what was added up to get the very tensors of a pair; 0 if not known."""
+        """Return the norm of the terms whose sum is the tensor of a pair; 0 if it is unknown."""
         if id(pair) not in self._summed:
             digests = (pair.reference.digest, pair.candidate.digest)
             sizes = (self._size(gradient) for gradient in self._gradients.get(digests, ()))
@@ -227,12 +227,12 @@ class _Elements:
         if key.port not in GRADIENTS:
             ends = zip(self._sums, (gradient.reference, gradient.candidate), strict=True)
             return next((size for side, tensor in ends if (size := side.summed(tensor))), 0.0)
-        # Of a weight the sum is over products, whose size is not what arrived.
+        # A weight's gradient sums products, whose norm is not that of the arriving gradient.
         if len(gradient.reference.shape) != 1:
             return 0.0
         arrived = self._arriving.get((key.rank, key.process, key.step, key.site), ())
         values = [self._values(pair) for pair in arrived]
-        # What arrived must agree itself, or its sum is no measure of rounding.
+        # The arriving gradients must agree, or their sum does not measure rounding.
         if any(tensor is None or relative_error(*tensor) > LIMITS["float32"] for tensor in values):
             return 0.0
         return math.sqrt(sum(float(np.linalg.norm(tensor[0])) ** 2 for tensor in values if tensor))
@@ -241,23 +241,23 @@ class _Elements:
         return pair.candidate if self._side else pair.reference
 
     def left(self, pair: Pair) -> float | None:
-        """Relative L2 of a pair without such elements; None where there are none."""
+        """Return the relative L2 of a pair without such elements; None if there are none."""
         mask = self._mask(pair, 0)
         values = self._values(pair) if mask is not None and mask.any() else None
         if values is None or mask is None or mask.size != values[0].size:
             return None
         reference, candidate = values[0][~mask], values[1][~mask]
-        # An infinity that the mask leaves out would pass unseen.
+        # An infinity among the excluded elements would go unnoticed.
         if not np.isfinite(values[1]).all():
             return None
         apart, size = float(np.linalg.norm(candidate - reference)), float(np.linalg.norm(reference))
         return apart / size if size else (math.inf if apart else 0.0)
 
     def _mask(self, pair: Pair, depth: int) -> _Mask | None:
-        """Elements of a pair that are made of rounding; None where nothing says so."""
+        """Return the elements of a pair that are only rounding; None if that is unknown."""
         if id(pair) not in self._masks:
-            self._masks[id(pair)] = None  # a circle explains nothing
-            # Bounded: it is a recursion over as many steps as the run has.
+            self._masks[id(pair)] = None  # a cycle explains nothing
+            # The recursion is bounded, because it may be as deep as the run has steps.
             self._masks[id(pair)] = self._found(pair, depth) if depth < _DEEPEST else None
         return self._masks[id(pair)]
 
@@ -266,7 +266,7 @@ class _Elements:
         values = self._values(pair)
         if dtype is None or values is None:
             return None
-        # A pair that holds its limit may still have single elements that are rounding.
+        # A pair within its limit may still have single elements that are only rounding.
         far = not relative_error(*values) <= LIMITS[dtype.name]
         summed = self.summed(pair) if far else 0.0
         if not far or summed:
@@ -274,7 +274,7 @@ class _Elements:
         own = self._own(pair)
         together: _Mask | None = None
         for source in self._made_of(own):
-            # Elements keep their places only through tensors of one size.
+            # Elements keep their positions only between tensors of one size.
             if math.prod(self._own(source).shape) != math.prod(own.shape):
                 continue
             mask = self._mask(source, depth + 1)
@@ -285,7 +285,7 @@ class _Elements:
     def _values(self, pair: Pair) -> tuple[F64, F64] | None:
         return self._context.values(pair) if math.prod(pair.reference.shape) else None
 
-    # --- what a tensor was made of
+    # --- what a tensor was computed from
 
     def _made_of(self, own: Record) -> Iterator[Pair]:
         for record in self._sources(own):
@@ -307,9 +307,9 @@ class _Elements:
             yield from self._before(own)
 
     def _before(self, own: Record) -> list[Record]:
-        """What had the very bytes of a tensor before it."""
+        """Return the last earlier output with the very bytes of a tensor."""
         records = self._given.get(own.digest, ()) if own.digest else ()
-        # The latest one before: optimizers write the same bytes again and again.
+        # Only the latest one, because optimizers write the same bytes again and again.
         return [record for record in records if record.order < own.order][-1:]
 
     @cached_property
@@ -323,7 +323,7 @@ class _Elements:
 
     @cached_property
     def _taken(self) -> dict[_Call, list[Record]]:
-        """What operators took, by call."""
+        """Inputs of operators, by call."""
         by_call: dict[_Call, list[Record]] = defaultdict(list)
         for pair in self._of.values():
             own = self._own(pair)
@@ -333,7 +333,7 @@ class _Elements:
 
     @cached_property
     def _given(self) -> dict[str, list[Record]]:
-        """What operators gave, by their bytes, in order."""
+        """Outputs of operators, by their bytes, in order."""
         by_digest: dict[str, list[Record]] = defaultdict(list)
         for pair in self._of.values():
             own = self._own(pair)
@@ -345,12 +345,12 @@ class _Elements:
 
 
 def _rounding(reference: F64, candidate: F64, dtype: DType, summed: float | None) -> _Mask | None:
-    """Elements that are apart, in a pair whose differences are rounding."""
+    """Return the elements that differ, in a pair whose differences are rounding."""
     apart = np.abs(candidate - reference)
     sizes = np.maximum(np.abs(reference), np.abs(candidate))
     if summed is not None and not np.linalg.norm(apart) <= LIMITS[dtype.name] * summed:
         return None
-    # Rounding is a share of the largest element, or of what was added up.
+    # Rounding is relative to the largest element, or to the terms that were summed.
     scale = max(float(sizes.max()), summed or 0.0)
     share = max(_APART, _ROUNDINGS * dtype.unit_roundoff)
     slight = apart <= _ROUNDINGS * dtype.unit_roundoff * scale
@@ -358,7 +358,7 @@ def _rounding(reference: F64, candidate: F64, dtype: DType, summed: float | None
 
 
 class _Optimizers:
-    """Graphs that write into what they are given, as optimizers do, and what values come from."""
+    """Graphs that write into their inputs, as optimizers do, and where their values come from."""
 
     def __init__(self, graphs: Graphs) -> None:
         self._records: dict[tuple[int, str, int, int], Record] = {}
@@ -372,7 +372,7 @@ class _Optimizers:
             key, number = value.record.key, id(value.graph)
             if number not in self._inputs:
                 self._inputs[number] = _elementwise(value.graph)
-            # Graphs that write into nothing are no optimizer's.
+            # A graph that writes into no input is not an optimizer's.
             if not self._inputs[number]:
                 continue
             self._records.setdefault((number, value.node.name, key.step, key.visit), value.record)
@@ -381,13 +381,13 @@ class _Optimizers:
         self._times = {number: sorted(moments) for number, moments in times.items()}
 
     def made_of(self, own: Record) -> Iterator[Record]:
-        """Inputs of the graph that a value's elements are made of, as it was given them."""
+        """Yield the graph inputs from which a value's elements were computed."""
         graph, node = self._places.get(own.key, (None, None))
         if graph is None or node is None:
             return
         inputs, now = self._inputs[id(graph)], (own.key.step, own.key.visit)
         names = inputs.get(node.name, frozenset[str]())
-        if node.target == "placeholder":  # what the execution before has left there
+        if node.target == "placeholder":  # written by the previous execution
             before = [time for time in self._times[id(graph)] if time < now]
             if not before:
                 return
@@ -399,10 +399,10 @@ class _Optimizers:
 
 
 def _elementwise(graph: Graph) -> dict[str, frozenset[str]]:
-    """For each node, the inputs of the graph whose elements its own are made of.
+    """Return, for each node, the graph inputs from whose elements its own are computed.
 
-    What is written into an input is listed as `{input} after`. Empty for a graph that writes into
-    none: it is no optimizer's.
+    The value written into an input is listed as `{input} after`. Empty for a graph that writes into
+    no input, because it is not an optimizer's.
     """
     origins: dict[str, frozenset[str]] = {}
     shapes = {node.name: node.shape for node in graph.nodes}
@@ -412,7 +412,7 @@ def _elementwise(graph: Graph) -> dict[str, frozenset[str]]:
             origins[node.name] = frozenset({node.name})
         elif _name(node.target) in _ELEMENTWISE:
             arguments = list(node.inputs)
-            # What is copied into an input is what the next execution finds there.
+            # The value copied into an input is what the next execution reads there.
             into = arguments.pop(0) if _name(node.target).endswith(".copy_") and arguments else ""
             alike = [origins.get(name) for name in arguments if shapes.get(name) == node.shape]
             origins[node.name] = frozenset[str]().union(*(names for names in alike if names))
@@ -434,5 +434,5 @@ def _call(key: TensorKey) -> _Call:
 
 
 def _name(operator: str) -> str:
-    """An operator without its overload; of a class that names its kernel, too."""
+    """Return an operator's name without its overload, and without the name of its kernel."""
     return operator.partition(" ")[0].rpartition(".")[0]

@@ -1,12 +1,12 @@
-"""Rows that fail only where the model's own attention mask says that nothing counts.
+"""Rows that fail only at positions that the model's own attention mask excludes.
 
-What a position that is a pad holds is left to the kernel: softmax over nothing is zero in one,
-an average in another, NaN in a third. Nothing that counts reads it, because the mask leaves it out.
-So where rows fail, the two runs were given one and the same attention_mask, and it leaves positions
-out, all rows of the steps in question are measured again without these, and judged by that: a site
-is judged by what it was given and what it made, and pads must be in both or in neither. A wrong
-mask shows at positions that count; one that shows at pads alone changes nothing. A note says what
-was left out.
+The values at a padding position depend on the kernel: softmax over nothing is zero in one kernel,
+an average in another, NaN in a third. No result that counts reads them, because the mask excludes
+them. So if rows fail, and both runs have the same attention_mask, and it excludes positions, then
+all rows of the steps in question are measured and judged again without these positions. All rows
+are measured again because a site is judged by its inputs and its outputs, which must either both
+include pads or both exclude them. A wrong mask shows at positions that count; one that shows only
+at pads changes nothing. A note names what was left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 _Place = tuple[TensorKey, str]
-"""A tensor of the reference, and the site that it was compared with."""
+"""A tensor of the reference, and the site with which it was compared."""
 _MOST = 20_000
-"""Where more rows fail they are not held in memory to be measured again: pads are not all of it."""
+"""Largest number of rows to measure again in memory; if more fail, pads are not the only reason."""
 _ONLY_THERE = "differs only at positions that attention_mask leaves out"
 _WITHOUT = "positions that attention_mask leaves out do not count"
 
@@ -40,15 +40,15 @@ def masked_rows(
     metrics: Sequence[Metric],
     elementwise: Elementwise,
 ) -> list[Row]:
-    """Rows measured again without the pads of the captured attention_mask, where it has any.
+    """Return rows measured again without the pads of the captured attention_mask, if there is one.
 
     Args:
         suspects: Rows of steps in which rows fail, or may fail when all rows are known.
-        plan: What was compared with what.
-        reference: The one run.
-        candidate: The other.
-        metrics: What is measured.
-        elementwise: What `outside_share` counts as outside.
+        plan: The pairs that were compared.
+        reference: The reference run.
+        candidate: The candidate run.
+        metrics: The metrics to measure.
+        elementwise: The tolerances of `outside_share`.
     """
     wanted: set[_Place] = set()
     for row in suspects:
@@ -62,10 +62,10 @@ def masked_rows(
     if not wanted or not any(map(is_mask, itertools.chain(reference.records, candidate.records))):
         return []
 
-    # Pairs, not rows, know their recipes; masks are further steps of these.
+    # Pairs are needed, because rows do not have recipes; a mask becomes another step of the recipe.
     pairs = [p for p in plan.pairs if (p.reference.key, p.candidate.key.site) in wanted]
     sides = reference, candidate
-    # Masks are looked up among all records of a run; a long one is narrowed to the steps first.
+    # Masks are searched among all records of a run, so a long run is first reduced to the steps.
     if len(plan.pairs) > MANY:
         sides = (
             _moments_of(reference, [pair.reference.key for pair in pairs]),
@@ -80,20 +80,20 @@ def masked_rows(
 def judged_without_pads(
     judged: Table, measured: Table, masked: Iterable[Row], judge: Callable[[Table], Table]
 ) -> Table:
-    """The table, judged without pads where that changes something.
+    """Return the table, judged without pads if that changes something.
 
     Args:
         judged: The table with its verdict.
-        measured: The same before it was judged.
+        measured: The table before it was judged.
         masked: Rows that were measured again without pads.
-        judge: Judges a table.
+        judge: Function that judges a table.
     """
     failing = {_place(row) for row in judged.rows if row.status == "fail" and _is_float(row)}
     again = {_place(row): row for row in masked}
-    # Where more rows fail than a comparison holds in memory, pads are not all of it.
+    # If more rows fail than a comparison holds in memory, pads are not the only reason.
     if failing.isdisjoint(again) or len(failing) > _MOST:
         return judged
-    # Judged anew as a whole: what a site adds hangs on what it was given.
+    # The whole table is judged again, because the error that a site adds depends on its inputs.
     counted = judge(
         measured.with_rows(_without(row, again.get(_place(row))) for row in measured.rows)
     )
@@ -103,7 +103,7 @@ def judged_without_pads(
 
 
 def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
-    """What a long run has of the steps of some tensors: what they worked on is looked up there."""
+    """Return the part of a long run that belongs to the steps of some tensors."""
     from driftline.runs.views import only
 
     moments = {(key.rank, key.process, key.step) for key in keys}
@@ -115,17 +115,17 @@ def _moments_of(run: Run, keys: Iterable[TensorKey]) -> Run:
 
 
 def _without(row: Row, again: Row | None) -> Row:
-    """A row as it was measured without pads, with what evidence has added to it."""
+    """Return a row as measured without pads, with the metrics that evidence has added."""
     if again is None:
         return row
-    # Second looks were taken at the whole tensor.
+    # The figures of second looks are dropped, because they were taken on whole tensors.
     kept = {name: value for name, value in row.metrics.items() if name not in (GIVEN, HALF, REST)}
     return again._replace(metrics={**kept, **again.metrics})
 
 
 def _excused(counted: Table, passing: set[_Place], again: Iterable[_Place]) -> Table:
-    """The table without pads, its rows with a word about that."""
-    # Also rows that still fail were measured without pads, and say so.
+    """Return the table without pads, with reasons that say so in its rows."""
+    # Rows that still fail were measured without pads too, and say so.
     measured = set(again)
 
     def said(row: Row) -> Row:

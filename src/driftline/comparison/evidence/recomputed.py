@@ -1,17 +1,18 @@
-"""What a leaf module adds to the error: the reference's function on the candidate's own input.
+"""The error that a leaf module adds: the reference's function on the candidate's own input.
 
-Where the weights are in the runs (`--level params`), a linear, a convolution, a norm, an embedding
-or an activation can be computed again in float64: with the reference's weights, on what the
-candidate's module was given. What the candidate's output differs from that by, the module has added
-itself, whatever came in. Computed with the candidate's own weights besides, it tells wrong weights
-from a wrong function.
+If the weights are in the runs (`--level params`), a linear, a convolution, a norm, an embedding or
+an activation can be recomputed in float64, with the reference's weights and the input of the
+candidate's module. The module itself has added the difference between this result and the
+candidate's output, whatever error came in. Computing it again with the candidate's own weights
+distinguishes wrong weights from a wrong function.
 
-Which function a module is, its class does not tell (a Linear may be wrapped, a norm have its own
-formula): the function must give the reference's output from the reference's input to within
-rounding, otherwise nothing is said. The rounding that the candidate's formats explain is measured
-as well, by jittering input and weights by one rounding each, so that sums that cancel are allowed
-what they need. Costs are bounded: of a large tensor an even sample of rows and channels is taken,
-with those of the largest error among them, and of a comparison so many leaves at most.
+The class of a module does not determine its function (a Linear may be wrapped, and a norm may have
+its own formula). So the function must give the reference's output from the reference's input to
+within rounding; otherwise nothing is concluded. The error that rounding in the candidate's formats
+explains is measured too, by changing input and weights by one rounding each, so that sums that
+cancel are allowed what they need. The cost is bounded: of a large tensor an even sample of rows and
+channels is taken, including the place of the largest error, and only a limited number of leaves per
+comparison is recomputed.
 """
 
 from __future__ import annotations
@@ -54,34 +55,36 @@ from driftline.runs.run import Run
 from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
 _WORK = 1 << 20
-"""Products of one evaluation of a leaf, about a millisecond."""
+"""Number of products in one evaluation of a leaf, which takes about a millisecond."""
 _MOST_LEAVES = 512
-"""Leaves of one comparison; the first that are off, in order of execution."""
+"""Largest number of leaves per comparison; the first ones that are off are taken, in order of
+execution."""
 _ELEMENTS = 1 << 14
-"""Elements of the rows of one evaluation that are no matrix product."""
+"""Number of elements of the rows in one evaluation that is not a matrix product."""
 _LARGEST_IMAGE = 1 << 22
-"""Elements of one image, which a convolution needs at once."""
+"""Largest number of elements of one image, which a convolution needs at once."""
 _CHANNELS, _KERNELS, _POSITIONS = 64, 32, 256
 _AGAIN = 16
-"""Rows on which a function that siblings have is tried."""
+"""Number of rows on which a function that siblings have is tried."""
 _FEWEST = 8
-"""Rows that are computed at least, of a module that is very wide."""
+"""Smallest number of rows that are computed for a very wide module."""
 _SELF = 4.0
-"""Times its rounding: so far the reference may be from the function that it is taken for."""
+"""Multiple of the rounding by which the reference may differ from the function assumed for it."""
 _TIED = 3
-"""Weights of other modules that are tried for a module that shares one."""
+"""Number of weights of other modules that are tried for a module that shares one."""
 _FINE = 2.0**-24
 _ACROSS = 1.0 / math.sqrt(3.0)
-"""Root mean square of a rounding, in units of the largest one."""
+"""Root mean square of a rounding error, relative to the largest one."""
 _ALLOWED, _ALLOWED_FINE = 3.0, 6.0
-"""Times its rounding: so far a right implementation may be from the function. In a fine format the
-function's own approximation (of a root, an exponential) is as large as rounding is."""
+"""Multiple of the rounding by which a correct implementation may differ from the function. In a
+fine format, the function's own approximation (of a root, an exponential) is as large as
+rounding."""
 
 _Place: TypeAlias = tuple[int, int, str]
 
 
 class RecomputedLeaf:
-    """Says what a leaf's own computation adds, and what rounding explains of that."""
+    """Measures the error that a leaf's computation adds, and how much of it rounding explains."""
 
     columns = ADDED_COLUMNS
 
@@ -120,7 +123,7 @@ class RecomputedLeaf:
         return {}
 
     def _call_of(self, row: Row, pair: Pair) -> _Call | None:
-        """The one input and the one output of a call, on both sides; None for any other call."""
+        """Return the single input and output of a call, on both sides; None for other calls."""
         inputs: list[Pair] = []
         for other in self._context.pairs_of_call(row.key):
             key = other.reference.key
@@ -139,20 +142,20 @@ class RecomputedLeaf:
         return _Call(*sides, worst) if all(side.is_readable for side in sides) else None
 
     def _weights_of(self, row: Row) -> Iterator[Sequence[Pair]]:
-        """Weights that a module may compute with: its own, or one that it shares with another."""
+        """Yield weights that a module may use: its own, or one that it shares with another."""
         key = row.key
         place = (key.rank, key.process, key.site)
         if pairs := self._weights.get(place):
-            # Weights are stored once, or in every step: the latest of those that were there.
+            # Weights are stored once or in every step; the latest not after this step is used.
             steps = [pair.reference.key.step for pair in pairs]
             latest = max((step for step in steps if step <= key.step), default=min(steps))
             yield [pair for pair in pairs if pair.reference.key.step == latest]
             return
-        # A tied weight is stored where it was met first; the module tree tells its shape.
+        # A tied weight is stored at its first module only; the module tree gives its shape.
         declared = self._declared(0, key, key.site)
         if not declared:
             yield ()
-        # The candidate must hold it as it is, too: it may have packed it in this place only.
+        # The candidate must declare the same weight, because it may have packed it in this module.
         elif len(declared) == 1 and declared == self._declared(
             1, key, row.candidate_site or key.site
         ):
@@ -160,7 +163,7 @@ class RecomputedLeaf:
                 yield [pair]
 
     def _declared(self, side: int, key: TensorKey, site: str) -> Mapping[str, Shape]:
-        """Names and shapes of what a module of one run holds, by its module tree."""
+        """Return names and shapes of a module's parameters in one run, by its module tree."""
         place = (side, key.rank, key.process)
         if place not in self._shapes:
             self._shapes[place] = _held(self._context.runs[side].topology(*place[1:]))
@@ -174,7 +177,7 @@ class RecomputedLeaf:
         return self._facts[place].attributes(key.site)
 
     def _identified(self, call: _Call, pairs: Sequence[Pair], row: Row) -> Leaf | None:
-        """The function that gives the reference's output from the reference's input."""
+        """Return the function that gives the reference's output from the reference's input."""
         weights = _stored(self._context.runs[0], [pair.reference for pair in pairs])
         if weights is None:
             return None
@@ -188,7 +191,7 @@ class RecomputedLeaf:
             shapes,
             self._attributes(row.key),
         )
-        # Modules of one class and shape are mostly the same function: that one is tried first, and
+        # Modules of one class and shape usually have the same function, so that one is tried first,
         # on few rows.
         if kind in self._functions:
             leaf, rounding = self._functions[kind]
@@ -204,7 +207,7 @@ class RecomputedLeaf:
             measured = _measured(leaf, side, weights, block)
             if measured is None or not measured.error <= _SELF * measured.rounding:
                 continue
-            # Several epsilons may fit; the one that fits best is the reference's.
+            # Several epsilons may fit; the best fit is taken for the reference's.
             if best is None or measured.error < best[0]:
                 best = measured.error, leaf, measured.rounding
         if best is None:
@@ -219,7 +222,7 @@ class RecomputedLeaf:
         if weights is None or block is None:
             return {}
         own = _stored(candidate, [pair.candidate for pair in pairs])
-        # A weight that the candidate has packed is quantised: another function by intention.
+        # A weight that the candidate has packed is quantised, which is another function on purpose.
         if own is None:
             return {}
         coarsest = max((weight.dtype.unit_roundoff for weight in own.values()), default=0.0)
@@ -271,7 +274,7 @@ class _Call(NamedTuple):
     """One call on both sides; inputs and outputs have the same shapes.
 
     Attributes:
-        worst: Where the outputs differ most, a flat index.
+        worst: Flat index of the largest difference between the outputs.
     """
 
     reference: _Side
@@ -280,14 +283,14 @@ class _Call(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Which part of a call is computed."""
+    """The part of a call that is computed."""
 
     rows: Places
     part: Part
 
 
 class _Measured(NamedTuple):
-    """A stored output against a computed one, relative to the latter."""
+    """Comparison of a stored output with a computed one, relative to the computed one."""
 
     error: float
     rounding: float
@@ -300,7 +303,7 @@ def _is_float(record: Record) -> bool:
 
 
 def _is_plain(pair: Pair) -> bool:
-    """Whether the stored tensors of a pair are what was computed, in one shape."""
+    """Return whether the stored tensors of a pair are untransformed and have the same shape."""
     return (
         not pair.trouble and not has_recipe(pair) and pair.reference.shape == pair.candidate.shape
     )
@@ -313,7 +316,7 @@ def _outer(name: str) -> Iterator[str]:
 
 
 def _held(tree: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Shape]]:
-    """Parameters of every module of a stored tree by site; a damaged tree has none."""
+    """Return the parameters of every module of a stored tree, by site; empty if it is damaged."""
     try:
         nodes = list(ModuleTree.from_json(tree).walk()) if tree else []
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -325,7 +328,7 @@ def _held(tree: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Shape]]:
 
 
 def _stored(run: Run, records: Sequence[Record]) -> dict[str, Weight] | None:
-    """Weights as they are stored; None when one is not there in full, or not as floats."""
+    """Return the stored weights; None if one is not stored in full, or not as floats."""
     weights: dict[str, Weight] = {}
     for record in records:
         if record.kept != "full" or not _is_float(record) or run.lost(record):
@@ -338,10 +341,10 @@ def _stored(run: Run, records: Sequence[Record]) -> dict[str, Weight] | None:
 
 
 def _layouts(own: Weights, wanted: Weights) -> Iterator[Weights]:
-    """The candidate's weights under the reference's names, matrices either way round."""
+    """Yield the candidate's weights under the reference's names, as stored and transposed."""
     if len(own) != len(wanted):
         return
-    # Slots are matched in order: `w_0` of Paddle is torch's `weight`.
+    # Slots are matched by their order: `w_0` of Paddle is torch's `weight`.
     named = dict(zip(wanted, own.values(), strict=True))
     if all(named[name].shape == weight.shape for name, weight in wanted.items()):
         yield named
@@ -354,7 +357,7 @@ def _layouts(own: Weights, wanted: Weights) -> Iterator[Weights]:
 
 
 def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
-    """An even sample of rows, channels and positions, with the place of the largest error."""
+    """Return an even sample of rows, channels and positions, and the place of the worst error."""
     input_shape, made = call.reference.given.shape, call.reference.made.shape
     count = math.prod(made[: leaf.leading])
     width, tail = math.prod(input_shape[leaf.leading :]), made[leaf.leading :]
@@ -365,7 +368,7 @@ def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
         channels = min(tail[0], _CHANNELS)
         most = min(_WORK // (width * channels), 4 * _ELEMENTS // width)
     elif leaf.has_channels:
-        # Images are read one at a time: every channel and position of one may be needed.
+        # Images are read one at a time, because every channel and position of one may be needed.
         if max(width, math.prod(tail)) > _LARGEST_IMAGE:
             return None
         most = max(_ELEMENTS // max(width, math.prod(tail)), 1)
@@ -389,7 +392,7 @@ def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
 
 
 def _even(count: int, most: int, wanted: int) -> Places:
-    """Places of so many of some entries, evenly spread, and a wanted one."""
+    """Return evenly spread indices, at most `most`, and the index `wanted`."""
     if count <= most:
         return np.arange(count, dtype=np.intp)
     even = np.arange(most, dtype=np.intp) * (count - 1) // max(most - 1, 1)
@@ -401,7 +404,7 @@ def _even(count: int, most: int, wanted: int) -> Places:
 
 
 def _rows(run: Run, record: Record, count: int, rows: Places | None = None) -> F64:
-    """Rows of a tensor as float64, [rows, everything else].
+    """Return rows of a tensor as float64, [rows, everything else].
 
     Raises:
         ValueError: The file holds something else than the record says.
@@ -415,7 +418,7 @@ def _rows(run: Run, record: Record, count: int, rows: Places | None = None) -> F
 
 
 class _Results(NamedTuple):
-    """A part of a call: what was given, what a leaf makes of it, what is stored less that."""
+    """A part of a call: input, computed result, stored minus computed, energy of the result."""
 
     input_values: F64
     result: F64
@@ -424,7 +427,7 @@ class _Results(NamedTuple):
 
 
 def _results(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> _Results | None:
-    """Apply a leaf to a stored input; None where nothing can be compared with what is stored."""
+    """Apply a leaf to a stored input; None if the result cannot be compared with the stored one."""
     count = math.prod(side.made.shape[: leaf.leading])
     input_values = _rows(side.run, side.given, count, block.rows)
     input_values = input_values.reshape(len(block.rows), *side.given.shape[leaf.leading :])
@@ -441,7 +444,7 @@ def _results(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> _Resul
 
 
 def _error(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> float | None:
-    """Relative error of a stored output against what a leaf gives on the stored input."""
+    """Return the relative error of a stored output against a leaf's result on the stored input."""
     with np.errstate(all="ignore"):
         made = _results(leaf, side, weights, block)
     return None if made is None else math.sqrt(float(np.sum(made.error**2)) / made.energy)
@@ -450,15 +453,14 @@ def _error(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> float | 
 def _measured(
     leaf: Leaf, side: _Side, weights: Weights, block: _Block, coarsest: float = 0.0
 ) -> _Measured | None:
-    """The stored output of one side against what a leaf gives on the stored input.
+    """Compare the stored output of one side with a leaf's result on the stored input.
 
     Args:
         leaf: The function.
-        side: Whose input and output.
-        weights: What it is computed with.
-        block: Which part of it.
-        coarsest: Unit roundoff of weights that the side itself computes with, where those are not
-            the ones given.
+        side: The run whose input and output are used.
+        weights: The weights to compute with.
+        block: The part to compute.
+        coarsest: Unit roundoff of the weights of that side, if they are not the given ones.
     """
     with np.errstate(all="ignore"):
         made = _results(leaf, side, weights, block)
@@ -480,14 +482,14 @@ def _rounding(
     computed: tuple[F64, F64],
     coarsest: float,
 ) -> float:
-    """L2 of the error that right arithmetic in the formats of a call may have."""
+    """Return the L2 of the error that correct arithmetic in the formats of a call may have."""
     input_values, result = computed
     made_in, given_in = DTYPES[side.made.dtype], DTYPES[side.given.dtype]
     unit = made_in.unit_roundoff
-    # A finer input is rounded on its way in (autocast), as finer weights are.
+    # An input of a finer format is rounded first (autocast), as finer weights are.
     inputs = unit if given_in.kind == "float" and given_in.unit_roundoff < unit else 0.0
     if not weights and given_in.kind == "float":
-        inputs = unit  # an activation in steps rounds something like its input again
+        inputs = unit  # an activation computed in steps rounds its input again
     factors = max([unit, coarsest, *(weight.dtype.unit_roundoff for weight in weights.values())])
     changed = leaf.computed(
         jittered(input_values, inputs),
@@ -496,7 +498,7 @@ def _rounding(
     )
     size = float(np.linalg.norm(result))
     propagated = float(np.linalg.norm(changed - result))
-    # How much larger the terms of a sum are than what is left of them.
+    # How much larger the terms of a sum are than the sum.
     cancelled = max(propagated / (_ACROSS * max(inputs, factors) * size), 1.0)
     sums = min(unit, _FINE) * math.sqrt(64.0 + leaf.terms) * min(cancelled, 1e6) * size
     rounded = leaf.roundings * _ACROSS * unit * size
@@ -504,5 +506,5 @@ def _rounding(
 
 
 def _steps(dtype: DType) -> float:
-    """The distance between the smallest numbers of a format, which rounding there is made of."""
+    """Return the distance between the smallest numbers of a format, the unit of rounding there."""
     return math.ldexp(1.0, dtype.smallest_normal_exponent - dtype.mantissa)

@@ -1,9 +1,9 @@
-"""What measured rows say about ranks: whose copy is another one, whose part is wrong, and how.
+"""Findings about ranks from measured rows: which copy differs, which part is wrong, and how.
 
-Copies of one tensor are set against each other, not only against the other run: a gradient that one
-rank holds differently is a finding, however close it is to the reference. What differs is looked at
-once more, for what can be said of it: an all-reduce that is missing, a part cut along another axis,
-parts in another order. Judges nothing.
+Copies of one tensor are compared with each other, not only with the other run. A gradient that one
+rank holds differently is a finding, however close it is to the reference. Tensors that differ are
+examined for a known reason: a missing all-reduce, a part cut along another axis, parts in another
+order. This file judges nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from driftline.runs.run import Run
 GAP = "replica_gap"
 GAP_COLUMN = Column(GAP, "lower", "relative L2 distance to what the other ranks hold of it")
 SAME: Mapping[str, float] = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
-"""Copies this close are the same: sums may be taken in another order. Else every bit counts."""
+"""Relative L2 up to which copies count as equal, because sums may be taken in another order. Copies
+of other formats must agree bitwise."""
 
 _AGREE, _FAR = 0.02, 1e-3
 _LARGEST = 1 << 24
 
 
 class _Copies(NamedTuple):
-    """Rows of one tensor of the one side, against what the ranks of the other hold of it."""
+    """Rows of one tensor of one side, with the copies that the ranks of the other side hold."""
 
     rows: list[int]
     many: Run
@@ -47,18 +48,18 @@ def with_ranks(
     candidate: Run,
     places: Sequence[int] | None = None,
 ) -> list[Row]:
-    """Rows of a plan's pairs, with what there is to say about their ranks.
+    """Return the rows of a plan's pairs, with findings about their ranks.
 
     Args:
-        pairs: All of the plan.
-        rows: Measured, one for each pair, or for those at `places`.
-        reference: The one run.
-        candidate: The other.
-        places: Which pairs the rows are about; all, when not given.
+        pairs: All pairs of the plan.
+        rows: Measured rows, one for each pair, or for those at `places`.
+        reference: The reference run.
+        candidate: The candidate run.
+        places: Indices of the pairs that the rows are about; all if None.
     """
     where = range(len(pairs)) if places is None else places
     by_place = dict(zip(where, rows, strict=True))
-    # Copies first: what differs between ranks explains what differs from the other run.
+    # Copies come first: a difference between ranks explains a difference from the other run.
     for copies in _copies(pairs, reference, candidate):
         if not any(place in by_place for place in copies.rows):
             continue
@@ -67,7 +68,7 @@ def with_ranks(
                 metrics: dict[str, Number] = {**row.metrics, GAP: gap}
                 by_place[place] = row._replace(metrics=metrics, reason=_and(row.reason, words))
     for place, row in by_place.items():
-        # Below it, rounding of sums in another order is all there is.
+        # Smaller differences are only rounding, of sums in another order.
         far = row.metrics.get("relative_l2", 0.0) > _FAR and GAP not in row.metrics
         if far and (words := _wrong_parts(pairs[place], reference, candidate)):
             by_place[place] = row._replace(reason=_and(row.reason, words))
@@ -75,12 +76,12 @@ def with_ranks(
 
 
 def has_ranks(pairs: Sequence[Pair]) -> bool:
-    """Whether ranks were gathered: a tensor has partners on several, or is made of several."""
+    """Return whether ranks were gathered: a tensor has partners, or parts, on several ranks."""
     candidate_ranks: dict[TensorKey, int] = {}
     reference_ranks: dict[TensorKey, int] = {}
     for pair in pairs:
         reference_key, candidate_key = pair.reference.key, pair.candidate.key
-        # One tensor, partners on two ranks: they are copies.
+        # One tensor with partners on two ranks: the partners are copies.
         if candidate_ranks.setdefault(reference_key, candidate_key.rank) != candidate_key.rank:
             return True
         if reference_ranks.setdefault(candidate_key, reference_key.rank) != reference_key.rank:
@@ -95,7 +96,7 @@ def has_ranks(pairs: Sequence[Pair]) -> bool:
 
 
 def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_Copies]:
-    # Either side may be the one that many ranks hold.
+    # Either side may be the one that holds copies on many ranks.
     for swapped in (False, True):
         groups: dict[TensorKey, dict[tuple[TensorKey, tuple[Step, ...]], list[int]]] = {}
         for index, pair in enumerate(pairs):
@@ -103,7 +104,7 @@ def _copies(pairs: Sequence[Pair], reference: Run, candidate: Run) -> Iterator[_
             if swapped:
                 single, many, how = many, single, pair.candidate_recipe
             place = many.key._replace(rank=0, process=0)
-            cut = () if how is None else how.steps  # other slices of one tensor are no copies
+            cut = () if how is None else how.steps  # other slices of one tensor are not copies
             groups.setdefault(place, {}).setdefault((single.key, cut), []).append(index)
         for by_key in groups.values():
             for members in by_key.values():
@@ -127,21 +128,22 @@ def _sources(pair: Pair) -> tuple[Source, Source]:
 
 
 def _differing_values(copies: _Copies) -> tuple[list[Any], Any] | None:
-    """Copies that are not all the same, and the tensor of the other run; None if none differs.
+    """Return copies that are not all equal, and the tensor of the other run; None if all are equal.
 
-    The latter is None where it cannot be read, or has another shape.
+    The tensor is None if it cannot be read or has another shape.
     """
     names = [_digest(source) for source in copies.sources]
     if all(names) and len(set(names)) == 1:
         return None
-    # Sketches only against sketches: values of one copy would be compared with an estimate.
+    # If one copy has only a sketch, sketches of all are compared, so that values never meet an
+    # estimate.
     sketched = any(record.kept == "summary" for source in copies.sources for record in _all(source))
-    most = max(1, _LARGEST // 4 // len(copies.sources))  # all of them are held together
+    most = max(1, _LARGEST // 4 // len(copies.sources))  # all copies are in memory together
     read = _sketch if sketched else partial(_values, most=most)
     values = [read(copies.many, source) for source in copies.sources]
     if any(copy is None for copy in values) or len({copy.shape for copy in values}) != 1:
         return None
-    # Bit for bit the same, whatever their digests were made of.
+    # Bitwise equal, whatever their digests were computed from.
     if len(_clusters(values)) == 1:
         return None
     undivided = read(copies.other_run, copies.undivided)
@@ -151,7 +153,7 @@ def _differing_values(copies: _Copies) -> tuple[list[Any], Any] | None:
 
 
 def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
-    """Rows whose copy is another one than the others', how far, and words about it."""
+    """Yield rows whose copy differs from the others', with the distance and a sentence."""
     if (differing := _differing_values(copies)) is None:
         return
     values, undivided = differing
@@ -176,7 +178,7 @@ def _disagreeing(copies: _Copies) -> Iterator[tuple[int, float, str]]:
 
 
 def _others(held: Sequence[Sequence[int]], which: Sequence[int]) -> str:
-    """Whose copies others are; those that are made of several ranks each, one after the other."""
+    """Return the ranks whose copies the others are; copies from several ranks are listed singly."""
     if all(len(held[n]) == 1 for n in which):
         return describe_ranks([held[n][0] for n in which])
     return " or ".join(describe_ranks(held[n]) for n in which[:3]) + (
@@ -192,26 +194,28 @@ def _clusters(values: Sequence[Any]) -> list[list[int]]:
 
 
 def _right_ones(clusters: Sequence[list[int]], values: Sequence[Any], undivided: Any) -> list[int]:
-    """The copies that the others are measured by: most of them, or those that agree with the
-    other run where none else does; empty where neither says it.
+    """Return the copies that serve as the standard for the others.
+
+    They are the majority, or else those that clearly agree with the other run; empty if neither
+    exists.
     """
     most = max(clusters, key=len)
-    # A majority is right, as far as anybody can tell.
+    # A majority is assumed to be right.
     if 2 * len(most) > len(values):
         return most
     if undivided is None:
         return []
     errors = sorted((_distance(undivided, values[group[0]]), n) for n, group in enumerate(clusters))
-    # Clearly nearer than the next one, or nothing is said.
+    # They must be clearly nearer than the next ones, or nothing is concluded.
     near = errors[0][0] <= _FAR and errors[0][0] < errors[1][0] / 10
     return clusters[errors[0][1]] if near else []
 
 
 def _in_words(values: Sequence[Any], undivided: Any) -> str:
-    """What copies that differ are together."""
+    """Return what differing copies give together, in words."""
     total = sum(values)
     alone = min(_distance(undivided, copy) for copy in values)
-    # Five times nearer than any single copy: no accident.
+    # Five times nearer than any single copy is no accident.
     if _distance(undivided, total) < min(_AGREE, alone / 5):
         return "; the sum over the ranks agrees with the other run: an all-reduce is missing"
     if _distance(undivided, total / len(values)) < min(_AGREE, alone / 5):
@@ -223,7 +227,7 @@ def _in_words(values: Sequence[Any], undivided: Any) -> str:
 
 
 def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
-    """Words about a whole that is far off: which ranks' parts are."""
+    """Return which ranks' parts are off in a tensor that is joined from parts, in words."""
     for many, made, single, undivided in (
         (candidate, pair.candidate_recipe, reference, pair.reference_recipe or pair.reference),
         (reference, pair.reference_recipe, candidate, pair.candidate_recipe or pair.candidate),
@@ -245,7 +249,7 @@ def _wrong_parts(pair: Pair, reference: Run, candidate: Run) -> str:
 
 
 def _wrong_places(made: Recipe, run: Run, right: Any) -> str:
-    """The same for a tensor that is cut along several axes of a mesh."""
+    """Return the same for a tensor that is cut along several axes of a mesh."""
     places = _places(made)
     if right is None or right.shape != made.shape or len({part.key.rank for part, _ in places}) < 2:
         return ""
@@ -264,9 +268,9 @@ def _wrong_places(made: Recipe, run: Run, right: Any) -> str:
 
 
 def _places(made: Recipe) -> list[tuple[Record, tuple[slice, ...]]]:
-    """Stored parts of a tensor that is joined from joined ones, each with its place in the whole.
+    """Return the stored parts of a tensor that is joined from parts, each with its slices.
 
-    Empty if anything else is done to a part than that it is joined.
+    Empty if a part is transformed in any other way than by joining.
     """
     if len(made.steps) != 1 or made.steps[0].kind != "concat":
         return []
@@ -295,7 +299,7 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
     if not bad:
         return ""
     wrong = [ranks[n] for n in bad]
-    # Cut along another axis: the elements are right and in the wrong hands.
+    # Cut along another axis: the elements are right but on the wrong ranks.
     for other in range(right.ndim):
         if other == axis or right.shape[other] % len(parts):
             continue
@@ -314,7 +318,7 @@ def _about_parts(right: Any, parts: Sequence[Any], ranks: Sequence[int], axis: i
             if owner is not None
         ]
         return f"the parts are in another order: {', '.join(swaps[:4])}"
-    # Then it is no matter of ranks.
+    # If all parts are off, the fault is not one of single ranks.
     if len(bad) == len(parts):
         return f"the parts of all {len(parts)} ranks are off"
     verb = "is" if len(bad) == 1 else "are"
@@ -339,12 +343,12 @@ def _place_of(part: Any, slices: Sequence[Any]) -> int | None:
 
 
 def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
-    """What a source holds, as float64 of its shape; None where it has no values, or too many.
+    """Return a source's values as float64 in its shape; None without values, or with too many.
 
     Args:
-        run: Where it is.
-        source: What.
-        most: Of more than so many, take every nth instead, flat.
+        run: The run that has the source.
+        source: The source.
+        most: If there are more elements, return every nth of them instead, flat.
     """
     from driftline.comparison.measure.recipes import apply_recipe
     from driftline.numerics.dtypes import to_float64
@@ -357,7 +361,7 @@ def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
         if made.dtype.kind in ("complex", "bits") or (many and made.dtype.bits < 8):
             return None
         if many:
-            # Every nth element of all copies alike, so that they stay comparable.
+            # The same stride for all copies, so that they stay comparable.
             stride = -(-made.values.size // (most or 1))
             return to_float64(made.values[::stride].copy(), made.dtype)
         numbers: Any = to_float64(made.values, made.dtype, math.prod(made.shape))
@@ -367,13 +371,13 @@ def _values(run: Run, source: Source, *, most: int | None = None) -> Any:
 
 
 def _sketch(run: Run, source: Source) -> Any:
-    """The sketch of a source: linear in its values, so sums and distances are those of sketches."""
+    """Return the sketch of a source. Sketches are linear, so sums and distances can use them."""
     import numpy as np
 
     from driftline.comparison.measure.summaries import summary_of
 
     if isinstance(source, Recipe):
-        return None  # sketches of parts are none of the whole
+        return None  # sketches of parts do not give a sketch of the whole
     try:
         summary = summary_of(run, source)
     except (DriftlineError, OSError, ValueError):
@@ -388,7 +392,7 @@ def _distance(right: Any, other: Any) -> float:
 
 
 def _digest(source: Source) -> str:
-    """A name for the bytes of a source; empty where they have none."""
+    """Return a name for the bytes of a source; empty if it has no digest."""
     if isinstance(source, Recipe):
         inner = [_digest(inner_source) for inner_source in source.sources]
         steps = ",".join(step.text() for step in source.steps)
@@ -401,7 +405,7 @@ def _first(source: Source) -> Record:
 
 
 def _ranks_of(source: Source) -> list[int]:
-    """The ranks of which a copy is made, in order."""
+    """Return the ranks from which a copy is made, in order."""
     return sorted({record.key.rank for record in _all(source)})
 
 
@@ -410,7 +414,8 @@ def _all(source: Source) -> Sequence[Record]:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Return ranks in words.
+
     >>> describe_ranks([2]), describe_ranks([0, 1, 3])
     ('rank 2', 'ranks 0, 1 and 3')
     """

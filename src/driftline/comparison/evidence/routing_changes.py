@@ -1,9 +1,9 @@
 """Tokens that a router sent to other experts because two experts scored equally: arithmetic noise.
 
-A choice between near equals is decided by rounding. The token is then far off without any fault,
-and so is everything that reads it: that token in the same block, and the later tokens of its
-sequence in the layers after it. A change that the router's own scores do not excuse is not listed
-here and is left for the diagnosis to find.
+Rounding decides a choice between near equals. The token then differs widely without any fault, and
+so does everything that reads it: that token in the same block, and the later tokens of its sequence
+in later layers. A change that the router's own scores do not excuse is not listed here; it is left
+to the diagnosis.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _CHOICE = re.compile(r"(?i)router|topk|moe|experts|gating")
 # positions.
 _MOST_CHOICES = 64
 _NEAR = 0.1
-"""Share of the size of a token's scores; a larger gap is no tie."""
+"""Largest gap between scores that counts as a tie, relative to the size of the token's scores."""
 
 
 class Flip(NamedTuple):
-    """Tokens of one call of a router that were sent elsewhere.
+    """Tokens of one call of a router that were sent to other experts.
 
     Attributes:
-        router: Its site.
-        order: When it chose, in the reference.
-        step: Of that call.
-        rank: Of that call.
+        router: Site of the router.
+        order: Execution order of its choice, in the reference.
+        step: Step of the call.
+        rank: Rank of the call.
         rows: One flag per token.
-        length: Tokens of a sequence; 0 when not known.
+        length: Number of tokens in a sequence; 0 if unknown.
     """
 
     router: str
@@ -55,7 +55,7 @@ class Flip(NamedTuple):
 
 
 def sites_with_choices(candidate: Run) -> dict[str, int]:
-    """Sites with discrete choices inside, and how many choices follow one another in each."""
+    """Return sites that contain discrete choices, and the number of successive choices in each."""
     sites: set[str] = set()
     for record in candidate.records:
         if record.key.port != "output" or record.key.site in sites:
@@ -71,7 +71,7 @@ def sites_with_choices(candidate: Run) -> dict[str, int]:
 
 
 def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
-    """All routing choices that changed near a tie, by the reference's names."""
+    """Return all routing choices that changed near a tie, by the reference's names."""
     routing_flips: list[Flip] = []
     partners = {pair.reference.key: pair for pair in plan.pairs}
     for pair in plan.pairs:
@@ -82,7 +82,7 @@ def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
             or reference_record.shape != candidate_record.shape
         ):
             continue
-        # Equal digests mean equal choices: no need to read them.
+        # Equal digests mean equal choices, so they need not be read.
         if reference_record.digest and reference_record.digest == candidate_record.digest:
             continue
         a, b = _codes(reference, reference_record), _codes(candidate, candidate_record)
@@ -110,7 +110,7 @@ def flips(reference: Run, candidate: Run, plan: Plan) -> list[Flip]:
 
 
 def _length(run: Run, step: int, tokens: int) -> int:
-    """Tokens of a sequence, by a tensor that has sequences and tokens as axes."""
+    """Return the number of tokens of a sequence, by a tensor with axes for sequences and tokens."""
     for record in run.records:
         shape = record.shape
         if record.key.step == step and len(shape) == 3 and shape[0] * shape[1] == tokens:
@@ -121,13 +121,13 @@ def _length(run: Run, step: int, tokens: int) -> int:
 def rows_reached(
     routing_flips: Sequence[Flip], site: str, record: Record, shape: Sequence[int]
 ) -> Flags | None:
-    """Which rows of a tensor a changed choice reaches; None if none is, all if that is unknown."""
+    """Return which rows a changed choice reaches; None if none, all rows if that is unknown."""
     rows = int(np.prod(shape[:-1])) if len(shape) > 1 else int(np.prod(shape))
     reached = np.zeros(rows, dtype=np.bool_)
     for flip in routing_flips:
         if (flip.step, flip.rank) != (record.key.step, record.key.rank):
             continue
-        # What was computed before the router cannot depend on its choice.
+        # A tensor computed before the router cannot depend on its choice.
         if record.order < flip.order:
             continue
         block = flip.router.rpartition(".")[0]
@@ -135,14 +135,14 @@ def rows_reached(
         if inside and rows == len(flip.rows):
             reached |= flip.rows
         elif inside:
-            reached[:] = True  # tokens sorted by expert: another choice moves all rows
+            reached[:] = True  # tokens are sorted by expert, so another choice moves all rows
         else:
             reached |= _later(flip, shape, rows)
     return reached if reached.any() else None
 
 
 def _later(flip: Flip, shape: Sequence[int], rows: int) -> Flags:
-    """The flipped tokens and later ones of their sequences; all rows if the order is unknown."""
+    """Return the flipped and later tokens of their sequences; all rows if the order is unknown."""
     tokens = len(flip.rows)
     if rows == tokens and flip.length:
         by_sequence = flip.rows.reshape(-1, flip.length)
@@ -182,7 +182,7 @@ def _by_token(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _near(
     r: npt.NDArray[np.float64], c: npt.NDArray[np.float64], tokens: int, chosen: int
 ) -> Flags:
-    """Tokens whose gap between last chosen and first rejected score is within the error of both."""
+    """Return tokens whose gap between last chosen and first rejected score is within the errors."""
     if len(r) != tokens or r.shape[1] <= chosen:
         return np.zeros(tokens, dtype=np.bool_)
     best = -np.sort(-r, axis=1)

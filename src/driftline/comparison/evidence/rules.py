@@ -1,9 +1,9 @@
-"""Which rows need evidence, and which rules look for it.
+"""The evidence rules, and the conditions under which each is applied to a row.
 
-A row that is over the limit of its own format may be so for a reason that only the runs can show: a
-bias that moves by itself, a sum that cancels, an optimizer that makes steps of rounding. The
-predicates here are cheap and read no tensor; what reads tensors and graphs is loaded only where one
-of them is true.
+A row may exceed the limit of its format for a reason that only the runs can show: a bias that
+drifts freely, a sum that cancels, an optimizer whose steps follow rounding errors. The predicates
+in this file are cheap and read no tensor. Code that reads tensors and graphs is imported only if a
+predicate is true.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 GRADIENTS = ("optimizer_grad", "param_grad")
-"""Ports of parameters' gradients."""
+"""Ports of parameter gradients."""
 SUMMED = "summed_l2"
 CANCELLED = "cancelled_l2"
 BEYOND_COLUMN = Column(BEYOND, "lower", "relative L2 without what a bias of no gradient adds")
@@ -50,7 +50,7 @@ ADDED_COLUMNS = (
     Column(ADDED_PROJECTION, "none", "<c - f, f> / <f, f>"),
     Column(ADDED_BY_OWN_WEIGHTS, "none", "added_error with the candidate's weights in f"),
 )
-"""Of leaves that were computed again (`recomputed.py`); what they decide, `verdict` says."""
+"""Columns of recomputed leaves (`recomputed.py`); `verdict` decides by them."""
 BEYOND_OUTPUTS = "beyond_outputs"
 BEYOND_OUTPUTS_COLUMN = Column(
     BEYOND_OUTPUTS, "none", "relative L2 of a loss's gradient without what the output explains"
@@ -59,21 +59,21 @@ MOVED_APART_COLUMN = Column(
     MOVED_APART, "none", "relative L2 of a parameter that turned signs of its gradients explain"
 )
 _MODEL = ("(root)", "", "(program)")
-"""Names that captures give to the model itself."""
+"""Names of the model itself in captures."""
 _FEW = 16
-"""So many roundings are nobody's fault."""
+"""Number of roundings that are never treated as a fault."""
 _ROUNDINGS, _SHARE = 2.0, 0.25
-"""A leaf is computed again from so many roundings, and this share of its format's limit, on: less
-convicts nobody, and a comparison need not wait for it."""
+"""A leaf is recomputed if its error exceeds this many roundings and this fraction of its format's
+limit. A smaller error convicts no site, so recomputing it would only cost time."""
 
 
 def needs_evidence(row: Row) -> bool:
-    """Whether any evidence is looked for."""
+    """Return whether any rule that needs no weights may apply."""
     return any(source.applies(row) for source in SOURCES if not source.needs_weights)
 
 
 def needs_or_is_leaf(row: Row) -> bool:
-    """The same where weights are in the runs: leaves can be computed again."""
+    """Return whether any rule may apply; for runs with weights, where leaves can be recomputed."""
     return any(source.applies(row) for source in SOURCES)
 
 
@@ -84,7 +84,7 @@ def _has_weights(pairs: Sequence[Pair]) -> bool:
 def any_needs_evidence(
     largest: Mapping[tuple[str, str], float], *, after_the_first_step: bool
 ) -> bool:
-    """Whether `needs_evidence` can be true of any row, by the largest error of each two types."""
+    """Return whether `needs_evidence` may hold for any row, by the largest errors per dtype."""
     for types, error in largest.items():
         dtype = coarsest(types)
         if dtype is None:
@@ -95,7 +95,7 @@ def any_needs_evidence(
 
 
 def is_output_over_limit(row: Row) -> bool:
-    """An output of a later step that differs by more than a few roundings."""
+    """Return whether an output of a later step differs by more than a few roundings."""
     if row.key.port != "output" or row.key.phase == "backward":
         return False
     if row.key.step == 0 or row.basis != "values":
@@ -107,41 +107,41 @@ def is_output_over_limit(row: Row) -> bool:
 
 
 def is_operator_over_limit(row: Row) -> bool:
-    """A row that no limit of its format holds, of an operator or a node."""
+    """Return whether a row of an operator or a node exceeds the limit of its format."""
     if row.key.port not in ("input", "output", "param") or "/" not in row.key.site:
         return False
     return _is_far(row)
 
 
 def is_sum_over_limit(row: Row) -> bool:
-    """As `is_operator_over_limit`, of a result, or of the gradient of a norm's parameters."""
+    """Return whether an operator's result, or a norm's parameter gradient, exceeds its limit."""
     if row.key.port in GRADIENTS:
-        # Sizes are in summaries, too.
+        # Summaries contain norms too, so values are not required.
         return "Norm" in row.class_name and _is_over_limit(row)
     return row.key.port == "output" and is_operator_over_limit(row)
 
 
 def is_cancelled_over_limit(row: Row) -> bool:
-    """A gradient that a norm or a softmax sends back, and that no limit of its format holds."""
+    """Return whether the input gradient of a norm or a softmax exceeds the limit of its format."""
     if row.key.port != "grad_input":
         return False
     return ("Norm" in row.class_name or row.class_name.endswith("Softmax")) and _is_far(row)
 
 
 def is_arriving_gradient_off(row: Row) -> bool:
-    """A gradient that arrives at the output of the model, and that no limit of its format holds."""
+    """Return whether a gradient arriving at the model's output exceeds the limit of its format."""
     return row.key.port == "grad_output" and row.key.site in _MODEL and _is_far(row)
 
 
 def is_updated_parameter_over_limit(row: Row) -> bool:
-    """A parameter after an update that no limit of its format holds."""
+    """Return whether a parameter after an update exceeds the limit of its format."""
     if row.key.port != "param" or not (row.key.step or row.key.moment == "after"):
         return False
     return _is_over_limit(row)
 
 
 def is_leaf_beyond_rounding(row: Row) -> bool:
-    """An output of a module that differs by more than its own rounding could make it."""
+    """Return whether a module's output differs by more than its own rounding explains."""
     if row.key.port != "output" or row.key.phase != "forward" or row.basis != "values":
         return False
     if "/" in row.key.site or row.metrics.get("one_sided"):
@@ -154,7 +154,7 @@ def is_leaf_beyond_rounding(row: Row) -> bool:
 
 
 def is_bias(slot: str) -> bool:
-    """Whether a parameter is a layer's bias; `b_0` is Paddle's name of it."""
+    """Return whether a parameter is a layer's bias; `b_0` is Paddle's name for it."""
     return slot in ("bias", "b_0")
 
 
@@ -163,7 +163,7 @@ def _few(dtype: DType) -> float:
 
 
 def has_many_scales(row: Row) -> bool:
-    """A weight that was made numbers of integers, with a tensor of scales."""
+    """Return whether a row is a weight that was dequantised with a tensor of scales."""
     recipes = f"{row.reference_recipe} {row.candidate_recipe}"
     return row.key.port == "param" and row.basis == "values" and "dequantise(" in recipes
 
@@ -181,13 +181,13 @@ def _is_over_limit(row: Row) -> bool:
 
 
 class EvidenceSource(NamedTuple):
-    """A rule of evidence.
+    """One rule of evidence.
 
     Attributes:
-        rule: The class of the rule (`context.EvidenceRule`), loaded when a row needs it.
-        applies: Whether the rule may have something to look up for a row; cheap, reads no tensor.
-        columns: Columns that are shown wherever a row has them.
-        needs_weights: Whether it needs weights in the runs.
+        rule: Class of the rule (`context.EvidenceRule`), imported when a row needs it.
+        applies: Whether the rule may have something to add to a row; cheap, reads no tensor.
+        columns: Columns to show if a row has them.
+        needs_weights: Whether the rule needs weights in the runs.
     """
 
     rule: Address
@@ -197,9 +197,9 @@ class EvidenceSource(NamedTuple):
 
 
 _HERE = "driftline.comparison.evidence"
-# Sums before optimizers: a sum that is known leaves nothing to follow through an optimizer.
+# Sums come before optimizers: if a sum is known, the optimizer's arithmetic need not be followed.
 SOURCES: tuple[EvidenceSource, ...] = (
-    # The column of this one is shown only where it decides.
+    # The column of this rule is shown only where it decides.
     EvidenceSource(Address(f"{_HERE}.loose_bias:BiasShift"), is_output_over_limit),
     EvidenceSource(
         Address(f"{_HERE}.cancelling:SummedElements"), is_sum_over_limit, (SUMMED_COLUMN,)
@@ -244,19 +244,19 @@ COLUMNS = tuple(dict.fromkeys(column for source in SOURCES for column in source.
 def with_evidence(
     rows: Sequence[Row], pairs: Sequence[Pair], reference: Run, candidate: Run
 ) -> Sequence[Row]:
-    """Rows with what is known of biases that move by themselves, and of sums that cancel.
+    """Return rows with the evidence of all rules that apply.
 
     Args:
-        rows: Measured; all rows of a plan, or some.
+        rows: Measured rows; all rows of a plan, or some.
         pairs: All pairs of the plan.
-        reference: The one run.
-        candidate: The other.
+        reference: The reference run.
+        candidate: The candidate run.
     """
     if not is_spooled(rows):
         return _looked_up(rows, pairs, reference, candidate)
     if not _may_be_asked(rows):
         return rows
-    if isinstance(pairs, tuple):  # all of them are held already
+    if isinstance(pairs, tuple):  # all pairs are in memory already
         return like_storage(rows, _looked_up(list(rows), pairs, reference, candidate))
     leaves = "param" in rows.ports
     return rows.changed_by_process(_OfOneProcess(pairs, reference, candidate, leaves=leaves))
@@ -268,7 +268,7 @@ def _looked_up(
     needs = needs_or_is_leaf if _has_weights(pairs) else needs_evidence
     if not any(map(needs, rows)):
         return rows
-    # Loaded only here: what reads graphs and tensors is not needed where all rows hold.
+    # Imported on use: code that reads graphs and tensors is not needed if all rows pass.
     from driftline.comparison.evidence.context import EvidenceContext, add_evidence
 
     context = EvidenceContext([row for row in rows if needs(row)], pairs, reference, candidate)
@@ -276,19 +276,19 @@ def _looked_up(
 
 
 def _may_be_asked(rows: RowSpool) -> bool:
-    """Whether any row of a long table is one that evidence is looked for."""
+    """Return whether any row of a long table needs evidence."""
     if "param" in rows.ports:
         return any(map(needs_or_is_leaf, rows))
     kinds = (*GRADIENTS, "grad_input", "grad_output")
     if not rows.has_operators and rows.ports.isdisjoint(kinds):
         return False
     if not any_needs_evidence(rows.largest, after_the_first_step=rows.after_the_first_step):
-        return False  # known without reading them again
+        return False  # known without reading the rows again
     return any(map(needs_evidence, rows))
 
 
 class _OfOneProcess:
-    """Looks up what rows of one process need; a step or a sum is of one process alone."""
+    """Adds evidence to the rows of one process; steps and sums never span processes."""
 
     def __init__(
         self, pairs: Sequence[Pair], reference: Run, candidate: Run, *, leaves: bool
@@ -305,9 +305,9 @@ class _OfOneProcess:
         while self._next is not None and self._next[0] < place:
             self._next = next(self._processes, None)
         if self._next is None or self._next[0] != place:
-            return rows  # what is alone comes at the end
+            return rows  # the end of the table has rows without partners
         if not any(map(self._needs, rows)):
-            return rows  # the pairs are not gathered
+            return rows  # avoids collecting the pairs
         pairs = list(self._next[1])
         self._next = next(self._processes, None)
         return _looked_up(rows, pairs, *self._runs)

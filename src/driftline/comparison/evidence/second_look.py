@@ -1,12 +1,13 @@
 """A second look at tensors that make a site suspect: does each half of the tokens show the error?
 
-Sites are suspected because of sums over whole tensors. What shows on one half of the tokens only is
-an accident, unless it is far outside (a single token is off, and that is enough). Tokens that a
-router sent to other experts at a near tie, and what they reach, are left out if the error
-disappears with them. What a norm was given is measured as the norm weighs it: every token has the
-same size behind it, however small it was before. Of gradients that an optimizer divides by their
-size, the signs are what counts. What was seen becomes metrics of rows, so that a stored table is
-judged as its runs were. Decides no status: that is `verdict.status`.
+Sites are suspected because of sums over whole tensors. An error that only one half of the tokens
+shows is an accident, unless it is far outside the limit (a single wrong token is enough then).
+Tokens that a router sent to other experts at a near tie, and everything that they reach, are left
+out if the error disappears without them. The input of a norm is measured as the norm weighs it:
+after the norm every token has the same size, however small it was before. For gradients that an
+optimizer divides by their size, only the signs count. The results become metrics of rows, so that a
+stored table is judged in the same way as its runs. This file decides no status; `verdict.status`
+does.
 """
 
 from __future__ import annotations
@@ -46,23 +47,22 @@ from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
 
 ROUTERS = "routers sent"
-"""Begins the note about tokens that were sent to other experts."""
-# If this little of the error remains without the tokens that were routed elsewhere, the error
-# belonged to those tokens.
+"""Start of the note about tokens that were sent to other experts."""
 _EPSILON = 1e-8
-"""What optimizers add to the size of a gradient: smaller elements do not move."""
+"""Number that optimizers add to the size of a gradient; smaller elements hardly move."""
 _GONE = 0.3
-"""Share of the error that may be left without the flipped tokens."""
+"""Fraction of the error that may remain without the rerouted tokens; if no more remains, the error
+belonged to those tokens."""
 
 
 class Look(NamedTuple):
-    """What a second look at a tensor has shown.
+    """Result of a second look at a tensor.
 
     Attributes:
         effect: The effect on all tokens that count.
         halves: The effects on either half of them.
-        rest: Relative error of the tokens that count; 0 where rerouting reaches all of them.
-        is_routed: Whether tokens that were sent elsewhere were left out.
+        rest: Relative error of the tokens that count; 0 if rerouting reaches all of them.
+        is_routed: Whether rerouted tokens were left out.
     """
 
     effect: Effect
@@ -72,15 +72,15 @@ class Look(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Relative error on the half where it is smaller."""
-        # Nothing is left to have an error.
+        """Relative error on the half of the tokens where it is smaller."""
+        # No tokens are left that could have an error.
         if self.is_routed and self.rest == 0.0:
             return 0.0
         return min(effect.error for effect in self.halves)
 
 
 class Figures(NamedTuple):
-    """What a second look comes to.
+    """Figures of a second look.
 
     Attributes:
         half: Relative error on the half of the tokens where it is smaller.
@@ -92,31 +92,31 @@ class Figures(NamedTuple):
 
 
 class Looks(Protocol):
-    """Second looks: at tensors, or taken before."""
+    """Second looks, taken now at tensors or earlier by shards."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences about what was left out, as far as anything was looked for."""
+        """Sentences about what was left out in the looks taken so far."""
         ...
 
     def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
-        """Errors that a second look shows of a suspect; None if there is no look at it."""
+        """Return the errors that a second look at a suspect shows; None if there is no look."""
         ...
 
     def explanations(self, standing: SiteStatus) -> Mapping[Tensors, dict[str, float]]:
-        """What else may explain the error of a suspect, as metrics of other rows."""
+        """Return what else may explain the error of a suspect, as metrics of other rows."""
         ...
 
 
 def acquittals(
     looks: Looks, suspects: Iterable[SiteStatus], floor: NoiseFloor | None
 ) -> dict[Tensors, dict[str, float]]:
-    """Metrics of the tensors of suspects whom a second look acquits.
+    """Return metrics for the tensors of suspects that a second look acquits.
 
     Args:
-        looks: Who looks.
-        suspects: How they stand.
-        floor: What trusted runs do, where sites were judged by that.
+        looks: The second looks.
+        suspects: Statuses of the suspects.
+        floor: The noise floor, if sites were judged by it.
     """
     metrics: dict[Tensors, dict[str, float]] = {}
     for standing in suspects:
@@ -135,18 +135,18 @@ def settle(
     looks: Looks,
     masked: Callable[[Iterable[Row]], Iterable[Row]],
 ) -> Table:
-    """A measured table, judged; with whatever of the runs may excuse a failing row.
+    """Judge a measured table, with everything in the runs that may excuse a failing row.
 
     Args:
-        table: What was measured.
-        judge_table: Judges it.
-        looks: Second looks at what makes sites suspect.
-        masked: Gives rows that were measured again without pads, for rows of steps that fail.
+        table: The measured table.
+        judge_table: Function that judges a table.
+        looks: Second looks at the tensors that make sites suspect.
+        masked: Function that measures rows of failing steps again without pads.
     """
     table, judged = _judged_looking(table, judge_table, looks)
     if judged.verdict != "fail":
         return judged
-    # Pads are looked for only where something fails: they can excuse a row, never blame one.
+    # Pads are looked up only if something fails, because they can excuse a row but never blame one.
     steps = {row.key.step for row in judged.rows if row.status == "fail"}
     without_pads = list(masked(row for row in judged.rows if row.key.step in steps))
     if not without_pads:
@@ -161,16 +161,17 @@ def settle(
 def _judged_looking(
     table: Table, judge_table: Callable[[Table], Table], looks: Looks
 ) -> tuple[Table, Table]:
-    """A table with second looks at what makes its sites suspect, and the same, judged.
+    """Return a table with second looks at its suspects, and the same table judged.
 
-    Repeats until no culprit is acquitted: dropping one may bring another to the front.
+    This repeats until no further culprit is acquitted, because acquitting one may bring another to
+    the front.
     """
     judged = judge_table(table)
     acquitted: set[Tensors] = set()
     while judged.judgement is not None:
         judgement = judged.judgement
         metrics = acquittals(looks, judgement.suspects(), judgement.evidence.floor)
-        # What was acquitted and is suspected again, for another tensor's sake, stays.
+        # A tensor that was acquitted before gives nothing new if its site is suspected again.
         if not metrics.keys() - acquitted:
             break
         acquitted |= metrics.keys()
@@ -186,7 +187,7 @@ def _judged_looking(
 
 
 class EarlierLooks:
-    """Second looks that were taken where the tensors were, by the shards of a comparison."""
+    """Second looks taken earlier by the shards of a comparison, which had the tensors."""
 
     def __init__(self, figures: Mapping[Tensors, Figures], notes: Sequence[str]) -> None:
         self._figures = figures
@@ -202,7 +203,7 @@ class EarlierLooks:
         return self._figures.get(tensors_of(standing.call.worst))
 
     def explanations(self, standing: SiteStatus) -> Mapping[Tensors, dict[str, float]]:
-        # Shards look at single tensors; these ask for others of the same run.
+        # Shards examine single tensors; explanations need other tensors of the same run.
         del standing
         return {}
 
@@ -227,7 +228,7 @@ class SecondLook:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about what was left out, as far as anything was looked for."""
+        """Sentences about what was left out in the looks taken so far."""
         if not self._flips:
             return []
         tokens = sum(int(flip.rows.sum()) for flip in self._flips)
@@ -237,26 +238,26 @@ class SecondLook:
         ]
 
     def of_rows(self, rows: Iterable[Row]) -> Iterator[tuple[int, Figures]]:
-        """Second looks at all rows that a judgement of the whole table may suspect, by place."""
+        """Yield second looks at all rows that may become suspect later, with their indices."""
         for place, row in enumerate(rows):
             if may_be_suspect(row) and (look := self.at(row)) is not None:
                 yield place, Figures(look.half, look.rest)
-                # One tensor at a time: a shard may hold very many.
+                # Results are dropped one by one, because a shard may hold very many tensors.
                 self._looks.clear()
 
     def at(self, row: Row) -> Look | None:
-        """A second look at the tensor of a row; None if its values are missing."""
+        """Return a second look at the tensor of a row; None if its values are missing."""
         tensors = tensors_of(row)
         if tensors not in self._looks:
             self._looks[tensors] = self._look(row)
         return self._looks[tensors]
 
     def figures(self, standing: SiteStatus, floor: NoiseFloor | None) -> Figures | None:
-        """Errors that a second look shows of a suspect; None if its values are missing.
+        """Return the errors that a second look at a suspect shows; None if its values are missing.
 
         Args:
-            standing: How it stands.
-            floor: What trusted runs do, where sites were judged by that.
+            standing: Status of the suspect.
+            floor: The noise floor, if sites were judged by it.
         """
         row = standing.call.worst
         look = self.at(row)
@@ -269,7 +270,7 @@ class SecondLook:
         return Figures(half, look.rest)
 
     def explanations(self, standing: SiteStatus) -> dict[Tensors, dict[str, float]]:
-        """What else of the tensors may explain the error of a suspect, as metrics of their rows."""
+        """Return what else may explain the error of a suspect, as metrics of other rows."""
         row = standing.call.worst
         if standing.by != "growth":
             return {}
@@ -279,7 +280,7 @@ class SecondLook:
         return metrics
 
     def _turned_signs(self, row: Row) -> dict[Tensors, dict[str, float]]:
-        """What signs of gradients that are rounding make of the weights that a row is made with."""
+        """Return how far signs of rounding in gradients move the weights used for a row."""
         metrics: dict[Tensors, dict[str, float]] = {}
         key = row.key
         holders = {key.site, *ancestors(key.site)}
@@ -287,7 +288,7 @@ class SecondLook:
             other = pair.reference.key
             if other.site not in holders or other.rank != key.rank or other.step >= key.step:
                 continue
-            # What a bias without gradient makes of rounding is measured by itself (`loose_bias`).
+            # A bias without a real gradient is measured separately (`loose_bias`).
             if is_bias(other.slot):
                 continue
             r = read_whole(self._reference, pair.reference)
@@ -303,11 +304,11 @@ class SecondLook:
 
     @functools.cached_property
     def _learnt(self) -> Sequence[Pair]:
-        """Gradients that optimizers were given."""
+        """Gradients that optimizers received."""
         return [pair for pair in self._plan.pairs if pair.reference.key.port == "optimizer_grad"]
 
     def _as_norms_weigh(self, rows: Iterable[Row]) -> dict[Tensors, dict[str, float]]:
-        """Errors of what a norm was given that are larger on the scale of its result."""
+        """Return errors of a norm's inputs that are larger on the scale of its result."""
         metrics: dict[Tensors, dict[str, float]] = {}
         for row in rows:
             pair = self._pair_of(row)
@@ -327,7 +328,7 @@ class SecondLook:
         if sample is None:
             return None
         reference, places, r, c = sample
-        # Fewer than four rows cannot be divided into halves that mean anything.
+        # Fewer than four rows cannot be divided into meaningful halves.
         if len(r) < 4:
             return None
         reached = rows_reached(self.flips, row.key.site, reference, reference.shape)
@@ -339,13 +340,13 @@ class SecondLook:
             if rest.error <= _GONE * effect_of(sums(r, c)).error and not rest.nonfinite:
                 r, c = r[kept], c[kept]
             else:
-                reached = None  # what is off is elsewhere too
+                reached = None  # other tokens are off too
         row_sums = sums(r, c)
         effect = effect_of(row_sums)
         return Look(effect, halves(row_sums), effect.error, reached is not None)
 
     def _sampled_rows(self, row: Row) -> tuple[Record, Places, F64, F64] | None:
-        """The reference's record of a row, which rows were sampled, and both sides."""
+        """Return the reference's record of a row, the sampled row indices, and both sides."""
         pair = self._pair_of(row)
         if pair is None:
             return None
@@ -362,7 +363,7 @@ class SecondLook:
         return None if r is None or c is None else (reference, places, r, c)
 
     def _pair_of(self, row: Row) -> Pair | None:
-        """The pair of a row, where its stored rows correspond one to one."""
+        """Return the pair of a row if its stored rows correspond one to one; else None."""
         if self._pairs is None:
             self._pairs = {}
             for pair in self._plan.pairs:
@@ -372,7 +373,7 @@ class SecondLook:
             (pair for pair in self._pairs.get(row.key, ()) if _place(pair.candidate.key) == place),
             None,
         )
-        # Transformed pairs are skipped: their stored rows do not correspond one to one.
+        # Transformed pairs are skipped, because their stored rows do not correspond.
         if pair is None or pair.reference_recipe is not None or pair.candidate_recipe is not None:
             return None
         return pair
@@ -382,8 +383,8 @@ _BY_CHANNEL = ("GroupNorm", "InstanceNorm")
 
 
 def _normalised_error(reference: F64, candidate: F64, class_name: str, centred: float) -> float:
-    """Relative error of two tensors after every group of either was divided by its size."""
-    # Channels of images are normalised each by itself; all else by its last axis.
+    """Return the relative error of two tensors after dividing every group by its own size."""
+    # Channels of images are normalised separately; all other tensors along the last axis.
     channels = class_name.startswith(_BY_CHANNEL)
     rows = math.prod(reference.shape[:2]) if channels else math.prod(reference.shape[:-1])
     sides: list[F64] = []
@@ -397,12 +398,12 @@ def _normalised_error(reference: F64, candidate: F64, class_name: str, centred: 
 
 
 def may_be_suspect(row: Row) -> bool:
-    """Whether a site may be suspected for this tensor: it is off by more than one rounding."""
+    """Return whether a row may make its site suspect: it is off by more than one rounding."""
     return row.compared and row.basis == "values" and not error_of(row) <= unit_of(row)
 
 
 _Place: TypeAlias = tuple[str, str, str, int, int, int]
-"""Site, port, slot, step, visit, rank."""
+"""Site, port, slot, step, visit and rank."""
 
 
 def _place(key: TensorKey) -> _Place:
@@ -410,7 +411,7 @@ def _place(key: TensorKey) -> _Place:
 
 
 def _candidate_place(row: Row) -> _Place:
-    """Where the candidate has the tensor of a row; copies on ranks share one reference key."""
+    """Return the candidate's place of a row; copies on several ranks share one reference key."""
     key = row.key
     return (
         row.candidate_site or key.site,
@@ -423,10 +424,10 @@ def _candidate_place(row: Row) -> _Place:
 
 
 def lean_of(half: Effect, key: TensorKey, floor: NoiseFloor | None) -> float:
-    """How far the projection of a half is outside the trusted span, in five standard errors."""
+    """Return how far a half's projection is outside the trusted range, in five standard errors."""
     span = floor.leans.get(key) if floor is not None else None
     if span is None or not half.projection_se > 0.0:
         return 0.0
-    # The span always contains 0: being nearer to the reference than the trusted runs is no fault.
+    # The range always contains 0: being nearer to the reference than trusted runs is no fault.
     low, high = min(span[0], 0.0), max(span[1], 0.0)
     return max(half.projection - high, low - half.projection, 0.0) / (5.0 * half.projection_se)

@@ -1,3 +1,4 @@
-"""Measurement: the tensors of a pair become figures. The only place of a comparison that reads
-values.
+"""Measurement: the tensors of a pair become figures.
+
+Besides this package, only `evidence` reads values, and only for single rows.
 """

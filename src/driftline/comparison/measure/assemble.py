@@ -1,4 +1,4 @@
-"""Measured rows become a table: unpaired tensors are put in order, and both sides are described."""
+"""Measured rows become a table: rows without partners are merged in, and both sides described."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from driftline.runs.scope import scope_of
 _ABOUT = ("id", "command", "argv", "created", "git")
 _ABOUT_PROCESS = ("versions", "framework", "devices", "default_dtype", "seed")
 _RAISED, _LONGEST = 3, 400
-"""At most so many exceptions of a program are quoted, and so many characters of each."""
+"""Number of exceptions of a program that are quoted, and largest number of characters of each."""
 
 
 def assembled(
     plan: Plan, rows: Sequence[Row], reference: Run, candidate: Run, metrics: Sequence[Metric]
 ) -> Table:
-    """The table of a plan.
+    """Return the table of a plan.
 
     Args:
-        plan: What was compared with what.
+        plan: The plan.
         rows: A row for each of its pairs, in their order.
-        reference: The one run.
-        candidate: The other.
-        metrics: What was measured.
+        reference: The reference run.
+        candidate: The candidate run.
+        metrics: The metrics that were measured.
     """
     rows, columns = with_replicas(plan, rows, reference, candidate)
     missing, extra = lone_rows(plan)
@@ -54,16 +54,16 @@ def with_replicas(
     candidate: Run,
     places: Sequence[int] | None = None,
 ) -> tuple[Sequence[Row], tuple[Column, ...]]:
-    """Rows with their placement over ranks, and the column that shows it, where there are ranks.
+    """Return rows with findings about ranks, and the column for them if there are ranks.
 
     Args:
-        plan: What was compared with what.
+        plan: The plan.
         rows: A row for each of its pairs, or for those at `places`.
-        reference: The one run.
-        candidate: The other.
-        places: Which pairs the rows are about; all, when not given.
+        reference: The reference run.
+        candidate: The candidate run.
+        places: Indices of the pairs that the rows are about; all if None.
     """
-    # A long plan pairs by name alone, and gathers no ranks.
+    # A long plan pairs by name only, and gathers no ranks.
     if not isinstance(plan.pairs, tuple) or not _may_have_ranks(plan.pairs):
         return rows, ()
     from driftline.comparison.evidence.replicas import GAP_COLUMN, has_ranks, with_ranks
@@ -76,10 +76,10 @@ def with_replicas(
 def with_lone_rows(
     plan: Plan, rows: Sequence[Row], missing: Sequence[Row], extra: Sequence[Row]
 ) -> Sequence[Row]:
-    """Rows of pairs and of tensors without a partner, in the order of a table."""
+    """Return rows of pairs and of tensors without a partner, in the order of a table."""
     placed: Iterable[Row] = rows
     if missing:
-        by_name = not isinstance(plan.pairs, tuple)  # such pairs are in order already
+        by_name = not isinstance(plan.pairs, tuple)  # pairs by name are already in order
         placed = in_turn(rows, missing) if by_name else in_order([*rows, *missing])
     if missing or extra or isinstance(rows, list):
         return like_storage(rows, itertools.chain(placed, extra))
@@ -87,8 +87,8 @@ def with_lone_rows(
 
 
 def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
-    """False for most runs, which then need not load the code about ranks."""
-    # Unpacked, not by attribute: this loop runs over every pair of every comparison.
+    """Return False for most runs, so that the code about ranks need not be imported."""
+    # Unpacked for speed, because this loop visits every pair of every comparison.
     for reference, candidate, _, _, our_recipe, their_recipe, *_ in pairs:
         if (
             reference.key.rank
@@ -101,10 +101,10 @@ def _may_have_ranks(pairs: Iterable[Pair]) -> bool:
 
 
 def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
-    """The rows of tensors that only the reference has, and of those that only the candidate has."""
+    """Return the rows of tensors that only the reference has, and that only the candidate has."""
 
     def row(record: Record, status: Literal["missing", "extra"], side: str) -> Row:
-        # One key may be alone on both sides, for two reasons.
+        # One key may lack a partner on both sides, for two reasons.
         place = side, record.key
         reason = plan.reasons.get(place, f"only in the {side}")
         alone = lone(record, status, reason, plan.lone_lines.get(place, ""))
@@ -117,13 +117,13 @@ def lone_rows(plan: Plan) -> tuple[list[Row], list[Row]]:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Rows in the reference's execution order, rank after rank."""
+    """Return rows in the reference's execution order, rank by rank."""
     return sorted(rows, key=_place)
 
 
 def in_turn(rows: Iterable[Row], others: Iterable[Row]) -> Iterator[Row]:
-    """The same for two lists that are in order already."""
-    # Both are sorted already; sorting again would hold all of them.
+    """Merge two lists of rows that are already in that order."""
+    # A merge, because sorting would hold all rows in memory.
     return heapq.merge(rows, others, key=_place)
 
 
@@ -136,7 +136,7 @@ def _place(row: Row) -> tuple[int, int, int]:
 
 
 def sides_of(plan: Plan, reference: Run, candidate: Run) -> tuple[Side, Side]:
-    """Where the sides of a table came from.
+    """Return the descriptions of both sides of a table.
 
     If a side lacks tensors that the other has, the exceptions of its program are quoted.
     """
@@ -151,8 +151,9 @@ _Places = set[tuple[int, int]]
 
 
 def _seen_places(plan: Plan) -> tuple[_Places, _Places] | tuple[None, None]:
-    """Processes of either side that a pair uses, recipes included; None if no row needs them."""
-    # A long plan pairs by name alone, and ranks were chosen where some are selected.
+    """Return each side's processes that pairs use, recipes included; None if no row needs them."""
+    # A long plan pairs by name only; and if the user selected ranks, the others are left out on
+    # purpose.
     if not isinstance(plan.pairs, tuple) or any(word.startswith("rank") for word in plan.selected):
         return None, None
     seen: tuple[_Places, _Places] = (set(), set())
@@ -175,7 +176,7 @@ def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool)
     about = {name: manifest[name] for name in _ABOUT if name in manifest}
     about |= {name: facts[name] for name in _ABOUT_PROCESS if name in facts}
     losses = [str(loss) for loss in run.losses]
-    # Exceptions explain missing tensors, and are read only if there are any.
+    # Exceptions explain missing tensors, and are read only if tensors are missing.
     if lacks:
         exceptions = (event for event in run.events() if event.get("kind") == "exception")
         raised = (str(event.get("message", ""))[:_LONGEST] for event in exceptions)
@@ -197,7 +198,7 @@ def _side(run: Run, name: str, plan: Plan, seen: _Places | None, *, lacks: bool)
 
 
 def _sequence(run: Run) -> tuple[str, ...]:
-    """The sites whose calls have outputs, in the order of these calls in the first step."""
+    """Return the sites whose calls have outputs, in the order of these calls in the first step."""
     records = iter(run.records)
     first = next(records, None)
     if first is None:

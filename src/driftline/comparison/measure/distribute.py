@@ -1,8 +1,8 @@
-"""Pairs are distributed among workers, and their rows gathered, as if one process had made them.
+"""Distribution of pairs among workers; the rows are the same as those of a single process.
 
-What workers cannot be told is measured here: pairs of runs that are in memory, and whatever a
-worker could not read, which this process then has the last word on. The worker's own half is
-`PairsWorker`. How workers are started and fed, `execution` knows.
+Some pairs are measured in this process: those of runs in memory, and those that a worker on another
+machine could not read. `PairsWorker` is the worker's side. `execution` starts the workers and sends
+them tasks.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 _EACH = 1 << 15
-"""What a pair costs besides its bytes, as bytes: the words about it, and Python's own time."""
+"""Cost of a pair besides its bytes, expressed in bytes: its description, and Python's own time."""
 _LEAST = 4 << 20
 _MOST = 1 << 30
 _ROUNDS = 16
-"""Tasks for each worker: enough that the last one to finish has not much left to do."""
+"""Number of tasks per worker: enough that the last worker to finish has little left to do."""
 _FINE, _COARSE = 512, 4096
-"""Pairs of a long plan that are shared out together, at least and at most."""
+"""Smallest and largest number of pairs of a long plan that are sent together."""
 _PROBES = 8
-"""Tensors of one process of a run that a far machine is asked for before it is given work."""
+"""Number of tensors of one process that a remote machine must read before it gets work."""
 
 
 def weight_of(pair: Pair) -> int:
-    """How much work a pair is, in bytes to be read."""
+    """Return the cost of a pair, in bytes to be read."""
     reference_records, candidate_records = _sides(pair)
     return _EACH + sum(_bytes(record) for record in {*reference_records, *candidate_records})
 
@@ -69,15 +69,14 @@ def distribute_pairs(
     threads: int | None = None,
     progress: scheduler.Progress | None = None,
 ) -> Sequence[Row]:
-    """The rows of all pairs, in their order; see `engine.measure_pairs`.
+    """Return the rows of all pairs, in their order; see `scheduler.measure_pairs`.
 
     Raises:
-        DriftlineError: A worker met something that is more than a row can say.
+        DriftlineError: A worker met an error that no row can report.
     """
     runs = (reference, candidate)
     if not all(run.opened for run in runs):
-        # Workers of this machine could not see it either, but this process can do their
-        # work.
+        # Local workers cannot see such a run either, but this process can do their work.
         if executor.elsewhere:
             name = next(run.name for run in runs if not run.opened)
             raise BadInput(
@@ -118,14 +117,14 @@ def _share_once(
     at_home: _AtHome,
     progress: scheduler.Progress | None,
 ) -> Sequence[Row]:
-    """What has the same bytes is measured once, wherever it is in the plan."""
-    # Told before the work is cut, so that no two workers measure the same bytes.
+    """Share all pairs at once; pairs of the same bytes are measured only once."""
+    # Found before the pairs are shared, so that no two workers measure the same bytes.
     repeats = repeats_of(pairs)
     again = {later for group in repeats.values() for later in group}
     firsts = [index for index in range(len(pairs)) if index not in again]
     weights = [weight_of(pairs[index]) for index in firsts]
     near = [_place(0, pairs[index].reference) for index in firsts]
-    # Many small tasks even out workers of different speed.
+    # Many small tasks compensate for workers of different speed.
     count = _ROUNDS * max(executor.workers, 1)
     gathered = groups(weights, near, least=_least(job), most=_MOST, count=count)
     shares = [[firsts[n] for n in group] for group in gathered]
@@ -148,7 +147,7 @@ def _share_once(
         answered = _answered(answer, [pairs[index] for index in share], executor, at_home)
         for index, row in zip(share, answered, strict=True):
             later = repeats.get(index, ())
-            # The later names of the same bytes cost nothing more.
+            # Pairs with the same bytes under later names need no further work.
             for place in (index, *later):
                 rows[place] = row if place == index else repeated(pairs[place], row)
             finished += 1 + len(later)
@@ -166,12 +165,12 @@ def _share_in_stretches(
     at_home: _AtHome,
     progress: scheduler.Progress | None,
 ) -> Sequence[Row]:
-    """Neighbours, told when they are sent; their rows go into a file, each stretch in its place."""
+    """Share consecutive pairs, encoded when they are sent; the rows go into a file in order."""
     from driftline.comparison.table.row_spool import SpoolWriter
 
     count = _ROUNDS * max(executor.workers, 1)
     stretches = _stretches(pairs, count, executor.elsewhere, _least(job))
-    # Content is made when a task is sent: a million pairs are never all in memory.
+    # The content of a task is created when it is sent, so that memory never holds a million pairs.
     tasks = [
         Task(
             partial(_told, pairs, range(stretch.start, stretch.stop)),
@@ -198,14 +197,14 @@ def _share_in_stretches(
 
 
 def _least(job: Job) -> int:
-    """The least bytes of a task: a metric of somebody's own may take a second for each pair."""
-    # Bytes say nothing about how long a function of a user takes.
+    """Return the smallest task in bytes; a user's metric may take a second for each pair."""
+    # The number of bytes says nothing about how long a user's function takes.
     own = any(":" in address for address in job.about["metrics"])
     return min(_LEAST, _EACH) if own else _LEAST
 
 
 class _Stretch(NamedTuple):
-    """Neighbouring pairs of one process."""
+    """Consecutive pairs of one process."""
 
     start: int
     stop: int
@@ -216,13 +215,13 @@ class _Stretch(NamedTuple):
 
 
 def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -> list[_Stretch]:
-    """About so many of about the same weight, as `groups` makes them, without listing all pairs."""
+    """Return about `count` stretches of similar weight, without listing all pairs."""
     stretches: list[_Stretch] = []
     for index, pair in enumerate(pairs):
         weight, near = weight_of(pair), _place(0, pair.reference)
         needs = _needs([pair]) if elsewhere else ()
         last = stretches[-1] if stretches else None
-        # A stretch never crosses processes: a task then needs the files of one.
+        # A stretch never crosses processes, so that a task needs the files of one process only.
         if last is None or last.near != near or index - last.start >= _FINE:
             stretches.append(
                 _Stretch(index, index + 1, weight, near, needs, str(pair.reference.key))
@@ -234,7 +233,7 @@ def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -
     gathered = groups(weights, [e.near for e in stretches], least=least, most=_MOST, count=count)
     together: list[_Stretch] = []
     for group in gathered:
-        # A group may be too long for one message.
+        # A group may be too long for a single message.
         for first in range(0, len(group), _COARSE // _FINE):
             some = [stretches[n] for n in group[first : first + _COARSE // _FINE]]
             needs = tuple(dict.fromkeys(need for stretch in some for need in stretch.needs))
@@ -246,12 +245,12 @@ def _stretches(pairs: Sequence[Pair], count: int, elsewhere: bool, least: int) -
 def _answered(
     answer: Any, pairs: Sequence[Pair], executor: Executor, at_home: _AtHome
 ) -> list[Row]:
-    """The rows that a worker has sent of some pairs."""
+    """Return the rows that a worker has sent for some pairs."""
     rows = rows_from_plain(answer, pairs)
-    # What no machine can read fails here again, with this machine's reason.
+    # A pair that no machine can read fails here again, with this machine's reason.
     unread = [n for n, row in enumerate(rows) if row.status == "incomparable"]
     if unread and executor.elsewhere:
-        # A disk that only that machine cannot see is no finding: this one looks itself.
+        # A disk that only the worker cannot see is no finding, so this process tries itself.
         for n, row in zip(unread, at_home([pairs[n] for n in unread]), strict=True):
             rows[n] = row
     return rows
@@ -269,7 +268,7 @@ def _job(
     executor: Executor,
     probes: list[list[Any]],
 ) -> Job:
-    # A function of this process cannot be sent; a name can be looked up anywhere.
+    # A function of this process cannot be sent, but a name can be looked up anywhere.
     for metric in metrics:
         if metric.function is not None and not metric.address:
             raise BadInput(
@@ -283,21 +282,21 @@ def _job(
         "probes": probes,
         "metrics": [metric.address for metric in metrics if metric.address],
         "threads": threads_each,
-        # A table of all dtypes, because a function cannot be sent.
+        # A table for all dtypes, because a function cannot be sent.
         "elementwise": [
             [reference, candidate, *elementwise(reference, candidate)]
             for reference in DTYPES
             for candidate in DTYPES
         ],
     }
-    # Files of users' metrics must be visible to the workers, as the runs must.
+    # The workers must be able to read the files of users' metrics, like the runs.
     files = [metric.address for metric in metrics if ":" in metric.address]
     folder = folder_for(*(run.opened for run in runs), *files)
     return Job("pairs", about, folder, kernel.active())
 
 
 def _sides(pair: Pair) -> tuple[Sequence[Record], Sequence[Record]]:
-    """What is read of each run."""
+    """Return the records that are read from each run."""
     reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
     return (
         (pair.reference,) if reference_recipe is None else reference_recipe.records,
@@ -318,9 +317,9 @@ def _place(side: int, record: Record) -> str:
 
 
 def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """The processes of both runs that some pairs are about.
+    """Return the processes of both runs to which some pairs belong.
 
-    Also where nothing but a summary is known: a worker opens both runs whatever it is sent.
+    Pairs with summaries only are included, because a worker opens both runs anyway.
     """
     processes: dict[str, None] = {}
     for pair in pairs:
@@ -330,10 +329,10 @@ def _needs(pairs: Sequence[Pair]) -> tuple[str, ...]:
 
 
 def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
-    """For every process of both runs a few small tensors, of different files, with their digests.
+    """Return a few small tensors of different files for every process, with their digests.
 
-    What this process cannot read itself is no probe. A process without any has one of no tensor:
-    can the run be opened at all?
+    Tensors that this process cannot read itself are left out. A process without any gets a probe
+    without a tensor, which only tests whether the run can be opened.
     """
     smallest: dict[str, dict[str, Record]] = {}
     for pair in pairs:
@@ -350,7 +349,7 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
     probes: list[list[Any]] = []
     for place, files in smallest.items():
         side = int(place[0])
-        # What this process cannot read would make every worker look faulty.
+        # A tensor that this process cannot read would make every worker look faulty.
         readable = [record for record in files.values() if not runs[side].lost(record)]
         for record in readable:
             digest = kernel.digest(runs[side].raw(record))
@@ -360,11 +359,11 @@ def _probes(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> list[list[Any]]:
     return probes
 
 
-# What a worker does for a comparison: opens the two runs, and measures the pairs it is sent.
+# The worker of a comparison: it opens the two runs and measures the pairs that it receives.
 
 
 class PairsWorker:
-    """Measures pairs. Opened with paths, names of metrics, and what is outside by two dtypes."""
+    """Measures pairs. It is created from paths, metric names, and tolerances by dtypes."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:
         self._paths: list[str] = about["paths"]
@@ -381,16 +380,16 @@ class PairsWorker:
         self._runs: dict[int, Run] = {}
 
     def absent(self) -> list[tuple[str, str]]:
-        """Tries small tensors of every process of both runs: are they there, and are they the same?
+        """Return the processes whose probes cannot be read or differ, each with the reason.
 
-        A probe without a tensor asks only whether the run can be opened.
+        A probe without a tensor only tests whether the run can be opened.
         """
         unreadable: list[tuple[str, str]] = []
         for side, place, record, digest in self._probes:
             path = self._paths[side]
             try:
                 run = self._run(side)
-                # Nothing to read, and the run opened: that was the question.
+                # Without a tensor, the probe has succeeded once the run is open.
                 if record is None:
                     continue
                 if kernel.digest(run.raw(record_from_plain(record))) != digest:
@@ -402,7 +401,7 @@ class PairsWorker:
         return unreadable
 
     def do(self, work: Sequence[Sequence[Any]], say: Say) -> Any:
-        """The rows of some pairs."""
+        """Return the rows of some pairs."""
         del say
         pairs = [pair_from_plain(shown) for shown in work]
         rows = measure_pairs(

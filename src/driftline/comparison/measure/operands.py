@@ -1,7 +1,7 @@
-"""Two tensors whose values were kept: from stored bytes to the measurements of the pair.
+"""The stored values of two tensors: from stored bytes to the measurements of the pair.
 
-Bytes go to the kernel as they are in the file, without a copy, block by block for large tensors.
-Only metrics that the kernel's pass does not hold need the values as float64 arrays.
+The kernel reads the bytes as they are in the file, without a copy; large tensors are read by
+blocks. Only metrics that the kernel's pass does not provide need the values as float64 arrays.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _USUAL = len(STANDARD)
 
 
 class ValuePair(NamedTuple):
-    """The stored values of both sides, and how many elements they hold.
+    """The stored values of both sides, and the number of their elements.
 
     Attributes:
-        reference: Flat storage values, as `Run.raw` gives them.
-        reference_dtype: What they mean.
-        count: Logical elements on each side.
-        shape: The tensor's shape; None when the values are a sample of it.
+        reference: Flat storage values, as `Run.raw` returns them.
+        reference_dtype: Their dtype.
+        count: Number of logical elements on each side.
+        shape: The tensor's shape; None if the values are a sample.
     """
 
     reference: Storage
     reference_dtype: DType
     candidate: Storage
     candidate_dtype: DType
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - `count` hides an unused method
     shape: tuple[int, ...] | None
 
     def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:
-        """What one pass over a block knows."""
+        """Return the moments of a block, measured in one pass."""
         return kernel.pair_moments(
             _part(self.reference, self.reference_dtype, start, stop),
             self.reference_dtype,
@@ -62,15 +62,15 @@ class ValuePair(NamedTuple):
 
     @property
     def is_square(self) -> bool:
-        """Whether it is a matrix that has the same shape when it is the other way round."""
+        """Whether it is a matrix whose transpose has the same shape."""
         return _is_square(self.shape)
 
     def arrays(self) -> ValuePair:
-        """The pair itself: what it holds are arrays."""
+        """Return the pair itself, because it already holds arrays."""
         return self
 
     def decoded(self) -> tuple[F64, F64]:
-        """Both sides as flat float64, mask sentinels as -inf; a complex number is two reals."""
+        """Both sides as flat float64, mask sentinels as -inf; complex numbers are two reals."""
         return (
             _decoded(self.reference, self.reference_dtype, self.count),
             _decoded(self.candidate, self.candidate_dtype, self.count),
@@ -78,12 +78,12 @@ class ValuePair(NamedTuple):
 
 
 class MappedPair(NamedTuple):
-    """The same of two tensors that are in mapped files: measured where they are, without an array.
+    """The values of two tensors in mapped files, measured in place without an array.
 
     Attributes:
-        reference: Where the reference's values are.
-        reference_dtype: What they mean.
-        count: Logical elements on each side.
+        reference: Address of the reference's values.
+        reference_dtype: Their dtype.
+        count: Number of logical elements on each side.
         shape: The tensor's shape.
         arrays: Opens the same values as arrays, for metrics that need them.
     """
@@ -92,12 +92,12 @@ class MappedPair(NamedTuple):
     reference_dtype: DType
     candidate: Memory
     candidate_dtype: DType
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in this tuple
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - `count` hides an unused method
     shape: tuple[int, ...]
     arrays: Callable[[], ValuePair]
 
     def moments(self, start: int, stop: int, *, atol: float, rtol: float) -> PairMoments:
-        """What one pass over a block knows; blocks start at even elements."""
+        """Return the moments of a block, measured in one pass; blocks start at even elements."""
         return kernel.pair_moments_at(
             self.reference.address + start * self.reference_dtype.bits // 8,
             self.reference_dtype,
@@ -121,14 +121,14 @@ class MappedPair(NamedTuple):
 def open_values(
     reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
 ) -> ValuePair | MappedPair:
-    """The kept values of a pair, as they are in mapped files where that is enough.
+    """Return the stored values of a pair, in mapped files if that is possible.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
     """
     if reference_record.kept == candidate_record.kept == "full" and kernel.takes_addresses():
         arrays = partial(open_arrays, reference, reference_record, candidate, candidate_record)
-        # The kernel reads mapped pages by address: no copy, no numpy array.
+        # The kernel reads mapped pages by address, without a copy and without a numpy array.
         mapped = _mapped(
             reference.memory(reference_record),
             reference_record,
@@ -144,7 +144,7 @@ def open_values(
 def open_window(
     reference: Run, candidate: Run, pair: Pair, start: int, stop: int
 ) -> ValuePair | MappedPair:
-    """The same of a pair of which only the elements from `start` to `stop` will be looked at.
+    """Return the same for a pair of which only elements `start` to `stop` will be read.
 
     Raises:
         DriftlineError: The values of a side cannot be read.
@@ -167,7 +167,7 @@ def open_window(
 
 
 def _bytes(record: Record, start: int, stop: int) -> tuple[int, int]:
-    """First and last-plus-one byte of some elements, of which the first is an even one."""
+    """Return the (start, stop) bytes of some elements, of which the first has an even index."""
     dtype = DTYPES[record.dtype]
     return start * dtype.bits // 8, dtype.byte_count(stop)
 
@@ -184,7 +184,7 @@ def _mapped(
         DTYPES[candidate_record.dtype],
     )
     count = math.prod(reference_record.shape)
-    # A file that was cut short after its index was written must not be read past its end.
+    # A file that was cut after its index was written must not be read beyond its end.
     if (
         reference_memory is None
         or candidate_memory is None
@@ -206,7 +206,7 @@ def _mapped(
 def open_arrays(
     reference: Run, reference_record: Record, candidate: Run, candidate_record: Record
 ) -> ValuePair:
-    """The kept values of a pair; a sample is compared with the same elements of the other side.
+    """Return the stored values of a pair; samples are reduced to their common elements.
 
     Raises:
         DriftlineError: The values of a side cannot be read, or the samples share no elements.
@@ -215,7 +215,7 @@ def open_arrays(
         DTYPES[reference_record.dtype],
         DTYPES[candidate_record.dtype],
     )
-    # Equal digests do not spare a read: they say what was captured, not what is on disk today.
+    # Equal digests do not replace reading: they describe the captured bytes, not those on disk.
     reference_values, candidate_values = (
         reference.raw(reference_record),
         candidate.raw(candidate_record),
@@ -232,7 +232,7 @@ def open_arrays(
         )
     reference_stride = reference_record.sample_stride if reference_record.kept == "sample" else 1
     candidate_stride = candidate_record.sample_stride if candidate_record.kept == "sample" else 1
-    # Elements that both samples kept: every nth, with n a multiple of both strides.
+    # Elements that both sides have: every nth, where n is a multiple of both strides.
     common = math.lcm(reference_stride, candidate_stride)
     reference_values = _thinned(reference_values, reference_dtype, common // reference_stride)
     candidate_values = _thinned(candidate_values, candidate_dtype, common // candidate_stride)
@@ -247,11 +247,11 @@ def open_arrays(
 
 
 def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -> dict[str, Number]:
-    """The measurements that the kernel's pass holds."""
+    """Return the measurements that the kernel's pass provides."""
     total = moments[0] if len(moments) == 1 else merge_moments(moments)
     measured: dict[str, Number] = {}
     others = metrics
-    # All standard metrics in one call; the others one by one.
+    # One call gives all standard metrics; the others are derived one by one.
     if metrics[:_USUAL] == STANDARD:
         measured = standard(total)
         others = metrics[_USUAL:]
@@ -259,7 +259,7 @@ def measure_moments(moments: Sequence[PairMoments], metrics: Sequence[Metric]) -
         if metric.derive is not None and (value := metric.derive(total)) is not None:
             measured[metric.column.name] = value
     if needs_definition(total):
-        measured["_scaled"] = 1  # taken out again by `measure_values`
+        measured["_scaled"] = 1  # removed again by `measure_values`
     return measured
 
 
@@ -269,13 +269,13 @@ def measure_values(
     metrics: Sequence[Metric],
     notes: list[str],
 ) -> dict[str, Number]:
-    """Complete the measurements with those that need every value at once.
+    """Complete the measurements with those that need all values at once.
 
-    A user's function that raises is NaN, and a sentence in `notes`.
+    If a user's function raises an exception, its value is NaN and `notes` gets a sentence.
     """
     wanted = [metric for metric in metrics if metric.derive is None]
     if measured.pop("_scaled", 0):
-        # A sum left float64: what comes of sums is taken from the definitions, which scale first.
+        # A sum overflowed float64, so metrics of sums use their definitions, which scale first.
         wanted += [
             metric
             for name in measured
@@ -296,12 +296,12 @@ def measure_values(
             measured[metric.name] = metric.define()(reference_values, candidate_values)
             continue
         try:
-            # Copies for users' functions: nothing they write may reach the next metric.
+            # Users' functions get copies, so that their writes cannot affect the next metric.
             measured[metric.name] = float(
                 metric.function(reference_values.copy(), candidate_values.copy())
             )
         except (Exception, SystemExit) as trouble:
-            # A metric that fails must not hide what the others found; no limit holds for NaN.
+            # A failing metric must not hide the results of the others; NaN satisfies no limit.
             measured[metric.name] = math.nan
             notes.append(f"the metric '{metric.name}' failed: {type(trouble).__name__}: {trouble}")
     return measured
@@ -323,7 +323,7 @@ def _decoded(values: Storage, dtype: DType, count: int) -> F64:
         return decoded.view(np.float64)
     numbers = decoded.astype(np.float64, copy=False)
     if dtype.kind == "float" and dtype.bits >= 16:
-        # The lowest value of a format stands for minus infinity in attention masks.
+        # Attention masks use the lowest value of a format for minus infinity.
         numbers = np.where(numbers == dtype.lowest, -np.inf, numbers)
     return numbers
 
@@ -340,6 +340,6 @@ def _thinned(values: Storage, dtype: DType, stride: int) -> Storage:
     if stride == 1:
         return values
     if dtype.bits == 4:
-        # Two codes share a byte: single ones cannot be picked out without unpacking.
+        # Two codes share a byte, so single codes cannot be selected without unpacking.
         raise BadInput(f"samples of packed {dtype.name} with different strides share no bytes")
     return np.ascontiguousarray(values[::stride])

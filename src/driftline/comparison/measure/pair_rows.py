@@ -1,6 +1,6 @@
-"""Rows before anything is measured: which tensors are compared, and whether that is possible.
+"""Rows before measuring: which tensors are compared, and whether a comparison is possible.
 
-Looks at records and recipes only; reads no tensor.
+This file looks at records and recipes only, and reads no tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from driftline.runs.records import Record, TensorKey
 
 
 def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_METRICS) -> Row:
-    """The row of a pair, not judged; measured only where its measurements are given."""
+    """Return the unjudged row of a pair, with the given measurements."""
     reference, candidate = pair.reference, pair.candidate
     reference_class, candidate_class = reference.class_name, candidate.class_name
-    row = Row(  # by place, as far as that goes: there are 10^5 of them
+    row = Row(  # by position, for speed: there are 10^5 rows
         reference.key,
         "unjudged",
         "",
@@ -46,10 +46,10 @@ def paired(pair: Pair, basis: Basis = "", metrics: Mapping[str, Number] = NO_MET
 
 
 def _elsewhere(row: Row, pair: Pair) -> Row:
-    """The row with what the candidate's own address and the recipes add to it."""
+    """Return the row with the candidate's own address and the recipes."""
     candidate_key = pair.candidate.key
     reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
-    # The shapes that are compared are those after the recipes.
+    # The compared shapes are those after the recipes.
     return _at(row, candidate_key)._replace(
         reference_recipe="" if reference_recipe is None else str(reference_recipe),
         candidate_recipe="" if candidate_recipe is None else str(candidate_recipe),
@@ -59,7 +59,7 @@ def _elsewhere(row: Row, pair: Pair) -> Row:
 
 
 def _at(row: Row, other: TensorKey) -> Row:
-    """The row with the other side's own address, as far as it is another one."""
+    """Return the row with the parts of the other side's address that differ."""
     own = row.key
     return row._replace(
         candidate_site=other.site if other.site != own.site else "",
@@ -72,17 +72,17 @@ def _at(row: Row, other: TensorKey) -> Row:
 
 
 def inside_of(row: Row, fused_key: TensorKey) -> Row:
-    """The row of a lone tensor that is compared together with others, in what a fused node gives.
+    """Return the row of a tensor without a partner that is compared as part of a fused node.
 
     Args:
         row: The row.
-        whole: What the node gives, on the other side.
+        fused_key: Key of the fused node's result, on the other side.
     """
     return _at(row, fused_key)._replace(by=FUSION)
 
 
 def incompatibility(pair: Pair) -> str:
-    """Why two tensors cannot be set against each other whatever their values; empty if they can."""
+    """Return why two tensors cannot be compared, whatever their values; empty if they can."""
     reference, candidate = pair.reference, pair.candidate
     reference_shape = (
         reference.shape if pair.reference_recipe is None else pair.reference_recipe.shape
@@ -92,7 +92,7 @@ def incompatibility(pair: Pair) -> str:
     )
     if reference_shape != candidate_shape:
         return f"the shapes differ: {_dims(reference_shape)} against {_dims(candidate_shape)}"
-    # An index of a newer version may name types that this one does not know.
+    # An index of a newer version may name types that are unknown here.
     unknown = [name for name in (reference.dtype, candidate.dtype) if name not in DTYPES]
     if unknown:
         return f"the element type {unknown[0]} is not known"
@@ -113,19 +113,19 @@ def incompatibility(pair: Pair) -> str:
 
 
 def placement_kind(record: Record) -> str:
-    """How a part of a tensor is placed, without where its rank stands; empty for what is whole.
+    """Return how a part of a tensor is placed, without its rank; empty for a whole tensor.
 
-    A plain tensor that was taken out of a distributed one is what it is.
+    A plain tensor taken from a distributed one counts as whole.
     """
     text = record.placement
-    # Sharded and partial tensors are parts; a local tensor is complete by itself.
+    # Sharded and partial tensors are parts; a local tensor is complete in itself.
     if text.startswith("local ") or not ("S(" in text or "P(" in text):
         return ""
     return text.partition(" at (")[0]
 
 
 def has_recipe(pair: Pair) -> bool:
-    """Whether elements must be moved or computed; another shape alone needs neither."""
+    """Return whether elements must be moved or computed; a change of shape alone needs neither."""
     reference_recipe, candidate_recipe = pair.reference_recipe, pair.candidate_recipe
     return (reference_recipe is not None and not reference_recipe.keeps_order) or (
         candidate_recipe is not None and not candidate_recipe.keeps_order
@@ -134,7 +134,7 @@ def has_recipe(pair: Pair) -> bool:
 
 def lone(record: Record, status: Literal["missing", "extra"], reason: str, line: str = "") -> Row:
     if record.lost:
-        # Lost values are counted as unread, which is worse than alone.
+        # Lost values also count as unread, which is worse than a missing partner.
         reason += f"; {LOST}: {record.lost}"
     row = Row(record.key, status, reason, record.order, class_name=record.class_name, line=line)
     if status == "missing":
@@ -146,19 +146,20 @@ def _dims(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-# Pairs of the same bytes under several names: measured once, told of each.
+# Pairs of the same bytes under several names, which are measured only once.
 
 
 def repeats_of(pairs: Sequence[Pair]) -> dict[int, list[int]]:
-    """First pair of the same bytes → the later ones: a layer's output is the next one's input.
+    """Return, by the first pair of the same bytes, the later ones.
 
-    37 % of a Llama's module dump. Same place and same digest: a place alone says little in memory
-    and in foreign files, and a digest alone is only what an index claims.
+    A layer's output is the next one's input, so these are 37 % of a Llama's module dump. Both the
+    place and the digest must be equal: the place alone proves little in memory and in foreign
+    files, and the digest alone is only a claim of the index.
     """
     first: dict[tuple[object, ...], int] = {}
     repeats: dict[int, list[int]] = {}
     for index, pair in enumerate(pairs):
-        # What a recipe makes of the same bytes may be something else.
+        # A recipe may turn the same bytes into something else.
         if pair.reference_recipe is not None or pair.candidate_recipe is not None:
             continue
         reference_bytes = _bytes_of(pair.reference)
@@ -176,15 +177,15 @@ def _bytes_of(record: Record) -> tuple[object, ...] | None:
     if not record.digest or record.blob is None or record.kept != "full":
         return None
     key, blob = record.key, record.blob
-    # Shape, dtype and placement belong to it: the same bytes may be read in another way.
+    # Shape, dtype and placement are included, because they determine how the bytes are read.
     where = (key.rank, key.process, blob.shard, blob.offset, blob.length, record.digest)
     return (*where, record.dtype, record.shape, record.placement)
 
 
 def repeated(pair: Pair, measured: Row) -> Row:
-    """The row of a pair whose bytes were measured under another name."""
+    """Return the row of a pair whose bytes were measured under another name."""
     row = paired(pair)
-    # Why the first could not be measured holds for all of them.
+    # The reason why the first pair could not be measured holds for all of them.
     if measured.status != "unjudged":
         return row._replace(status=measured.status, reason=measured.reason, basis=measured.basis)
     return row.measured(

@@ -1,10 +1,10 @@
-"""Recipes carried out: stored tensors become the one that can be compared with the other side's.
+"""Application of recipes: stored tensors are converted for comparison with the other side.
 
-Reads the sources from a run and lets `alignment.recipe_steps` do the steps; a large result is made
-and measured some rows at a time. Does not know why a recipe is what it is.
+The sources are read from a run, and `alignment.recipe_steps` performs the steps. A large result is
+computed and measured by blocks of rows. This file does not know why a recipe was chosen.
 
-Memory: a result is one copy of the tensor in its storage type; steps before it are views. Packed
-4-bit elements take a byte each on the way.
+Memory: a result is one copy of the tensor in its storage type; the steps before it are views.
+Packed 4-bit elements temporarily take a byte each.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from driftline.runs.run import Run
 
 
 class RecipeResult(NamedTuple):
-    """What a recipe gives.
+    """The result of a recipe.
 
     Attributes:
-        values: Flat storage values of `dtype`, as `Run.raw` would give them.
-        dtype: What they mean.
+        values: Flat storage values of `dtype`, as `Run.raw` would return them.
+        dtype: Their dtype.
         shape: The tensor's shape.
     """
 
@@ -41,26 +41,26 @@ class RecipeResult(NamedTuple):
 
 
 def apply_recipe(run: Run, recipe: Recipe) -> RecipeResult:
-    """Carry out a recipe on the tensors of a run.
+    """Apply a recipe to the tensors of a run.
 
     Raises:
-        DriftlineError: A source has no values, or a step does not fit what it is given.
+        DriftlineError: A source has no values, or a step does not fit its input.
     """
     words, dtype = made(run, recipe)
     if words.shape != recipe.shape:
         raise BadInput(
             f"the recipe '{recipe}' gives {dims(words.shape)}, the plan says {dims(recipe.shape)}"
         )
-    # The kernel reads flat storage, two 4-bit codes to a byte.
+    # The kernel reads flat storage, with two 4-bit codes in a byte.
     flat = np.ascontiguousarray(words).reshape(-1)
     return RecipeResult(_packed(flat) if dtype.bits == 4 else flat, dtype, words.shape)
 
 
 def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
-    """Both sides of a pair after their recipes.
+    """Return both sides of a pair after their recipes.
 
     Raises:
-        DriftlineError: As `apply_recipe`.
+        DriftlineError: As in `apply_recipe`.
     """
     reference_result = apply_recipe(reference, pair.reference_recipe or start(pair.reference))
     candidate_result = apply_recipe(candidate, pair.candidate_recipe or start(pair.candidate))
@@ -82,15 +82,15 @@ def open_recipes(reference: Run, candidate: Run, pair: Pair) -> ValuePair:
 
 
 def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
-    """A remark on a square weight that is far off as it is and agrees the other way round.
+    """Return a remark about a square weight that is far off but agrees when transposed.
 
-    Its shape cannot say how it is stored. Nothing is chosen: the row stays what it is.
+    Its shape does not show how it is stored. The row itself is not changed.
     """
     if not are_weights(pair) or values.shape is None or values.reference_dtype.bits == 4:
         return ""
     if values.candidate_dtype.bits == 4:
         return ""
-    # One more pass over a tensor that is far off anyway: rare, and worth it.
+    # Another pass over the tensor, which is acceptable because this case is rare.
     turned = np.ascontiguousarray(values.candidate.reshape(values.shape).T).reshape(-1)
     moments = values._replace(candidate=turned).moments(0, values.count, atol=0.0, rtol=0.0)
     derive = KNOWN["relative_l2"].derive
@@ -104,10 +104,10 @@ def transpose_hint(pair: Pair, values: ValuePair, relative_l2: float) -> str:
 
 
 def made(run: Run, recipe: Recipe) -> Part:
-    """The words of a recipe's result: an array of its shape, often a view; 4-bit codes unpacked.
+    """Return the result of a recipe as an array of its shape, often a view; 4-bit codes unpacked.
 
     Raises:
-        DriftlineError: As `apply_recipe`.
+        DriftlineError: As in `apply_recipe`.
     """
     return fold(recipe.steps, [_stored(run, source) for source in recipe.sources], apply_step)
 
@@ -127,7 +127,7 @@ def _stored(run: Run, source: Source) -> Part:
     count = math.prod(source.shape)
     words: Storage = run.raw(source)
     if dtype.bits == 4:
-        # Unpacked, elements can be moved as those of any other type.
+        # Unpacked elements can be moved like those of any other type.
         words = unpack_nibbles(words.view(np.uint8), count)
     if words.size != count:
         raise BadInput(f"{source.key} holds {words.size} elements, its shape says {count}")
@@ -135,29 +135,30 @@ def _stored(run: Run, source: Source) -> Part:
 
 
 def _packed(codes: Storage) -> Storage:
-    """Two codes to a byte, low nibble first, as the kernel reads them."""
+    """Pack two codes in a byte, low nibble first, as the kernel reads them."""
     even = codes if codes.size % 2 == 0 else np.append(codes, np.uint8(0))
     nibbles = even.astype(np.uint8, copy=False)
     return nibbles[0::2] | (nibbles[1::2] << 4)
 
 
-# Large gathered tensors, made and measured some rows at a time, so that none is ever whole.
+# Large gathered tensors are computed and measured by blocks of rows, and are never held whole.
 
 
 BLOCK = 1 << 22
-"""Elements of a block; a single row may have more."""
+"""Number of elements of a block; a single row may have more."""
 
 
 def row_blocks(reference: Run, candidate: Run, pair: Pair) -> Iterator[ValuePair] | None:
-    """Both sides of a pair after their recipes, block after block in order; None if they must be
-    made whole.
+    """Return both sides of a pair after their recipes, as blocks of rows in order.
+
+    Returns None if the tensors must be computed whole.
     """
     reference_source, candidate_source = (
         pair.reference_recipe or pair.reference,
         pair.candidate_recipe or pair.candidate,
     )
     shape = reference_source.shape
-    # Small ones are made as a whole, which is simpler and as fast.
+    # Small tensors are computed whole, which is simpler and as fast.
     if shape != candidate_source.shape or not shape or math.prod(shape) <= BLOCK or shape[0] < 2:
         return None
     if rows_of(reference_source, 0, 1) is None or rows_of(candidate_source, 0, 1) is None:
@@ -179,14 +180,14 @@ def _blocks(
 
 
 def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
-    """The recipe for rows `start` to `stop` of what a source is; None where rows are mixed."""
+    """Return the recipe for rows `start` to `stop` of a source; None if its steps mix rows."""
     shape = (stop - start, *source.shape[1:])
     if not isinstance(source, Recipe):
         dtype = DTYPES.get(source.dtype)
         if dtype is None or dtype.bits < 8 or not source.shape:
             return None
         return Recipe((source,), (Step("split", 0, start, stop),), shape)
-    # Only steps that keep rows apart allow to make some rows alone.
+    # Single rows can be computed only if every step keeps rows separate.
     if not all(STEPS[step.kind].keeps_rows(step) for step in source.steps):
         return None
     inner: list[Recipe] = []
@@ -198,13 +199,13 @@ def rows_of(source: Source, start: int, stop: int) -> Recipe | None:
 
 
 def _parts(source: Recipe, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
-    """The sources that have a share in some rows, and which of their own rows those are."""
+    """Yield the sources that contribute to some rows, with the range of their own rows."""
     if not source.steps or (source.steps[0].kind, source.steps[0].axis) != ("concat", 0):
         yield from ((part, start, stop) for part in source.sources)
         return
     offset = 0
     for part in source.sources:
-        # Joined along the rows: each source has some of them.
+        # The sources are joined along the rows, so each has some of them.
         begin, end = max(start, offset), min(stop, offset + part.shape[0])
         if begin < end:
             yield part, begin - offset, end - offset

@@ -1,6 +1,6 @@
-"""Pairs and rows as plain values, for other processes: what measuring needs, no more.
+"""Pairs and rows as plain values for other processes, reduced to what measuring needs.
 
-A worker opens the same runs and is told the records, so that it need not read their indexes.
+A worker opens the same runs and receives the records, so that it need not read their indexes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from driftline.numerics.fields import Summary
 from driftline.runs.records import Blob, Record, TensorKey
 
 Names = dict[tuple[str, ...], int]
-"""The metrics that rows have, by their names: most rows of a task have the same."""
+"""Index of each tuple of metric names; most rows of a task have the same names."""
 
 
 def pair_to_plain(pair: Pair) -> list[Any]:
-    """A pair without what does not matter for measuring it."""
-    # A summary is long, and needed only where there are no values to measure.
+    """Return a pair without the fields that measuring does not need."""
+    # A summary is long, and needed only if there are no values to measure.
     have_values = pair.reference.kept in _VALUES and pair.candidate.kept in _VALUES
     lost = pair.reference.lost or pair.candidate.lost
     with_summary = not have_values or bool(lost)
@@ -54,13 +54,13 @@ _VALUES = ("full", "sample")
 
 
 def record_to_plain(record: Record) -> list[Any]:
-    """A record with everything in it."""
+    """Return a record with all its fields."""
     return _record(record, True)
 
 
 def _record(record: Record, with_summary: bool) -> list[Any]:
     summary = record.summary if with_summary else None
-    # By position, not by name: there are many of them.
+    # By position instead of name, because there are many records.
     return [*record[:11], None if summary is None else list(summary), *record[12:]]
 
 
@@ -111,16 +111,16 @@ def _recipe_from(shown: Mapping[str, Any]) -> Recipe:
 
 
 def rows_to_plain(rows: Sequence[Row]) -> list[Any]:
-    """What was measured, without what the pairs say anyway: names of metrics, and a line a row."""
+    """Return measurements without the fields of their pairs: metric names, and a line per row."""
     kinds: Names = {}
     lines: list[list[Any]] = []
     for row in rows:
         metrics = row.metrics
-        # Names of metrics once for all rows that have the same.
+        # Rows with the same metrics share one list of names.
         names = kinds.setdefault(tuple(metrics), len(kinds))
         values = [_number(value) for value in metrics.values()]
         line: list[Any] = [names, values]
-        # Most rows were measured from values and have nothing else to tell.
+        # Most rows were measured from values and need no further fields.
         if row.status != "unjudged" or row.reason or row.estimated or row.basis != "values":
             line += [row.status, row.reason, row.basis, row.estimated, row.severity]
         lines.append(line)
@@ -133,7 +133,7 @@ def rows_from_plain(shown: Sequence[Any], pairs: Sequence[Pair]) -> list[Row]:
     rows: list[Row] = []
     for pair, line in zip(pairs, lines, strict=True):
         metrics = dict(zip(kinds[line[0]], line[1], strict=True))
-        # The short form of a row without remarks.
+        # The short form of a row without further fields.
         if len(line) == 2:
             rows.append(paired(pair, "values", metrics))
             continue
@@ -148,7 +148,7 @@ def rows_from_plain(shown: Sequence[Any], pairs: Sequence[Pair]) -> list[Row]:
 
 
 def _number(value: Any) -> Any:
-    """Numbers of numpy as Python's own, with the same bits."""
+    """Convert numbers of numpy to those of Python, with the same bits."""
     if type(value) in (float, int):
         return value
     return int(value) if isinstance(value, int) else float(value)

@@ -1,8 +1,9 @@
-"""Pairs become rows: two runs are read once, in bounded memory, on every core.
+"""Pairs become rows: two runs are read once, in bounded memory, on all cores.
 
-Large tensors are cut into blocks that threads share; small pairs are measured by the calling thread
-with as little Python as possible; long plans go a few thousand pairs at a time, their rows into a
-file. What a metric is, and whether a number is allowed, it does not know.
+Large tensors are cut into blocks that threads share. Small pairs are measured by the calling
+thread, with as little Python as possible. Long plans are measured a few thousand pairs at a time,
+and their rows are stored in a file. This file does not know what a metric means, nor whether a
+value is allowed.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
 
 
 BLOCK = 4 << 20
-"""Elements per block of a large tensor: enough to keep a core busy, few enough to share out."""
+"""Elements per block of a large tensor: enough to keep a core busy, few enough for many threads."""
 
 
 def blocks_of(count: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element of each block of so many; a single one for most tensors."""
+    """Return the (start, stop) elements of each block; most tensors have a single block."""
     if count <= 2 * BLOCK:
         return [(0, count)]
     return [(offset, min(offset + BLOCK, count)) for offset in range(0, count, BLOCK)]
 
 
-# Long plans, measured a few thousand pairs at a time: rows go into a file as they come.
+# Long plans are measured a few thousand pairs at a time, and their rows are stored in a file.
 
 
 WINDOW = 4096
@@ -68,7 +69,7 @@ Told = Callable[[int, int], None]
 
 
 def windows(pairs: Sequence[Pair], size: int = WINDOW) -> Iterator[list[Pair]]:
-    """Neighbours, so many at a time; each pair is made once."""
+    """Yield consecutive pairs in windows of this size; each pair is created once."""
     more = iter(pairs)
     while window := list(itertools.islice(more, size)):
         yield window
@@ -79,17 +80,17 @@ def measure_windows(
     measure: Callable[[Sequence[Pair], Told | None], Sequence[Row]],
     progress: Told | None,
 ) -> RowSpool:
-    """Rows of all pairs, in their order.
+    """Return the rows of all pairs, in their order.
 
     Args:
-        pairs: As many as there are.
-        measure: Measures some of them, and tells how far it is.
-        progress: Told how far all of it is.
+        pairs: Any number of pairs.
+        measure: Function that measures some of them and reports its progress.
+        progress: Called with (pairs done, total pairs).
     """
     keeper = SpoolWriter()
     done = 0
     for window in windows(pairs):
-        # Bound now: progress is told from other threads while the next window begins.
+        # Bound now, because other threads may report progress when the next window has begun.
         before = done
 
         def tell(ready: int, _: int, before: int = before) -> None:
@@ -101,21 +102,21 @@ def measure_windows(
     return keeper.rows()
 
 
-# Pairs that nothing is the matter with, small ones above all: measured with few words.
+# The fast path, for pairs without complications, most of all small ones.
 
 
 SMALL_BYTES = 1 << 18
-"""Both sides of a pair together. Below this most of the work is Python's, which threads do not
-share: two of them take longer than one. Pairs of 256 kB a side are read and measured side by side.
+"""Largest small pair, in bytes of both sides. Below this size most of the time is spent in Python,
+where two threads take longer than one. Pairs of 256 kB a side are read and measured in parallel.
 """
 _AHEAD = 64
-"""Pairs that are read at a time while those before them are measured, where a run can do that."""
+"""Number of pairs that are read ahead while earlier ones are measured, if a run supports it."""
 FAR_OFF = 0.1
-"""A relative L2 from which on a square weight is also looked at the other way round."""
+"""Relative L2 above which a square weight is also compared transposed."""
 
 
 class _Types(NamedTuple):
-    """What is the same for all pairs of two dtypes."""
+    """Values that are the same for all pairs of two dtypes."""
 
     reference: DType
     candidate: DType
@@ -125,7 +126,7 @@ class _Types(NamedTuple):
 
 
 class SmallPairs:
-    """Measures usual pairs of two runs; `rows` is for one thread, the rest for any."""
+    """Measures ordinary pairs of two runs; only one thread may use `rows`."""
 
     def __init__(
         self,
@@ -137,12 +138,12 @@ class SmallPairs:
         self._reference = reference
         self._candidate = candidate
         self._elementwise = elementwise
-        # Other metrics want the values as arrays, and so does numpy in the kernel's place.
+        # Other metrics need the values as arrays, and so does numpy if it replaces the kernel.
         self._able = kernel.takes_addresses() and tuple(metrics) == STANDARD
         self._known: dict[tuple[str, str], _Types] = {}
 
     def elements(self, pair: Pair) -> int | None:
-        """How many elements a pair has that is, as far as its records say, as usual; else None."""
+        """Return the number of elements of a pair; None if its records show complications."""
         reference, candidate, _, _, reference_recipe, candidate_recipe, trouble, *_ = pair
         if (
             not self._able
@@ -152,7 +153,7 @@ class SmallPairs:
         ):
             return None
         shape = reference.shape
-        # Whatever is unusual goes the long way, which explains itself in the row.
+        # All other pairs take the slow path, which gives reasons in the row.
         if reference.kept != "full" or candidate.kept != "full" or shape != candidate.shape:
             return None
         if reference.placement != candidate.placement and placement_kind(
@@ -165,8 +166,8 @@ class SmallPairs:
         return math.prod(shape)
 
     def is_small(self, pair: Pair, elements: int) -> bool:
-        """Whether a usual pair of so many elements is one for the calling thread."""
-        # Bits of one element of both sides together.
+        """Return whether an ordinary pair of this size should be left to the calling thread."""
+        # `bits` is the sum of the bits of one element of each side.
         types = self._known[pair.reference.dtype, pair.candidate.dtype]
         return elements * types.bits <= 8 * SMALL_BYTES
 
@@ -180,8 +181,8 @@ class SmallPairs:
         return types
 
     def rows(self, pairs: Sequence[Pair]) -> Iterator[Row | None]:
-        """Rows of pairs that are as usual, in their order; see `row`."""
-        # While a piece is measured, the next one is read.
+        """Yield the rows of ordinary pairs, in their order; see `row`."""
+        # While one piece is measured, the next one is read.
         pieces = [pairs[index : index + _AHEAD] for index in range(0, len(pairs), _AHEAD)]
         many = len(pieces) > 1
         reference_ahead = self._reference.read_ahead() if many else None
@@ -201,7 +202,7 @@ class SmallPairs:
                 candidate_memory = unread if candidate_ahead is None else candidate_ahead.take()
                 begin(index)
                 yield from map(self.row, piece, reference_memory, candidate_memory)
-        # Reading ahead holds buffers and threads; an error must not leave them.
+        # Reading ahead holds buffers and threads, which must be released after an error.
         finally:
             for side in (reference_ahead, candidate_ahead):
                 if side is not None:
@@ -213,12 +214,12 @@ class SmallPairs:
         reference_memory: Memory | None = None,
         candidate_memory: Memory | None = None,
     ) -> Row | None:
-        """The measured row of a pair that is as usual; None to let the engine look at it.
+        """Return the measured row of an ordinary pair; None if it needs the slow path.
 
         Args:
             pair: The pair.
-            here: Where the reference's values are, if that is known already.
-            there: The same of the candidate.
+            reference_memory: Address of the reference's values, if it is known already.
+            candidate_memory: Address of the candidate's values, if it is known already.
         """
         moments = self._measured(pair, reference_memory, candidate_memory)
         if moments is None or needs_definition(moments):
@@ -262,27 +263,28 @@ class SmallPairs:
         )
 
 
-# Pairs become rows: the engine that reads two runs once, in bounded memory, on every core.
+# The general path: threads share the blocks of all other pairs.
 
 
 Progress = Callable[[int, int], None]
-"""Called with (pairs done, pairs in all); from any thread, one call at a time."""
+"""Called with (pairs done, total pairs), from any thread, one call at a time."""
 
 Elementwise = Callable[[str, str], tuple[float, float]]
-"""rtol and atol for two dtypes: an element is inside when `|c - r| <= atol + rtol |r|`."""
+"""rtol and atol for two dtypes: an element is inside if `|c - r| <= atol + rtol |r|`."""
 
 _LARGE = 64 << 20
-"""Float64 copies of tensors beyond this many bytes are made by one thread at a time."""
+"""Float64 copies of tensors larger than this many bytes are made by one thread at a time."""
 _MAPPED = 1 << 29
-"""Elements of both sides' large tensors after which mapped files are let go; 4 GB of float32."""
+"""Number of elements of both sides' large tensors after which mapped pages are released; 4 GB of
+float32."""
 _TRIES = 3
-"""Measurements of a pair whose file becomes shorter meanwhile."""
+"""Number of attempts to measure a pair whose file becomes shorter during the measurement."""
 _FETCHING = 8
-"""Threads where values come from another machine: most of the time they wait for it."""
+"""Number of threads if values come from another machine, because they mostly wait for it."""
 
 
 def exactly(reference: str, candidate: str) -> tuple[float, float]:
-    """Every element that differs is outside."""
+    """Return tolerances of 0, so that every element that differs is outside."""
     del reference, candidate
     return 0.0, 0.0
 
@@ -301,14 +303,14 @@ def measure(
     """Measure every pair of a plan.
 
     Args:
-        plan: What to compare with what.
-        reference: Where the reference's bytes are.
-        candidate: Where the candidate's bytes are.
-        metrics: What to measure.
-        elementwise: What `outside_share` counts as outside, by the dtypes of a pair.
-        threads: Worker threads; one per usable core when not given.
-        progress: Told how far it is.
-        executor: Who does it instead of this process.
+        plan: The plan.
+        reference: The reference run.
+        candidate: The candidate run.
+        metrics: The metrics to measure.
+        elementwise: Tolerances of `outside_share`, by the dtypes of a pair.
+        threads: Number of worker threads; one per usable core if None.
+        progress: Called with (pairs done, total pairs).
+        executor: Executor that measures instead of this process, if any.
 
     Returns:
         A table whose compared rows are `unjudged`, in the reference's execution order, extra last.
@@ -349,7 +351,7 @@ def measure_pairs(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Sequence[Row]:
-    """Measure pairs in this process; as `measure`. The rows come in the order of the pairs."""
+    """Measure pairs in this process, as `measure`; the rows are in the order of the pairs."""
 
     def some(window: Sequence[Pair], tell: Progress | None) -> list[Row]:
         work = _Work(window, reference, candidate, tuple(metrics), elementwise, tell)
@@ -368,12 +370,12 @@ def measure_pairs(
 
 
 def is_long(pairs: Sequence[Pair]) -> bool:
-    """Whether pairs are so many that their rows go into a file; see `windows`."""
+    """Return whether there are so many pairs that their rows go into a file; see `windows`."""
     return len(pairs) > MANY
 
 
 class _Work:
-    """Pairs shared out among threads; the blocks of a large pair go to whoever is free."""
+    """Pairs shared among threads; the blocks of a large pair go to any idle thread."""
 
     def __init__(
         self,
@@ -410,8 +412,8 @@ class _Work:
             for block, (start, stop) in enumerate(blocks):
                 self.units.append((stop - start, index, block, len(blocks)))
         self.fetched = reference.fetched or candidate.fetched
-        # Largest first: in a run's order the logits come last, and one thread reads them alone.
-        # What is fetched comes in the order in which it is there.
+        # Largest first: in a run's order the logits come last, and a single thread would read them.
+        # Remote values are taken in the order in which they are stored.
         if not self.fetched:
             self.units.sort(key=lambda unit: unit[0], reverse=True)
         self.parts: dict[int, dict[int, PairMoments]] = {}
@@ -423,8 +425,8 @@ class _Work:
         self.ticket = itertools.count()
 
     def run(self, threads: int) -> list[Row]:
-        """All rows, in the order of the pairs. The calling thread does small ones, and helps."""
-        # Daemons: an interrupt must not wait for a tensor of gigabytes.
+        """Return all rows, in the order of the pairs; the calling thread does small ones first."""
+        # Daemon threads, because an interrupt must not wait for a tensor of gigabytes.
         helpers = [
             threading.Thread(target=self._worker, name=f"driftline-compare-{n}", daemon=True)
             for n in range(1, min(threads, len(self.units)))
@@ -435,14 +437,14 @@ class _Work:
         self._worker()
         for helper in helpers:
             helper.join()
-        # An error of the program itself, not of a pair: those are rows.
+        # This is an error of the program; errors of pairs become rows.
         if self.failure is not None:
             raise self.failure
         self._refuse_cut_off()
         return [row for row in self.rows if row is not None]
 
     def _refuse_cut_off(self) -> None:
-        """Rows of tensors whose files became shorter by less than a page, which no fault shows."""
+        """Mark rows of tensors whose files were cut by less than a page, which causes no fault."""
         for side, run in enumerate((self.reference, self.candidate)):
             cut_off = run.cut_off()
             if cut_off is None:
@@ -480,14 +482,14 @@ class _Work:
                     row = self._measured_again(index, block, blocks)
                 self._finish(index, row)
                 self._looked_at(size)
-        except BaseException as bug:  # carried to the calling thread, which raises it
+        except BaseException as bug:  # raised by the calling thread
             self.failure = bug
 
     def _measured_again(self, index: int, block: int, blocks: int) -> Row | None:
-        """The row of a pair during whose measurement a mapped file became shorter.
+        """Measure a pair again after a mapped file became shorter during its measurement.
 
-        Perhaps it was another pair's file. The files are opened anew, and that of a tensor that is
-        cut says so.
+        The file may have been that of another pair. The files are opened again; if a tensor is cut,
+        its file is too short then, and the row says so.
         """
         for _ in range(_TRIES):
             self.reference.release()
@@ -500,7 +502,7 @@ class _Work:
         return paired(self.pairs[index])._replace(status="incomparable", reason=reason)
 
     def _looked_at(self, elements: int) -> None:
-        """Let go of mapped pages now and then: wherever memory is limited they count as ours."""
+        """Release mapped pages from time to time, because memory limits count them as used."""
         with self.lock:
             self.looked_at += elements
             if self.looked_at < _MAPPED:
@@ -523,7 +525,7 @@ class _Work:
                     self.progress(self.done, len(self.pairs))
 
     def _row(self, index: int, block: int, blocks: int) -> Row | None:
-        """The row of a pair; None while other blocks of it are still under way."""
+        """Return the row of a pair; None while other blocks of it are still being measured."""
         pair = self.pairs[index]
         row = paired(pair)
         if trouble := pair.trouble or _undescribed(pair) or incompatibility(pair):
@@ -536,25 +538,25 @@ class _Work:
             ):
                 return self._from_values(index, block, blocks, row)
             return row_without_values(self.reference, self.candidate, pair, row)
-        except Unreachable:  # says nothing about the pair, nor about the next one
+        except Unreachable:  # an error of the store, not of this pair
             raise
         except (DriftlineError, OSError, ValueError) as trouble:
             reason = str(trouble) or type(trouble).__name__
             return row._replace(status="incomparable", reason=reason)
 
     def _from_recipes(self, pair: Pair, row: Row) -> Row:
-        """A pair of which a side must be made first; large ones are made one at a time."""
+        """Return the row of a pair with recipes; large ones are computed one at a time."""
         from contextlib import nullcontext
 
         from driftline.comparison.measure.recipes import open_recipes
         from driftline.comparison.measure.summaries import measure_parts, needs_summaries
 
-        # Without values a recipe can still be carried out on summaries.
+        # Without values, a recipe can still be applied to summaries.
         if needs_summaries(pair):
             figures, remark = measure_parts(self.reference, self.candidate, pair)
             return row.measured("summary", figures, estimated=ESTIMATED, reason=remark)
         size = math.prod(row.reference_shape or ())
-        # One large float64 copy at a time, whatever the number of threads.
+        # Only one large float64 copy at a time, whatever the number of threads.
         with self.large if size * 8 > _LARGE else nullcontext():
             if (metrics := self._by_rows(pair, row)) is not None:
                 return row.measured("values", metrics)
@@ -572,7 +574,7 @@ class _Work:
         return measured._replace(reason="; ".join(notes)) if notes else measured
 
     def _by_rows(self, pair: Pair, row: Row) -> dict[str, Number] | None:
-        """What a gathered pair gives some rows at a time; None where it is needed as a whole."""
+        """Return the metrics of a gathered pair, measured by rows; None if it is needed whole."""
         from driftline.comparison.measure.recipes import row_blocks
 
         if any(metric.derive is None for metric in self.metrics):
@@ -587,7 +589,7 @@ class _Work:
 
     def _from_values(self, index: int, block: int, blocks: int, row: Row) -> Row | None:
         pair = self.pairs[index]
-        # Of a remote tensor only the block that is measured is fetched.
+        # For a remote tensor, only the block to measure is fetched.
         if blocks > 1 and self.fetched:
             start, stop = blocks_of(math.prod(pair.reference.shape))[block]
             values = open_window(self.reference, self.candidate, pair, start, stop)
@@ -605,8 +607,7 @@ class _Work:
                 if len(finished_blocks) < blocks:
                     return None
                 del self.parts[index]
-            # Summed up in the order of the blocks: the result must not depend on who
-            # was first.
+            # Merged in the order of the blocks, because the result must not depend on timing.
             parts = [finished_blocks[n] for n in range(blocks)]
         metrics = measure_moments(parts, self.metrics)
         notes: list[str] = []
@@ -624,20 +625,20 @@ class _Work:
 
 
 def _blocks(pair: Pair) -> list[tuple[int, int]]:
-    """How a pair will be cut, known before it is opened; one piece for all but large tensors."""
+    """Return the blocks of a pair, before it is opened; only large tensors have several."""
     reference, candidate = pair.reference, pair.candidate
     if pair.reference_recipe is not None or pair.candidate_recipe is not None:
         if not has_recipe(pair) and not incompatibility(pair):
             return blocks_of(math.prod(reference.shape))
-        return [(0, math.prod(reference.shape))]  # made once, so measured by one thread
+        return [(0, math.prod(reference.shape))]  # computed once, so measured by one thread
     if reference.kept == candidate.kept == "full" and not incompatibility(pair):
         return blocks_of(math.prod(reference.shape))
     return [(0, 0)]
 
 
 def _undescribed(pair: Pair) -> str:
-    """Why a tensor is lost of which not even type and shape are known; empty otherwise."""
-    # A lost tensor may lack even its type; then nothing below can work on it.
+    """Return the reason of a lost tensor whose dtype is unknown too; empty otherwise."""
+    # A lost tensor may lack even its dtype, which everything below needs.
     for record in (pair.reference, pair.candidate):
         if record.lost and record.dtype not in DTYPES:
             return f"{LOST}: {record.lost}"

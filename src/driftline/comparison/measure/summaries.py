@@ -1,12 +1,13 @@
-"""Pairs of which a side is only a summary or a digest: what ten numbers and a sketch can still say.
+"""Pairs of which a side has only a summary or a digest: what statistics and a sketch can show.
 
-The sketch is linear, so the difference of two sketches is the sketch of the difference: its length
-estimates `||c - r||` within about 16 %, permutations included. Such numbers are marked so.
+The sketch is linear, so the difference of two sketches is the sketch of the difference. Its norm
+estimates `||c - r||` within about 16 %, also for permuted tensors. Such figures are marked as
+estimates.
 
-Other programs' dumps keep max, min, mean and l2 alone; what they do not say is NaN. Those four can
+Dumps of other programs contain only max, min, mean and l2; other figures are NaN. These four can
 prove a difference: `||c - r||` is at least as large as each of `|Δl2|`, `|Δmax|`, `|Δmin|` and
 `√n |Δmean|`. They cannot prove that there is none. Summaries of the parts of a gathered tensor are
-put together the same way.
+combined in the same way.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ FROM_STATISTICS = "from max, min, mean and l2 alone: the error is at least this 
 
 
 _PRINTED = 1e-6
-"""Statistics in other programs' files have six decimals: two of them may differ by so much."""
+"""Statistics in other programs' files have six decimals, so two of them may differ by this much."""
 
 
 def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Number]:
-    """The measurements that two summaries allow."""
+    """Return the measurements that two summaries allow."""
     measured: dict[str, Number] = {}
-    # Counts of NaN and Inf that differ prove a difference at unknown positions.
+    # Different counts of NaN or Inf prove a difference, at unknown positions.
     unlike = (
         abs(reference.nan - candidate.nan)
         + abs(reference.pos_inf - candidate.pos_inf)
         + abs(reference.neg_inf - candidate.neg_inf)
     )
     if not math.isnan(unlike):
-        measured["one_sided"] = unlike  # at least that many: positions are not known
+        measured["one_sided"] = unlike  # a lower bound, because positions are unknown
     if reference.sketch and candidate.sketch and not unlike:
         distance = estimate_l2_distance(reference.sketch, candidate.sketch)
         measured["relative_l2"] = _relative(distance, reference, candidate)
         measured["cosine"] = _cosine(distance, reference, candidate)
         measured["rmse"] = distance / math.sqrt(reference.count) if reference.count else 0.0
-    # No sketch: only a lower bound of the error can be given.
+    # Without sketches, only a lower bound of the error can be given.
     elif from_statistics(reference, candidate):
         bound = _least(reference, candidate)
         if not math.isnan(bound):
@@ -69,7 +70,7 @@ def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Numbe
             "nan": summary.nan,
             "inf": summary.pos_inf + summary.neg_inf,
         }
-        # NaN is a finding where somebody counted, and nothing at all where nobody did.
+        # NaN is a result if non-finite elements were counted, and means unknown if they were not.
         partial = math.isnan(summary.nan)
         for name, value in figures.items():
             if not (partial and math.isnan(value)):
@@ -78,16 +79,16 @@ def measure_summaries(reference: Summary, candidate: Summary) -> dict[str, Numbe
 
 
 def from_statistics(reference: Summary, candidate: Summary) -> bool:
-    """Whether one side has four figures and no sketch: the other's sketch is of no use then."""
+    """Return whether a side has four figures and no sketch; the other's sketch is then useless."""
     return math.isnan(reference.nan) or math.isnan(candidate.nan)
 
 
 def _least(reference: Summary, candidate: Summary) -> float:
-    """The relative L2 error is at least this; nan when the figures do not allow even that."""
+    """Return a lower bound of the relative L2 error; nan if the figures do not give one."""
     if math.isnan(reference.l2):
         return math.nan
     for summary in (reference, candidate):
-        # Ours leave out what is not finite, theirs do not: figures of different elements.
+        # Driftline's summaries exclude non-finite elements; those of other programs include them.
         if summary.nan > 0 or summary.pos_inf > 0 or summary.neg_inf > 0:
             return math.nan
     deltas = (
@@ -110,7 +111,7 @@ def _relative(distance: float, reference: Summary, candidate: Summary) -> float:
 def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
     if reference.l2 == 0.0 or candidate.l2 == 0.0:
         return 1.0 if reference.l2 == candidate.l2 else 0.0
-    # Quotients first: squares of huge or tiny norms leave float64.
+    # Quotients are computed first, because squares of huge or tiny norms overflow float64.
     size, other = reference.l2, candidate.l2
     apart = size - other
     rest = 0.5 * ((distance / size) * (distance / other) - (apart / size) * (apart / other))
@@ -119,14 +120,14 @@ def _cosine(distance: float, reference: Summary, candidate: Summary) -> float:
     return 1.0 - min(2.0, max(0.0, rest))
 
 
-# Pairs of which a side has no values: what digests and summaries can still say, or why nothing.
+# Pairs of which a side has no values: a row by digest or summary, or the reason why there is none.
 
 
 _SAME = {"relative_l2": 0.0, "cosine": 1.0, "max_abs_error": 0.0, "different": 0, "one_sided": 0}
 
 
 def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> Row:
-    """A pair of which at least one side has no values: by digest, by summary, or not at all."""
+    """Return the row of a pair of which a side has no values: by digest, by summary, or neither."""
     reference_record, candidate_record = pair.reference, pair.candidate
     known_apart = _digests(reference_record, candidate_record)
     if known_apart is False:
@@ -138,7 +139,7 @@ def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> 
     lost = reference.lost(reference_record) or candidate.lost(candidate_record)
     if lost and (reference_summary is None or candidate_summary is None):
         return row._replace(status="incomparable", reason=f"{LOST}: {lost}")
-    # Integers have no tolerance: other bytes are other numbers.
+    # Integers have no tolerance, because different bytes are different numbers.
     exact = not DTYPES[reference_record.dtype].is_floating
     if known_apart and (exact or reference_summary is None or candidate_summary is None):
         return row._replace(
@@ -166,22 +167,22 @@ def row_without_values(reference: Run, candidate: Run, pair: Pair, row: Row) -> 
 
 
 def _digests(reference: Record, candidate: Record) -> bool | None:
-    """True when digests prove the bytes different, False the same, None when they cannot say."""
+    """Return whether digests prove the bytes different; None if they cannot be compared."""
     if not reference.digest or not candidate.digest or reference.dtype != candidate.dtype:
         return None
-    # Digests of samples with different strides are of different elements.
+    # Digests of samples with different strides are about different elements.
     if "sample" in (reference.kept, candidate.kept) and (
         reference.kept != candidate.kept or reference.sample_stride != candidate.sample_stride
     ):
         return None
-    # Made by different hash functions, they cannot agree.
+    # Digests of different hash functions never agree.
     if reference.digest.partition(":")[0] != candidate.digest.partition(":")[0]:
         return None
     return reference.digest != candidate.digest
 
 
 def summary_of(run: Run, record: Record) -> Summary | None:
-    """The summary that was kept, or one made now from values that were."""
+    """Return the stored summary, or one computed now from stored values; None without either."""
     if record.summary is not None:
         return record.summary
     if record.kept == "full" and not run.lost(record):
@@ -190,7 +191,7 @@ def summary_of(run: Run, record: Record) -> Summary | None:
     return None
 
 
-# Parts of a tensor of which only summaries were kept, against the whole or other parts.
+# Parts of a tensor with summaries only, compared with the whole or with other parts.
 
 
 Cuts = tuple[Step, ...]
@@ -202,11 +203,11 @@ BY_FIGURES = (
 
 
 class Held(NamedTuple):
-    """What is known of one place of a tensor.
+    """What is known about one part of a tensor.
 
     Attributes:
-        summary: Of the record, or of a sum: then only count, mean and sketch are known.
-        ranks: Who holds it.
+        summary: Summary of the record, or of a sum, which has only count, mean and sketch.
+        ranks: Ranks that hold the part.
     """
 
     summary: Summary
@@ -214,14 +215,14 @@ class Held(NamedTuple):
 
 
 Term = tuple[Summary, float, int]
-"""A summary, what its values are multiplied by, and the rank that holds it."""
+"""A summary, the factor of its values, and the rank that holds it."""
 
 Parts = Mapping[Cuts, Held]
-"""By where they are in the whole; the whole itself is at ()."""
+"""Parts by their position in the whole; the whole itself is at ()."""
 
 
 def needs_summaries(pair: Pair) -> bool:
-    """Whether a side is to be made of tensors whose values were not kept."""
+    """Return whether a side must be computed from tensors whose values were not kept."""
     return any(
         record.kept == "summary" and record.summary is not None
         for recipe in (pair.reference_recipe, pair.candidate_recipe)
@@ -231,10 +232,10 @@ def needs_summaries(pair: Pair) -> bool:
 
 
 def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str, Number], str]:
-    """The measurements that summaries of parts allow, and what to say about them.
+    """Return the measurements that summaries of parts allow, with a remark.
 
     Raises:
-        DriftlineError: Nothing can be said.
+        DriftlineError: The summaries allow none.
     """
     reference_parts, candidate_parts = (
         _parts(pair.reference_recipe or pair.reference),
@@ -242,7 +243,7 @@ def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str,
     )
     if reference_parts is None and candidate_parts is None:
         raise BadInput("neither side has summaries")
-    # A side that has values is cut as the summaries of the other are.
+    # A side with values is cut like the summaries of the other side.
     if reference_parts is None:
         reference_parts = _sliced(
             reference, pair.reference_recipe or pair.reference, candidate_parts or {}
@@ -255,15 +256,15 @@ def measure_parts(reference: Run, candidate: Run, pair: Pair) -> tuple[dict[str,
 
 
 def measured(reference: Parts, candidate: Parts) -> tuple[dict[str, Number], str]:
-    """Two sides, each in parts."""
+    """Return the measurements of two sides that are given in parts, with a remark."""
     metrics: dict[str, Number] = {}
     remark = ""
     reference_total, candidate_total = _together(reference), _together(candidate)
     unlike = sum(
         abs(a - b) for a, b in zip(_odd(reference_total), _odd(candidate_total), strict=True)
     )
-    metrics["one_sided"] = unlike  # at least that many: positions are not known
-    # NaN on one side only decides the row; figures of the rest would mislead.
+    metrics["one_sided"] = unlike  # a lower bound, because positions are unknown
+    # A NaN on one side only decides the row; other figures would mislead.
     if unlike:
         pass
     elif reference.keys() == candidate.keys() and _sketched(reference) and _sketched(candidate):
@@ -299,12 +300,12 @@ def measured(reference: Parts, candidate: Parts) -> tuple[dict[str, Number], str
 
 
 def _whose(off: Mapping[Cuts, float], reference: Parts, candidate: Parts) -> str:
-    """Whose parts differ, if the others' do not."""
+    """Return a sentence about the ranks whose parts differ, if those of others agree."""
     far = {
         cuts: error / (_l2({cuts: reference[cuts]}, reference[cuts].summary) or 1.0)
         for cuts, error in off.items()
     }
-    # A tenth of the worst: rounding differs between ranks, too.
+    # A tenth of the worst error, because rounding differs between ranks too.
     bad = [cuts for cuts, error in far.items() if error > max(_FAR, max(far.values()) / 10)]
     who = sorted(
         {rank for cuts in bad for rank in (candidate[cuts].ranks or reference[cuts].ranks)}
@@ -316,10 +317,10 @@ def _whose(off: Mapping[Cuts, float], reference: Parts, candidate: Parts) -> str
 
 
 def _parts(source: Source) -> Parts | None:
-    """What summaries say of each place; None where all values are there.
+    """Return the summary of each part; None if all values are stored.
 
     Raises:
-        BadInput: They say nothing, or cannot be put together.
+        BadInput: A summary is missing, or the summaries cannot be combined.
     """
     records = source.records if isinstance(source, Recipe) else (source,)
     if all(record.kept == "full" for record in records):
@@ -341,7 +342,7 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
     steps, offset = list(source.steps), 0
     joining = steps.pop(0) if steps and steps[0].kind in ("concat", "sum", "mean") else None
     for step in steps:
-        # A summary knows its elements' values and not their places.
+        # A summary contains its elements' values but not their positions.
         if step.kind != "times":
             raise BadInput(
                 f"only summaries were kept, and {step} moves elements: a summary does not know them"
@@ -359,7 +360,7 @@ def _place(source: Source, cuts: Cuts, factor: float, placed: dict[Cuts, list[Te
 
 
 def _added(terms: Sequence[Term]) -> Held:
-    """The sum of terms: its mean and its sketch are theirs; nothing else is."""
+    """Return the sum of terms, of which only the mean and the sketch are known."""
     first, factor, _ = terms[0]
     ranks = tuple(rank for _, _, rank in terms)
     if len(terms) == 1 and factor == 1.0:
@@ -379,7 +380,7 @@ def _added(terms: Sequence[Term]) -> Held:
             ),
             ranks,
         )
-    # A sketch is linear, so that of a sum is the sum of sketches.
+    # Sketches are linear, so the sketch of a sum is the sum of the sketches.
     sketches = [[value * times for value in summary.sketch] for summary, times, _ in terms]
     total = tuple(map(sum, zip(*sketches, strict=True))) if all(sketches) else ()
     mean = sum(summary.mean * times for summary, times, _ in terms)
@@ -389,7 +390,7 @@ def _added(terms: Sequence[Term]) -> Held:
 
 
 def _sliced(run: Run, source: Source, like: Parts) -> Parts:
-    """Summaries of the places at which the other side has parts."""
+    """Return summaries of the parts into which the other side is divided."""
     made = apply_recipe(
         run, source if isinstance(source, Recipe) else Recipe((source,), (), source.shape)
     )
@@ -407,7 +408,7 @@ def _sliced(run: Run, source: Source, like: Parts) -> Parts:
 
 
 def _together(parts: Parts) -> Summary:
-    """The whole's figures, without a sketch; what terms of a sum do not tell is NaN."""
+    """Return the figures of the whole, without a sketch; unknown figures of sums are NaN."""
     summaries = [held.summary for held in parts.values() if held.summary.count]
     if not summaries:
         return next(iter(parts.values())).summary
@@ -417,11 +418,11 @@ def _together(parts: Parts) -> Summary:
     many = sum(finite)
     with_values = [(summary, n) for summary, n in zip(summaries, finite, strict=True) if n]
     mean = sum(summary.mean * n for summary, n in with_values) / many if many else math.nan
-    # In units of the largest norm: squares of huge or tiny ones leave float64.
+    # In units of the largest norm, because squares of huge or tiny norms overflow float64.
     largest = max((summary.l2 for summary, _ in with_values), default=0.0)
     unit = largest if 0.0 < largest < math.inf else 1.0
     square = sum((summary.l2 / unit) * (summary.l2 / unit) for summary, _ in with_values)
-    # From the squares: parts have means of their own, so their deviations do not add up.
+    # Computed from squares, because the deviations of parts with different means do not add up.
     spread = square / many - (mean / unit) * (mean / unit) if many else math.nan
     return Summary(
         count,
@@ -450,7 +451,7 @@ def _sketch(held: Held) -> Sequence[float]:
 
 
 def _l2(parts: Parts, together: Summary) -> float:
-    """The norm of a side; about that, where only the sketch of a sum is known."""
+    """Return the norm of a side; an estimate if only the sketch of a sum is known."""
     if not math.isnan(together.l2):
         return together.l2
     return estimate_l2([value for held in parts.values() for value in _sketch(held)])
@@ -465,14 +466,14 @@ def _relative_of_norms(distance: float, size: float, other: float) -> float:
 def _cosine_of_norms(distance: float, size: float, other: float) -> float:
     if size == 0.0 or other == 0.0:
         return 1.0 if size == other else 0.0
-    # Quotients first: squares of huge or tiny norms leave float64.
+    # Quotients are computed first, because squares of huge or tiny norms overflow float64.
     apart = size - other
     rest = 0.5 * ((distance / size) * (distance / other) - (apart / size) * (apart / other))
     return 1.0 - min(2.0, max(0.0, rest))
 
 
 def _least_of_parts(reference: Summary, candidate: Summary) -> float:
-    """The relative L2 error is at least this; nan where the figures do not allow even that."""
+    """Return a lower bound of the relative L2 error; nan if the figures do not give one."""
     deltas = (
         abs(candidate.l2 - reference.l2),
         abs(candidate.max - reference.max),

@@ -1,1 +1,1 @@
-"""Metrics: names, directions and definitions of the figures in a row. Knows no run."""
+"""Metrics: names, directions and definitions of the figures in a row. They know no run."""

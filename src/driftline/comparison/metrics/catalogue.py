@@ -1,17 +1,18 @@
-"""Every metric Driftline knows: its direction, its meaning, its definition, and its short cut.
+"""Catalogue of the metrics: direction, meaning, definition, and derivation from moments.
 
-A metric has one definition, a numpy float64 function of (reference, candidate). Those of `STANDARD`
-also have a derivation from the kernel's one pass; a test holds the two together. What is not in the
-pass (`kl`, a user's own) is computed from the values, on request.
+A metric has one definition, a numpy float64 function of (reference, candidate). Those in `STANDARD`
+are also derived from the moments of the kernel's single pass; a test checks that both agree. Other
+metrics (`kl`, users' own) are computed from the values, on request.
 
-A user's own metric is a Python function of (reference, candidate), from a file or a plug-in:
+A user's metric is a Python function of (reference, candidate), from a file or a plug-in:
 
     def worst_row(reference, candidate):      # flat float64 arrays, finite on both sides
         return float(abs(candidate - reference).max(initial=0))
-    worst_row.direction = "lower"             # or "higher", "zero", "none"; lower when not said
-    worst_row.whole = True                    # shaped arrays, non-finite elements included
+    worst_row.direction = "lower"             # or "higher", "zero", "none"; default lower
+    worst_row.whole = True                    # shaped arrays, including non-finite elements
 
-It is tried once on two ones before anything is read, so that a mistake costs no time.
+It is called once on two arrays with a single one before anything is read, so that a mistake shows
+at once.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from driftline.registry import METRICS, Address, plugins
 _DEFINED = "driftline.comparison.metrics.definitions"
 
 Definition = Callable[..., float]
-"""(reference, candidate) as finite float64 arrays of one shape; returns the measurement."""
+"""Function of (reference, candidate), finite float64 arrays of one shape, that returns a number."""
 
 
 class Metric(NamedTuple):
-    """One way to put a number on a pair.
+    """One measurement of a pair.
 
     Attributes:
         column: Its name, direction and meaning.
-        derive: From the moments of a pair; None when moments do not hold it. Returns None when the
-            pair has no such number (the position of something that is nowhere).
-        definition: Address of the definition; None for what only the pass itself can know.
-        function: The definition itself, for metrics that come from users.
-        whole: The definition wants shaped arrays with non-finite elements in them, not the flat
-            elements that are finite on both sides.
-        address: What `find` finds it by, in any process; empty for the standard ones, and for a
-            function that only this process has.
+        derive: Computes it from the moments of a pair; None if moments do not contain it. Returns
+            None if the pair has no such value (the position of something that does not occur).
+        definition: Address of the definition; None for a metric that only the kernel's pass gives.
+        function: The definition itself, for users' metrics.
+        whole: Whether the definition needs shaped arrays with non-finite elements, instead of the
+            flat elements that are finite on both sides.
+        address: Name by which `find` finds it in any process; empty for standard metrics, and for
+            functions that only this process has.
     """
 
     column: Column
     derive: Callable[[PairMoments], Number | None] | None = None
     definition: Address | None = None
     function: Definition | None = None
-    # The name of the attribute that a user's function may have, so it stays.
+    # The attribute of users' functions has the same name, so it cannot be renamed.
     whole: bool = False
     address: str = ""
 
@@ -64,7 +65,7 @@ class Metric(NamedTuple):
         return self.column.name
 
     def define(self) -> Definition:
-        """The definition as a function; its module is imported here, not before."""
+        """Return the definition as a function; its module is imported only now."""
         if self.function is not None:
             return self.function
         if self.definition is None:
@@ -86,7 +87,7 @@ def _metric(
 
 _VALUE = "the tensor's own unit"
 
-# The order is that of the columns of every table.
+# This is the order of the columns of every table.
 STANDARD: tuple[Metric, ...] = (
     _metric("relative_l2", "lower", "||c - r|| / ||r||", by.relative_l2, _DEFINED),
     _metric("cosine", "higher", "cosine of the angle between r and c", by.cosine, _DEFINED),
@@ -111,9 +112,9 @@ STANDARD: tuple[Metric, ...] = (
         for (what, meaning, unit), derive in derivations
     ),
 )
-"""Measured for every pair, in the order of the columns."""
+"""Metrics measured for every pair, in the order of the columns."""
 
-# Not measured for every pair: they need all values at once, or few people read them.
+# Measured only on request, because they need all values at once or are rarely used.
 ON_REQUEST: tuple[Metric, ...] = (
     _metric("sqnr", "higher", "20 log10(||r|| / ||c - r||)", by.sqnr, _DEFINED, "dB"),
     _metric("kl", "lower", "KL divergence of the softmax", None, _DEFINED, "nats"),
@@ -123,19 +124,19 @@ KNOWN: dict[str, Metric] = {metric.name: metric for metric in (*STANDARD, *ON_RE
 
 
 def limited(names: Iterable[str]) -> list[str]:
-    """Of metrics that limits name, those that are only measured when asked for: this asks."""
-    # Standard ones are measured anyway, and unknown ones are refused with a hint elsewhere.
+    """Return the metrics named by limits that are measured only on request."""
+    # Standard metrics are always measured; unknown ones are refused with a hint elsewhere.
     on_request = {metric.name for metric in ON_REQUEST}
     return [name for name in dict.fromkeys(name.strip() for name in names) if name in on_request]
 
 
 def requested(names: Sequence[str]) -> tuple[Metric, ...]:
-    """The standard metrics, and those that somebody asked for by name or by `file.py:function`.
+    """Return the standard metrics, and those requested by name or by `file.py:function`.
 
     Raises:
         BadInput: There is no such metric.
     """
-    # By name: asking twice for one metric measures it once.
+    # By name, so that a metric that is requested twice is measured once.
     extra: dict[str, Metric] = {}
     for name in names:
         metric = find(name)
@@ -145,10 +146,10 @@ def requested(names: Sequence[str]) -> tuple[Metric, ...]:
 
 
 def find(name: str) -> Metric:
-    """One metric by name, from the catalogue, an installed plug-in, or a user's file."""
+    """Return a metric by name, from the catalogue, an installed plug-in, or a user's file."""
     if name in KNOWN:
         return KNOWN[name]._replace(address="" if KNOWN[name] in STANDARD else name)
-    # A colon stands in no name of a metric: it is FILE.py:FUNCTION.
+    # No metric name contains a colon, so this is FILE.py:FUNCTION.
     if ":" in name:
         return _from_file(name)._replace(address=name)
     announced = plugins(METRICS)
@@ -158,13 +159,13 @@ def find(name: str) -> Metric:
 
 
 def _from_file(address: str) -> Metric:
-    """The metric at `file.py:function`.
+    """Return the metric at `file.py:function`.
 
     Raises:
-        BadInput: No such file or function.
+        BadInput: There is no such file or function.
         BadFile: The file cannot be executed, or the function does not return a number.
     """
-    # The file is the user's own program, named on the user's own command line: it is imported.
+    # The user named this file on the command line, so importing it is safe.
     file_name, _, name = address.rpartition(":")
     path = Path(file_name)
     if not path.is_file():
@@ -176,7 +177,7 @@ def _from_file(address: str) -> Metric:
     if spec is None or spec.loader is None:
         raise BadInput(f"'{file_name}' is no Python file", hint="write it as FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses inside the file look themselves up there
+    sys.modules[spec.name] = module  # dataclasses in the file need the entry
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as trouble:
@@ -192,11 +193,11 @@ def _from_file(address: str) -> Metric:
 
 
 def _from_function(name: str, function: Any) -> Metric:
-    """Wrap a function as a metric, after trying it once.
+    """Return a function as a metric, after calling it once.
 
     Raises:
         BadInput: Its name or its direction cannot be used.
-        BadFile: It fails, or returns something that is no number.
+        BadFile: It fails, or returns something that is not a number.
     """
     if name in KNOWN or name in ROW_FIELDS:
         raise BadInput(f"'{name}' is the name of a column already", hint="rename the function")

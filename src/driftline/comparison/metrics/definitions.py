@@ -1,11 +1,12 @@
-"""Element-wise difference: how far apart are two tensors, in their own units and relative to size?
+"""Definitions of the metrics: element-wise differences, direction, and distribution of two tensors.
 
-Every function takes finite float64 arrays of one shape, `reference` first, and returns a float.
-Non-finite elements never reach this file: the engine counts and masks them. Two empty arrays do not
-differ. These are the definitions; the engine derives the same numbers from one pass of the kernel.
+Every function takes finite float64 arrays of one shape, `reference` first, and returns a float,
+or an array for `relative_errors`. Non-finite elements never reach this file, because the engine
+counts and masks them. Two empty arrays do not differ. The engine derives the same numbers from one
+pass of the kernel.
 
-Sums and differences that would leave float64 are taken of values scaled by a power of two: what is
-itself a float64 is never lost on the way to it.
+Sums and differences that would overflow float64 are computed from values scaled by a power of two,
+so that a result that fits float64 is never lost.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def max_abs_error(reference: F64, candidate: F64) -> float:
-    """The largest `|candidate - reference|`.
+    """Return the largest `|candidate - reference|`.
 
     >>> max_abs_error(np.array([1.0, 2.0]), np.array([1.0, -2.0]))
     4.0
@@ -28,7 +29,7 @@ def max_abs_error(reference: F64, candidate: F64) -> float:
 
 
 def mean_abs_error(reference: F64, candidate: F64) -> float:
-    """The mean `|candidate - reference|`.
+    """Return the mean `|candidate - reference|`.
 
     >>> mean_abs_error(np.array([1.0, 2.0]), np.array([1.0, -2.0]))
     2.0
@@ -40,7 +41,7 @@ def mean_abs_error(reference: F64, candidate: F64) -> float:
 
 
 def rmse(reference: F64, candidate: F64) -> float:
-    """Root of the mean squared difference.
+    """Return the root of the mean squared difference.
 
     >>> rmse(np.array([0.0, 0.0]), np.array([2.0, 2.0]))
     2.0
@@ -52,7 +53,7 @@ def rmse(reference: F64, candidate: F64) -> float:
 
 
 def relative_errors(reference: F64, candidate: F64) -> F64:
-    """`|candidate - reference| / |reference|` per element: 0 where both are 0, inf where one is.
+    """Return `|candidate - reference| / |reference|` per element; 0 if both are 0, inf if one is.
 
     >>> relative_errors(np.array([0.0, 0.0, 2.0]), np.array([0.0, 1e-9, 3.0]))
     array([0. , inf, 0.5])
@@ -65,7 +66,7 @@ def relative_errors(reference: F64, candidate: F64) -> F64:
 
 
 def max_rel_error(reference: F64, candidate: F64) -> float:
-    """The largest relative error of an element; inf as soon as a zero is not reproduced.
+    """Return the largest relative error of an element; inf if a zero is not reproduced.
 
     >>> max_rel_error(np.array([0.0, 4.0]), np.array([0.0, 5.0]))
     0.25
@@ -74,7 +75,7 @@ def max_rel_error(reference: F64, candidate: F64) -> float:
 
 
 def mean_rel_error(reference: F64, candidate: F64) -> float:
-    """The mean relative error of the elements; inf as soon as a zero is not reproduced.
+    """Return the mean relative error of the elements; inf if a zero is not reproduced.
 
     >>> mean_rel_error(np.array([0.0, 4.0]), np.array([0.0, 5.0]))
     0.125
@@ -83,9 +84,9 @@ def mean_rel_error(reference: F64, candidate: F64) -> float:
 
 
 def relative_l2(reference: F64, candidate: F64) -> float:
-    """`||candidate - reference|| / ||reference||`, the scale-free size of the error.
+    """Return `||candidate - reference|| / ||reference||`, the scale-free size of the error.
 
-    A zero reference has no scale: 0.0 when the candidate is zero too, otherwise inf, so that a
+    A zero reference has no scale: 0.0 if the candidate is zero too, otherwise inf, so that a
     threshold cannot pass by accident.
 
     >>> relative_l2(np.zeros(2), np.array([0.0, 1e-9]))
@@ -105,7 +106,7 @@ def relative_l2(reference: F64, candidate: F64) -> float:
 
 
 def different(reference: F64, candidate: F64) -> float:
-    """How many elements do not have the same value; zeros of either sign are the same.
+    """Return the number of elements with different values; zeros of either sign are equal.
 
     >>> different(np.array([0.0, 1.0]), np.array([-0.0, 2.0]))
     1.0
@@ -114,7 +115,7 @@ def different(reference: F64, candidate: F64) -> float:
 
 
 def norm(values: F64) -> float:
-    """Euclidean norm, scaled first so that neither 1e-200 nor 1e200 leaves the range of float64.
+    """Return the Euclidean norm, scaled so that neither 1e-200 nor 1e200 leaves float64's range.
 
     >>> norm(np.array([3e200, 4e200])) / 1e200
     5.0
@@ -123,23 +124,23 @@ def norm(values: F64) -> float:
 
 
 def _scaled_norm(values: F64) -> tuple[float, int]:
-    """The norm as a number and the power of two to multiply it by; it may exceed any float64."""
+    """Return the norm as a number and a power of two to multiply by; it may exceed float64."""
     scaled, exponent = _scaled(values)
     return float(np.sqrt(np.sum(scaled * scaled))), exponent
 
 
 def _scaled(values: F64) -> tuple[F64, int]:
-    """Values of which the largest is about 1, and the power of two to multiply them by."""
+    """Return values scaled so that the largest is about 1, and the power of two to undo it."""
     largest = float(np.max(np.abs(values), initial=0.0))
     if largest == 0.0 or not np.isfinite(largest):
         return values, 0
-    # A power of two: dividing by it rounds nothing.
+    # Dividing by a power of two causes no rounding.
     exponent = int(np.frexp(largest)[1])
     return np.ldexp(values, -exponent), exponent
 
 
 def _difference(reference: F64, candidate: F64) -> tuple[F64, int]:
-    """`candidate - reference`, and the power of two to multiply it by: it may exceed float64."""
+    """Return `candidate - reference` and a power of two to multiply by; it may exceed float64."""
     with np.errstate(over="ignore"):
         error = candidate - reference
     if np.isfinite(error).all():
@@ -148,14 +149,14 @@ def _difference(reference: F64, candidate: F64) -> tuple[F64, int]:
 
 
 def _length(reference: F64, candidate: F64) -> tuple[float, int]:
-    """The norm of the difference, as `_scaled_norm`."""
+    """Return the norm of the difference, in the form of `_scaled_norm`."""
     error, exponent = _difference(reference, candidate)
     length, more = _scaled_norm(error)
     return length, exponent + more
 
 
 def _mean(values: F64) -> float:
-    """The mean, also where the sum would exceed float64; 0 of nothing, inf if one value is."""
+    """Return the mean, even if the sum exceeds float64; 0 for no values, inf if one is inf."""
     if not values.size:
         return 0.0
     scaled, exponent = _scaled(values)
@@ -163,13 +164,13 @@ def _mean(values: F64) -> float:
 
 
 def _times_two_to(value: float, exponent: int) -> float:
-    """`value * 2**exponent`; inf where that exceeds float64."""
+    """Return `value * 2**exponent`; inf if that exceeds float64."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.ldexp(value, exponent))
 
 
 def sqnr(reference: F64, candidate: F64) -> float:
-    """Signal to quantisation noise in decibels: `20 log10(||r|| / ||c - r||)`; inf if all agrees.
+    """Return the signal to noise ratio in decibels, `20 log10(||r|| / ||c - r||)`; inf if equal.
 
     >>> round(sqnr(np.array([3.0, 4.0]), np.array([3.0, 4.05])), 6)  # a hundredth of the length
     40.0
@@ -184,15 +185,15 @@ def sqnr(reference: F64, candidate: F64) -> float:
     return float(-20.0 * (np.log10(error / scale) + doublings * np.log10(2.0)))
 
 
-# Direction: do two tensors, seen as long vectors, point the same way, and how much longer is
-# one?
+# Direction: do two tensors point in the same direction as vectors, and how do their lengths differ?
 
 
 def cosine(reference: F64, candidate: F64) -> float:
-    """Cosine of the angle between the two; blind to scale: `cosine(u, 2u)` is 1.
+    """Return the cosine of the angle between the two; independent of scale: `cosine(u, 2u)` is 1.
 
-    Computed as `1 - ||u - v||^2 / 2` of the unit vectors, which is exact for nearly equal tensors
-    where the quotient of a dot product is not, and never exceeds 1. Both zero: 1. One zero: 0.
+    It is computed as `1 - ||u - v||^2 / 2` of the unit vectors. For nearly equal tensors this is
+    accurate where the quotient of a dot product is not, and it never exceeds 1. Two zero tensors
+    give 1, and a single one gives 0.
 
     >>> cosine(np.array([1.0, 0.0]), np.array([0.0, 3.0]))
     0.0
@@ -207,10 +208,10 @@ def cosine(reference: F64, candidate: F64) -> float:
 
 
 def projection(reference: F64, candidate: F64) -> float:
-    """`<e, r> / <r, r>` with `e = candidate - reference`: the error's share along the reference.
+    """Return `<e, r> / <r, r>` with `e = candidate - reference`, the error along the reference.
 
-    A scale fault of 3 % gives 0.03 whatever the rounding noise around it, which adds up to nearly
-    0. Zero reference: 0 when the candidate is zero too, otherwise inf.
+    A scale fault of 3 % gives 0.03 whatever the rounding noise, which adds up to nearly 0. A zero
+    reference gives 0 if the candidate is zero too, otherwise inf.
 
     >>> projection(np.array([0.0, 2.0]), np.array([7.0, 3.0]))
     0.5
@@ -226,21 +227,22 @@ def projection(reference: F64, candidate: F64) -> float:
 
 
 def _unit(values: F64) -> F64 | None:
-    """The vector of length 1 in the same direction; None for a zero one, which has no direction."""
+    """Return the vector of length 1 in the same direction; None for a zero vector."""
     largest = float(np.max(np.abs(values), initial=0.0))
     if largest == 0.0:
         return None
-    scaled = values / largest  # first, so that the norm stays inside the range of float64
+    scaled = values / largest  # first, so that the norm stays in float64's range
     return scaled / norm(scaled)
 
 
-# Distribution: how different are two tensors when they are read as logits?
+# Distribution: how much do two tensors differ as logits?
 
 
 def kl(reference: F64, candidate: F64) -> float:
-    """Kullback-Leibler divergence `sum p ln(p / q)`, p and q the softmax of the flattened tensors.
+    """Return the Kullback-Leibler divergence `sum p ln(p / q)` of the flattened tensors' softmax.
 
-    In nats, never negative; 0 for empty tensors. Blind to a constant added to every logit.
+    It is in nats, never negative, and 0 for empty tensors. A constant added to every logit does not
+    change it.
 
     >>> kl(np.array([1.0, 2.0]), np.array([2.0, 3.0]))
     0.0

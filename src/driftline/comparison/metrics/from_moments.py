@@ -1,8 +1,8 @@
-"""The standard metrics, derived from the moments that one pass over a pair leaves behind.
+"""The standard metrics, derived from the moments that one pass over a pair gives.
 
-Each function gives what the definition of the same name gives over the elements that are finite on
-both sides; sums of squares are float64, so pairs outside about 1e-150 ... 1e150 go the long way
-(see `needs_definition`).
+Each function gives the result of the definition of the same name, over the elements that are finite
+on both sides. Sums of squares are float64, so pairs outside about 1e-150 ... 1e150 use the
+definitions instead (see `needs_definition`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _HUGE = 1e290
 
 
 def needs_definition(m: PairMoments) -> bool:
-    """Whether a sum left the range of float64, so that figures must come from the definitions."""
-    # The usual case first, in one comparison: this runs for every pair.
+    """Return whether a sum left float64's range, so that the definitions must be used."""
+    # The usual case is tested first, in one comparison, because this runs for every pair.
     if (
         _TINY <= m.sum_rr <= _HUGE and _TINY <= m.sum_cc <= _HUGE and _TINY <= m.sum_ee <= _HUGE
     ) or not m.finite:
@@ -27,7 +27,7 @@ def needs_definition(m: PairMoments) -> bool:
     for sum_of_squares in (m.sum_rr, m.sum_cc, m.sum_ee):
         if not sum_of_squares <= _HUGE:
             return True
-    # Tiny squares are fine where all elements are zero, and lost digits where they are not.
+    # Tiny squares are exact if all elements are zero, but have lost digits if they are not.
     reference_largest = max(abs(m.r_min), abs(m.r_max))
     candidate_largest = max(abs(m.c_min), abs(m.c_max))
     return (
@@ -73,8 +73,8 @@ def cosine(m: PairMoments) -> float:
         return 1.0 if m.sum_rr == m.sum_cc else 0.0
     reference_norm, candidate_norm = math.sqrt(m.sum_rr), math.sqrt(m.sum_cc)
     if m.sum_ee < 0.5 * m.sum_rr:
-        # The quotient loses everything beyond 1e-10 when the two are nearly equal; this form of
-        # the same value does not: 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|).
+        # For nearly equal tensors the quotient loses all digits beyond 1e-10. This form of the same
+        # value does not: 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|).
         rest = (m.sum_ee - (reference_norm - candidate_norm) ** 2) / (
             2.0 * reference_norm * candidate_norm
         )
@@ -158,9 +158,9 @@ CANDIDATE: tuple[_Described, ...] = (
 
 
 def standard(m: PairMoments) -> dict[str, Number]:
-    """Every metric of the catalogue's `STANDARD` at once, in its order, by the rules above.
+    """Return all metrics of the catalogue's `STANDARD` at once, in its order.
 
-    Thirty calls take longer than measuring 16 kB. A test holds this to what the calls give.
+    Thirty separate calls take longer than measuring 16 kB. A test checks that both agree.
     """
     # fmt: off
     (
@@ -170,7 +170,7 @@ def standard(m: PairMoments) -> dict[str, Number]:
         r_pos_inf, c_pos_inf, r_neg_inf, c_neg_inf, r_nonfinite_at, c_nonfinite_at,
     ) = m
     # fmt: on
-    # Spelt out rather than looped over derivations: it runs for every pair.
+    # Written out instead of looping over derivations, because it runs for every pair.
     measured: dict[str, Number] = {
         "relative_l2": relative_l2(m),
         "cosine": cosine(m),
@@ -204,7 +204,7 @@ def standard(m: PairMoments) -> dict[str, Number]:
         "candidate_inf": c_pos_inf + c_neg_inf,
         "candidate_nonfinite_at": c_nonfinite_at,
     }
-    # A pair has no position of what is nowhere.
+    # Positions of elements that do not occur are left out.
     if one_sided_at < 0:
         del measured["one_sided_at"]
     if max_abs_e_at < 0:

@@ -1,1 +1,1 @@
-"""Tables: rows, the table of a comparison, its files on disk and its parts made elsewhere."""
+"""Tables: rows, the table of a comparison, its files on disk, and parts made by other processes."""

@@ -1,7 +1,7 @@
-"""How far a comparison reaches besides its tensors: calls of leaves, steps, elements, ranks.
+"""What a comparison covers besides tensors: calls of leaf modules, steps, elements, ranks.
 
-Values and their JSON form. `verdict/coverage.py` counts them, `verdict/decision.py` says whether
-they are enough.
+This file holds the values and their JSON form. `verdict/coverage.py` counts them, and
+`verdict/decision.py` decides whether they are enough.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple, cast
 from driftline.comparison.table.row import JSON
 
 _MOST_STEPS = 1000
-"""Steps that a file lists one by one."""
+"""Largest number of steps that a file lists one by one."""
 
 
 class LeafShare(NamedTuple):
-    """How many calls of leaves a side has, and how many of them are covered.
+    """Number of calls of leaf modules on one side, and how many of them are covered.
 
     Attributes:
         side: reference or candidate.
-        calls: Calls of leaves.
-        covered: Those that are covered; a share of a call where a container stands for some calls.
+        calls: Number of calls of leaf modules.
+        covered: Number of covered calls; fractional if a container stands for some calls.
     """
 
     side: str = ""
@@ -34,18 +34,18 @@ class LeafShare(NamedTuple):
 
 
 class Covered(NamedTuple):
-    """How far a comparison reaches.
+    """What a comparison covers.
 
     Attributes:
-        leaves: Covered calls of leaves, of the side that decides.
+        leaves: Covered calls of leaf modules, on the side that decides.
         unseen: A compiled region of that side that stands for more than a small part of the model.
-        borders: Inputs or outputs of the model that both sides hold and that were not compared.
-        steps: Steps of which something was compared.
+        borders: Inputs or outputs of the model that both sides hold but that were not compared.
+        steps: Steps in which something was compared.
         missing_steps: Steps that only the reference has.
         extra_steps: Steps that only the candidate has.
-        ran: How many steps ran on either side, captured or not; 0 where that is not known.
-        elements: Elements that were compared.
-        elements_left_out: Elements of compared tensors that have no partner, of both sides.
+        ran: Number of steps that ran on either side, captured or not; 0 if unknown.
+        elements: Number of elements that were compared.
+        elements_left_out: Number of elements of compared tensors without a partner, of both sides.
         left_out: Rows or tokens that were left out, in words.
         unseen_ranks: Ranks of which nothing was compared, in words.
     """
@@ -63,7 +63,7 @@ class Covered(NamedTuple):
     unseen_ranks: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, JSON]:
-        """What `coverage` of a table's file holds besides its counts of tensors."""
+        """Return the JSON of a table file's `coverage`, except for its tensor counts."""
         return {
             "leaves": {
                 "side": self.leaves.side,
@@ -87,10 +87,10 @@ class Covered(NamedTuple):
 
     @classmethod
     def from_json(cls, shown: Any) -> Covered | None:
-        """The inverse of `as_json`, as far as a file lists steps; None for files without it.
+        """The inverse of `as_json`, for the steps that a file lists; None for files without it.
 
         Raises:
-            ValueError: A number is none.
+            ValueError: A value is not a number.
         """
         if not isinstance(shown, Mapping) or "leaves" not in shown:
             return None
@@ -113,7 +113,7 @@ class Covered(NamedTuple):
 
 
 def spans(numbers: Iterable[int], word: str = "step") -> str:
-    """Numbers in words, neighbouring ones joined to ranges.
+    """Return numbers in words, with neighbours joined to ranges.
 
     >>> spans([0]), spans([1, 2, 3, 7])
     ('step 0', 'steps 1-3, 7')

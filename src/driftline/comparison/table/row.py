@@ -1,7 +1,7 @@
-"""One row of a comparison table: a pair of tensors, or one without a partner, and its figures.
+"""One row of a comparison table: a pair of tensors, or a tensor without a partner, and its figures.
 
-Pure values and their JSON form. What a number means is a `Column`; whether it is allowed, `verdict`
-says.
+This file holds values and their JSON form. A `Column` explains what a metric means; `verdict`
+decides whether a value is allowed.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from driftline.alignment.sites.site_graph import ROOTS
 from driftline.runs.records import Moment, Phase, Port, TensorKey
 
 Status: TypeAlias = Literal["pass", "fail", "incomparable", "missing", "extra", "unjudged"]
-"""`unjudged` is a measured row before it is judged; a judged table has none."""
+"""`unjudged` is the status of a measured row before it is judged; a judged table has none."""
 Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable", "unjudged"]
 Direction: TypeAlias = Literal["lower", "higher", "zero", "none"]
-"""Which way is better; `zero` is nearest to 0, `none` a description that no limit can be put on."""
+"""Which values are better; `zero` means nearest to 0, and `none` a description without limits."""
 Basis: TypeAlias = Literal["values", "sample", "summary", "digest", "describe", ""]
-"""What the measurements of a row were made from; empty when there are none."""
+"""What the measurements of a row were made from; empty if there are none."""
 Number: TypeAlias = float | int
 JSON: TypeAlias = Any
 
 STATUSES: tuple[Status, ...] = ("fail", "incomparable", "missing", "extra", "pass", "unjudged")
-"""Worst first, as reports list them."""
+"""Statuses from worst to best, as reports list them."""
 
 LOST = "the values are lost"
-"""Begins or ends the reason of a row of which a side should have values and has none."""
+"""Start or end of the reason of a row whose values one side should have but lost."""
 
 NOT_RUN = "not run by the backend"
-"""Begins the reason of a row whose values are there, but were computed by something else."""
+"""Start of the reason of a row whose values exist but were not computed by the backend."""
 
 NO_THRESHOLD = "the thresholds do not speak of it"
-"""Begins the reason of a row that was measured, but that nothing says a limit for."""
+"""Start of the reason of a row that was measured but has no threshold."""
 
 FUSION = "fusion"
-"""In place of a rule: a lone tensor that the other side computes inside a fused node."""
+"""Value of `Row.by` for a tensor without a partner that the other side computes inside a fusion."""
 
 NO_METRICS: Mapping[str, Number] = {}
 
 
 class Column(NamedTuple):
-    """What one metric of a table means, so that the table can be read without the program.
+    """The meaning of one metric, so that the table can be read without the program.
 
     Attributes:
         name: Key of the metric in every row.
-        direction: Which way is better.
-        meaning: One line.
-        unit: What it counts; empty for a plain ratio.
+        direction: Which values are better.
+        meaning: One line that explains it.
+        unit: Its unit; empty for a plain ratio.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Column(NamedTuple):
     unit: str = ""
 
     def holds(self, value: float, limit: float) -> bool:
-        """Whether a value keeps the limit. NaN never does, on either side.
+        """Return whether a value is within the limit; NaN never is, on either side.
 
         >>> Column("cosine", "higher").holds(float("nan"), 0.9)
         False
@@ -78,19 +78,22 @@ Tensors: TypeAlias = tuple[
     str,
     str,
 ]
-"""What a row compares: key, where the candidate has it, both recipes."""
+"""Identity of what a row compares: its key, the candidate's place, and both recipes."""
 
 
 def tensors_of(row: Row) -> Tensors:
-    """What a row compares. Parts of a fused tensor, and copies on ranks, have one key together."""
+    """Return what a row compares; parts of a fused tensor, and copies on ranks, share one key."""
     place = (row.candidate_site, row.candidate_port, row.candidate_slot)
     moment = (row.candidate_step, row.candidate_visit, row.candidate_rank)
     return row.key, place, moment, row.reference_recipe, row.candidate_recipe
 
 
 MANY = 1 << 15
-"""Rows from which on they are kept in a file (`comparison/table/row_spool.py`): a kilobyte each in
-memory, and judging passes over them a dozen times, which takes a seventh longer from a file."""
+"""Number of rows from which they are stored in a file (`comparison/table/row_spool.py`).
+
+A row takes a kilobyte of memory. Judging makes a dozen passes over the rows, which take a seventh
+longer from a file.
+"""
 
 
 class Row(NamedTuple):
@@ -219,12 +222,12 @@ class Row(NamedTuple):
 
     @property
     def candidate_name(self) -> str:
-        """Where the candidate's tensor is, as far as that is another place; empty where not.
+        """The candidate's place where it differs from the reference's; empty if it does not.
 
         >>> Row(TensorKey("a", "output", "0"), "pass", candidate_site="b").candidate_name
         'b'
         """
-        # Numbers get their names: `step 3` and `rank 3` are different places.
+        # Numbers are labelled, because `step 3` and `rank 3` are different places.
         words = [self.candidate_site, self.candidate_port, self.candidate_slot]
         for name in ("step", "visit", "rank"):
             number = getattr(self, f"candidate_{name}")
@@ -233,12 +236,12 @@ class Row(NamedTuple):
 
     @property
     def inside_fusion(self) -> bool:
-        """Whether it is alone because the other side made one of it and something compared."""
+        """Whether it has no partner because the other side computed it inside a fused node."""
         return self.by == FUSION and self.status in ("missing", "extra")
 
     @property
     def compared(self) -> bool:
-        """Whether both sides were there and could be compared with each other."""
+        """Whether both sides exist and could be compared with each other."""
         return self.status in ("pass", "fail", "unjudged")
 
     def measured(
@@ -250,8 +253,8 @@ class Row(NamedTuple):
         status: Status = "unjudged",
         reason: str = "",
     ) -> Row:
-        """This row with its measurements, and no judgement."""
-        # Also forgets an older judgement, by position as in `judged`.
+        """Return this row with measurements and without a judgement."""
+        # This also drops an older judgement. Fields are set by position, as in `judged`.
         judgement = (status, reason, *self[3:23], basis, estimated, metrics)
         return self._make((self[0], *judgement, "", None, "", 0.0))
 
@@ -265,13 +268,13 @@ class Row(NamedTuple):
         limit_from: str = "",
         severity: float = 0.0,
     ) -> Row:
-        """This row with another judgement in place of whatever it had."""
-        # By position: `_replace` takes three times as long, for each of 10^5 rows.
+        """Return this row with another judgement instead of its own."""
+        # By position, because `_replace` takes three times as long, for each of 10^5 rows.
         judgement = (decided_by, limit, limit_from, severity)
         return self._make((self[0], status, reason, *self[3:26], *judgement))
 
     def __repr__(self) -> str:
-        """One line; every field is there as an attribute.
+        """One line; all fields are available as attributes.
 
         >>> Row(TensorKey("mlp", "output", "0"), "fail", decided_by="cosine", limit=0.99,
         ...     metrics={"cosine": 0.5})
@@ -290,7 +293,7 @@ class Row(NamedTuple):
         return f"{self.status:>12}  {self.key}" + (f"  {self.reason}" if self.reason else "")
 
     def as_json(self) -> dict[str, JSON]:
-        """The row as docs/table-format.md has it: fixed fields first, then one key per metric."""
+        """Return the row in the form of docs/table-format.md: fixed fields, then all metrics."""
         shown: dict[str, JSON] = {
             "site": self.key.site,
             "port": self.key.port,
@@ -336,7 +339,7 @@ class Row(NamedTuple):
 
     @classmethod
     def from_json(cls, shown: Mapping[str, JSON]) -> Row:
-        """The inverse of `as_json`: every key that is no fixed field is a metric."""
+        """The inverse of `as_json`; every key that is not a fixed field is a metric."""
         limit = shown.get("limit")
         return cls(
             key=TensorKey(
@@ -374,8 +377,7 @@ class Row(NamedTuple):
             culprit=str(shown.get("culprit", "")),
             basis=cast(Basis, shown.get("basis", "")),
             estimated=tuple(shown.get("estimated", ())),
-            # Whatever is no fixed field is a metric: users' own metrics need no
-            # declaration.
+            # Every other key is a metric, so users' own metrics need no declaration.
             metrics={
                 name: number_from_json(value)
                 for name, value in shown.items()
@@ -389,7 +391,7 @@ class Row(NamedTuple):
 
 
 def number_to_json(value: Number) -> Number | str:
-    """JSON has no word for non-finite numbers; a string keeps them apart from null and from 0.
+    """Return a JSON value; a non-finite number becomes a string, distinct from null and 0.
 
     >>> number_to_json(float("-inf"))
     '-inf'
@@ -400,12 +402,12 @@ def number_to_json(value: Number) -> Number | str:
 
 
 def number_from_json(value: JSON) -> Number:
-    """The inverse of `number_to_json`; refuses anything that is not a number.
+    """The inverse of `number_to_json`; other values are refused.
 
     >>> number_from_json("inf")
     inf
     """
-    # True is an int in Python, and no measurement.
+    # True is an int in Python, but not a measurement.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{value!r} is no number")
     return float(value) if isinstance(value, str) else value
@@ -430,17 +432,17 @@ def _shape(shown: JSON) -> tuple[int, ...] | None:
 
 
 ROW_FIELDS: tuple[str, ...] = tuple(Row(TensorKey("", "output", ""), "pass").as_json())
-"""The fixed fields of a row in their order; a metric must not take one of these names."""
+"""The fixed fields of a row in their order; no metric may have one of these names."""
 
 
 def other_inputs_from(rows: Iterable[Row], first: Row) -> int | None:
-    """The step from which on the model is given other inputs, made of what went wrong before it.
+    """Return the step from which the model gets different inputs because of an earlier fault.
 
-    So it is where a text is generated: once a token differs, later steps compute something else.
+    This happens when text is generated: once a token differs, later steps compute something else.
 
     Args:
-        rows: Of a table.
-        first: The first of them that fails.
+        rows: Rows of a table.
+        first: The first failing row.
     """
     steps = {
         row.key.step

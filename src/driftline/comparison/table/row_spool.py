@@ -1,8 +1,8 @@
-"""The rows of a long table, in a file of this process: as many as there are, in little memory.
+"""The rows of a long table, stored in a temporary file of this process to save memory.
 
-They are written once, in blocks, and read again as often as somebody walks over them. The file has
-no name: nobody else can read or change it, and it ends with the process. That is why marshal, which
-must never be given a stranger's bytes, is good enough here; it is three times as fast as JSON.
+The rows are written once, in blocks, and read again for every pass over them. The file has no name,
+so no other process can read or change it, and it disappears with the process. That makes marshal
+safe here, although it must never read untrusted bytes; it is three times as fast as JSON.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from driftline.runs.records import TensorKey
 
 _BLOCK = 256
 _ERROR = "relative_l2"
-"""By which rows are judged, and so the one whose largest value is worth knowing."""
+"""The metric by which rows are judged; its largest values are recorded."""
 _METRICS = Row._fields.index("metrics")
 _NUMBERS = frozenset({float, int, bool})
 
 
 class RowSpool(Sequence[Row]):
-    """Rows that are in a file; made by `keep`, or block by block in any order by `SpoolWriter`."""
+    """Rows stored in a file, made by `keep`, or block by block in any order by `SpoolWriter`."""
 
     def __init__(self, file: UnnamedFile, places: array[int], about: _About) -> None:
         self._file = file
@@ -45,7 +45,7 @@ class RowSpool(Sequence[Row]):
 
     @property
     def metric_names(self) -> set[str]:
-        """Every metric that any of the rows has."""
+        """Names of all metrics that occur in the rows."""
         return {name for names in self._about.names for name in names}
 
     @property
@@ -54,17 +54,17 @@ class RowSpool(Sequence[Row]):
 
     @property
     def dtypes(self) -> set[str]:
-        """Element types of either side."""
+        """Element types of both sides."""
         return self._about.dtypes
 
     @property
     def has_recipes(self) -> bool:
-        """Whether something was done to a side first."""
+        """Whether any row has a recipe on either side."""
         return self._about.recipes
 
     @property
     def has_operators(self) -> bool:
-        """Whether a site is an operator's, and not a module's."""
+        """Whether any site is that of an operator rather than a module."""
         return self._about.operators
 
     @property
@@ -74,12 +74,12 @@ class RowSpool(Sequence[Row]):
 
     @property
     def largest(self) -> Mapping[tuple[str, str], float]:
-        """The largest finite relative L2 of either side's element types."""
+        """The largest finite relative L2, by the element types of both sides."""
         return self._about.largest
 
     @property
     def after_the_first_step(self) -> bool:
-        """Whether a row is of a later step than 0."""
+        """Whether any row belongs to a step after step 0."""
         return any(self._about.steps)
 
     @property
@@ -88,11 +88,11 @@ class RowSpool(Sequence[Row]):
 
     @property
     def in_turn(self) -> bool:
-        """Whether step comes after step, of one process after the other; lone ones left out."""
+        """Whether rows are sorted by process, then step, apart from rows only in the candidate."""
         return self._about.in_turn
 
     def changed_by_process(self, change: Callable[[Sequence[Row]], Sequence[Row]]) -> RowSpool:
-        """Other rows in place of these, of one process at a time."""
+        """Return the rows that a function gives for the rows of each process."""
         groups = itertools.groupby(self, key=lambda row: (row.key.rank, row.key.process))
         return keep(row for _, group in groups for row in change(list(group)))
 
@@ -146,7 +146,7 @@ class RowSpool(Sequence[Row]):
 
 
 class _About:
-    """What is known of all rows together."""
+    """Facts about all rows together."""
 
     def __init__(self) -> None:
         self.names: list[tuple[str, ...]] = []
@@ -155,7 +155,7 @@ class _About:
         self.ports: set[str] = set()
         self.dtypes: set[str] = set()
         self.processes: set[tuple[int, int]] = set()
-        self.steps: set[int] = set()  # the first two of them
+        self.steps: set[int] = set()  # at most the first block that has two
         self.largest: dict[tuple[str, str], float] = {}
         self.recipes = self.operators = False
         self.in_turn = True
@@ -193,7 +193,7 @@ class _About:
 
 
 class SpoolWriter:
-    """Takes rows, a block at a time; which comes after which is said at the end."""
+    """Receives rows block by block; their final order is fixed by `rows`."""
 
     def __init__(self) -> None:
         try:
@@ -201,19 +201,19 @@ class SpoolWriter:
         except OSError as trouble:
             raise _no_room(trouble) from trouble
         self._about = _About()
-        # Of a share's blocks: start, length and rows of each, one after the other. Small objects
-        # among those of the rows would each keep a page of freed ones from going back.
+        # Start, length and row count of each block, in flat arrays by share. Small objects among
+        # those of the rows would each keep a page of freed memory from being returned.
         self._places: dict[int, array[int]] = {}
 
     def put(self, rows: Iterable[Row], share: int = 0) -> None:
-        """Add rows at the end of a share; shares are one after the other by their numbers."""
+        """Append rows to a share; the shares are finally ordered by their numbers."""
         more = iter(rows)
         while block := list(itertools.islice(more, _BLOCK)):
             self._about.look_at(block)
             self._write([self._plain(row) for row in block], share)
 
     def rows(self) -> RowSpool:
-        """All of them; nothing can be put after that."""
+        """Return all rows; nothing can be added afterwards."""
         places = array("Q")
         for share in sorted(self._places):
             places.extend(self._places[share])
@@ -222,7 +222,7 @@ class SpoolWriter:
     def _plain(self, row: Row) -> tuple[Any, ...]:
         metrics = row.metrics
         numbers = tuple(metrics.values())
-        if not _NUMBERS.issuperset(map(type, numbers)):  # numpy's own, say
+        if not _NUMBERS.issuperset(map(type, numbers)):  # such as those of numpy
             numbers = tuple(_number(value) for value in numbers)
         kind = self._about.kind(tuple(metrics))
         return (tuple(row.key), kind, numbers, row[1:_METRICS], row[_METRICS + 1 :])
@@ -237,14 +237,14 @@ class SpoolWriter:
 
 
 def keep(rows: Iterable[Row]) -> RowSpool:
-    """Rows, put into a file as they come."""
+    """Store rows in a file as they arrive, and return them."""
     keeper = SpoolWriter()
     keeper.put(rows)
     return keeper.rows()
 
 
 def _number(value: Number) -> Number:
-    """One of Python's own numbers, for one of numpy's."""
+    """Convert a number of numpy to a number of Python."""
     plain: Any = value if type(value) in _NUMBERS else getattr(value, "item", lambda: value)()
     return plain if type(plain) in _NUMBERS else float(plain)
 

@@ -1,8 +1,9 @@
-"""What the runs of a table know of their model, as far as judging sites needs it.
+"""What the runs of a table know about their model, as far as judging sites needs it.
 
-Rows alone do not say who feeds whom where inputs were not captured, how long the sums of a module
-are, or which modules compute with integers. This is looked up in the runs once, when they are
-compared, and is in the table, so that a stored table or merged parts are judged as the runs were.
+Rows alone do not say which site feeds which if inputs were not captured, how long the sums of a
+module are, or which modules compute with integers. These facts are read from the runs once, when
+they are compared, and stored in the table. So a stored table or merged parts are judged in the same
+way as the runs.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from driftline.comparison.table.row import JSON
 
 Shape: TypeAlias = tuple[int, ...]
 Makers: TypeAlias = Mapping[str, frozenset[str]]
-"""Site → the sites whose outputs it takes; a site that takes nothing of the kind is there, too."""
+"""Site → the sites whose outputs it takes; sites that take no such output are included."""
 Flow: TypeAlias = Mapping[tuple[int, int], Makers]
-"""Rank and process → who feeds whom."""
+"""Rank and process → the edges between sites."""
 
 _NO_FLOW: Flow = {}
 _NO_SHAPES: Mapping[str, Shape] = {}
@@ -29,10 +30,10 @@ class Stride(NamedTuple):
     """How far one step of an optimizer moves a parameter.
 
     Attributes:
-        length: Norm of the step; of the step for a gradient of norm 1, where it is by the gradient.
-        size: Norm of the parameter when it was captured first.
-        by_gradient: Whether the step is a multiple of the gradient (SGD). Other optimizers divide a
-            gradient by its size, and move every element by about the learning rate.
+        length: Norm of the step; if `by_gradient`, norm of the step for a gradient of norm 1.
+        size: Norm of the parameter when it was first captured.
+        by_gradient: Whether the step is a multiple of the gradient (SGD). Other optimizers divide
+            the gradient by its size and move every element by about the learning rate.
     """
 
     length: float
@@ -47,11 +48,11 @@ class Structure(NamedTuple):
     """Facts about the reference's modules, by the reference's names.
 
     Attributes:
-        flow: Who feeds whom; only looked up where sites were captured without their inputs.
-        weights: Shape of the weight of each module that holds one.
-        inside: How many modules each module contains, at any depth.
-        quantised: Relative error that integer arithmetic behind a float interface may have.
-        misread: Sites that read integers for other numbers than they were made of, and how.
+        flow: Edges between sites; only read if sites were captured without their inputs.
+        weights: Shape of the weight of each module that has one.
+        inside: Number of modules in each module, at any depth.
+        quantised: Relative error allowed for integer arithmetic behind a float interface.
+        misread: Sites that decode integers differently from how they were encoded, and how.
         strides: How far an optimizer moves each parameter in a step, by `site.slot`.
     """
 
@@ -63,10 +64,10 @@ class Structure(NamedTuple):
     strides: Mapping[str, Stride] = _NO_STRIDES
 
     def as_json(self) -> dict[str, JSON]:
-        """The facts as JSON values; those that are not known are left out.
+        """Return the known facts as JSON values.
 
-        Lists of pairs, no objects: a module may have any name, also that of a key that readers of
-        long tables look for.
+        They are lists of pairs instead of objects, because a module may have any name, also that of
+        a key that readers of long tables search for.
         """
         shown: dict[str, JSON] = {}
         if self.flow:

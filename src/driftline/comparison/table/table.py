@@ -1,7 +1,7 @@
-"""The comparison table: one row for each pair, a verdict, how much was covered.
+"""The comparison table: one row for each pair, a verdict, and the coverage.
 
-Pure values. Nothing here measures, judges or touches a disk: `measure/` fills the rows, `verdict/`
-judges them, `files.py` writes and reads them. docs/table-format.md is the specification.
+This file only holds values. `measure/` fills the rows, `verdict/` judges them, and `files.py`
+writes and reads them. docs/table-format.md is the specification.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Coverage(NamedTuple):
     """How much of the two runs was compared with each other, in tensors.
 
     Attributes:
-        compared: Pairs that pass or fail.
-        missing: In the reference only.
-        extra: In the candidate only.
-        incomparable: Pairs that could not be compared with each other.
-        inside_fusion: How many of the missing and extra ones the other side computes inside a fused
-            node, whose result is compared.
+        compared: Number of pairs that were compared.
+        missing: Number of tensors only in the reference.
+        extra: Number of tensors only in the candidate.
+        incomparable: Number of pairs that could not be compared.
+        inside_fusion: Number of missing and extra tensors that the other side computes inside a
+            fused node, whose result is compared.
     """
 
     compared: int = 0
@@ -64,7 +64,7 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Coverage:
-        # Statuses of pairs that were not compared; every other status was.
+        # Statuses of rows that were not compared.
         counts = {"missing": 0, "extra": 0, "incomparable": 0}
         compared = inside = 0
         for row in rows:
@@ -81,7 +81,7 @@ class Coverage(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Compared tensors among all of both runs; 0 for nothing at all.
+        """Fraction of all tensors of both runs that were compared; 0 if there are none.
 
         >>> Coverage(compared=3, missing=1).share
         0.75
@@ -117,16 +117,16 @@ class Side(NamedTuple):
     """Where one side of a table came from: enough to find the run again.
 
     Attributes:
-        path: As the user gave it; empty for a run that was never on a disk.
-        about: What the manifest says of the run (id, command, versions), redacted there.
-        losses: What the run itself knows to be missing from it.
-        ordered: Whether its order is one of execution, which that of a tensor file is not.
-        scope: How far the run reaches: how its program ended, which steps ran.
-        left_out: Rows and tokens of it that compared tensors have and the other side has not.
-        unseen: Its processes of which nothing was compared with anything, as `rank1`.
-        selected: What only some of both runs was compared by, in words.
-        sequence: Of a candidate, the sites of its first step in the order of their calls, once for
-            each; only where tensors have no partner, to see what they are between.
+        path: The path as the user gave it; empty for a run that was never on a disk.
+        about: The manifest's facts about the run (id, command, versions), redacted there.
+        losses: What is missing from the run, as the run itself knows.
+        ordered: Whether its order is the order of execution; that of a tensor file is not.
+        scope: What the run covers: how its program ended and which steps ran.
+        left_out: Rows and tokens of compared tensors that the other side lacks.
+        unseen: Its processes of which nothing was compared, such as `rank1`.
+        selected: Filters by which only a part of both runs was compared, in words.
+        sequence: For a candidate, the sites of its first step in the order of their calls, each
+            once. It is only set if tensors have no partner, to show what they are between.
     """
 
     path: str = ""
@@ -146,7 +146,7 @@ class Side(NamedTuple):
             "losses": list(self.losses),
             "ordered": self.ordered,
         }
-        # Left out where there is nothing to say, so that files are as those of earlier versions.
+        # Empty fields are left out, so that files equal those of earlier versions.
         if self.scope != RunScope():
             shown["scope"] = self.scope.to_json()
         if self.left_out:
@@ -225,7 +225,7 @@ class Table:
     covered: Covered | None = None
 
     def changed(self, **fields: Any) -> Table:
-        """The same table with other values for some of its fields."""
+        """Return the same table with other values for some fields."""
         return replace(self, **fields)
 
     @property
@@ -246,13 +246,13 @@ class Table:
             count: How many.
             compared: Only rows that were compared.
         """
-        # A heap: a report shows ten rows of a million.
+        # A heap, because a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
         after = None if self.first is None else other_inputs_from(self.rows, self.first)
 
         def badness(row: Row) -> tuple[bool, int, float]:
             follows = after is not None and row.key.step >= after
-            # NaN has no place in an order; it is as bad as can be.
+            # NaN cannot be ordered; it counts as the largest severity.
             severity = math.inf if math.isnan(row.severity) else row.severity
             return follows, STATUSES.index(row.status), -severity
 
@@ -309,18 +309,18 @@ class Table:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        """One line: the verdict, where it starts, how much was compared."""
+        """One line: the verdict, where the drift starts, how much was compared."""
         place = f", starts at {self.first_site}" if self.first_site else ""
         return f"<Table {self.verdict}{place}: {self.coverage}>"
 
     def __str__(self) -> str:
-        """What `driftline compare` prints, without colours."""
+        """The text that `driftline compare` prints, without colours."""
         from driftline.reporting.views.comparison import table_text
 
         return table_text(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """The HTML that a notebook shows."""
         from driftline.reporting.notebook import table_html
 
         return table_html(self)
@@ -329,11 +329,11 @@ class Table:
         return self.changed(rows=like_storage(self.rows, rows))
 
     def as_json(self) -> dict[str, JSON]:
-        """The table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
+        """Return the table as JSON values; non-finite numbers are "nan", "inf" and "-inf"."""
         return {**self.head_as_json(), "rows": [row.as_json() for row in self.rows]}
 
     def head_as_json(self) -> dict[str, JSON]:
-        """The same without its rows, which come last."""
+        """Return the same JSON values without the rows, which come last."""
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
@@ -371,11 +371,11 @@ class Table:
 
         Args:
             shown: The JSON values.
-            source: How messages call it.
-            rows: Whether its rows are there too, and not read by themselves.
+            source: Name of the table in messages.
+            rows: Whether the rows are included, and not read separately.
 
         Raises:
-            BadFile: It is no table, or one of a schema this version does not know.
+            BadFile: It is not a table, or its schema is unknown to this version.
         """
         if not isinstance(shown, dict) or "schema" not in shown:
             raise BadFile(
@@ -389,8 +389,7 @@ class Table:
                 hint="a newer driftline wrote it; upgrade, or compare again",
             )
         try:
-            # Statuses and numbers are checked as they are read: the file may come from
-            # anywhere.
+            # Statuses and numbers are validated, because the file may have any origin.
             listed = tuple(Row.from_json(row) for row in top["rows"])
             first_row = cast("int | None", top.get("first_row")) if rows else None
             return cls(
@@ -447,17 +446,17 @@ class Table:
         return data_frame(self)
 
     def position(self, wanted: Row | None) -> int | None:
-        """Index of a row, or None if it is not one of the table's."""
+        """Return the index of a row, or None if the table does not have it."""
         if wanted is None:
             return None
-        # Identity first: comparing two rows by value takes all their metrics.
+        # Identity is tested first, because comparing two rows by value compares all their metrics.
         return next(
             (index for index, row in enumerate(self.rows) if row is wanted or row == wanted), None
         )
 
 
 def _differences(shown: JSON) -> tuple[Difference, ...] | None:
-    # Tables of earlier versions, and of runs without facts, have none.
+    # Tables of earlier versions, and of runs without model facts, have none.
     if not isinstance(shown, list):
         return None
     return tuple(
@@ -468,13 +467,13 @@ def _differences(shown: JSON) -> tuple[Difference, ...] | None:
 
 
 def is_spooled(rows: Sequence[Row]) -> TypeGuard[RowSpool]:
-    """Whether rows are in a file; asked without loading what reads it."""
-    # By exclusion: the class of spooled rows need not be imported to ask.
+    """Whether rows are stored in a file; decided without importing the class that reads them."""
+    # Every sequence that is not a tuple or a list is a spool.
     return not isinstance(rows, (tuple, list))
 
 
 def like_storage(like: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
-    """Rows, kept as others are that they come from: in memory, or in a file."""
+    """Return rows, stored in the same way as the rows they come from: in memory or in a file."""
     if not is_spooled(like):
         return tuple(rows)
     from driftline.comparison.table.row_spool import keep
@@ -483,7 +482,7 @@ def like_storage(like: Sequence[Row], rows: Iterable[Row]) -> Sequence[Row]:
 
 
 def _json_safe(value: JSON) -> JSON:
-    """Non-finite floats inside limits and provenance become strings too."""
+    """Convert non-finite floats inside limits and provenance to strings."""
     if isinstance(value, dict):
         return {str(k): _json_safe(v) for k, v in cast(dict[object, JSON], value).items()}
     if isinstance(value, (list, tuple)):

@@ -1,3 +1,1 @@
-"""Tolerances: what difference is allowed, by default limits, by the user's limits or by
-thresholds.
-"""
+"""Tolerances: the allowed difference, by default limits, by the user's limits or by thresholds."""

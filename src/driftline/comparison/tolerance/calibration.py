@@ -1,8 +1,9 @@
-"""Clean comparisons become thresholds: what two good runs of a model differ by, per layer.
+"""Clean comparisons become thresholds: how much two good runs of a model differ, per layer.
 
-Any number of tables of runs that are known to be right. For every site, port and metric a quantile
-of what was measured, towards the bad side, times a margin. Nothing is judged here, and nothing is
-taken for clean that is not: a NaN on either side ends it.
+The input is any number of tables of runs that are known to be right. For every site, port and
+metric, the threshold is a quantile of the measured values, counted towards the bad side, times a
+margin. Nothing is judged here. A NaN on either side is refused, because such a comparison is not
+clean.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from _typeshed import StrPath
 
 METRICS = ("relative_l2",)
-"""Calibrated when nobody says otherwise: scale-free, and not thrown by a single element."""
+"""Metrics calibrated by default: scale-free, and insensitive to a single element."""
 QUANTILE = 0.99
 MARGIN = 2.0
-"""What a layer differs by depends on what it is given: a few clean runs have not shown it all."""
+"""The difference of a layer depends on its input, and a few clean runs do not show all inputs."""
 
 Measured = tuple[Row, float]
 
@@ -66,7 +67,7 @@ def calibrate(
     """
     if not 0.0 <= quantile <= 1.0:
         raise BadInput(f"the quantile is {quantile}; it must lie between 0 and 1", hint="0.99")
-    # A margin below 1 would fail the very runs that it was made of.
+    # A margin below 1 would fail the very runs from which it was calibrated.
     if not 1.0 <= margin < math.inf:
         raise BadInput(f"the margin is {margin}; it must be 1 or more", hint="2, for one")
     opened = [source if isinstance(source, Table) else open_table(source) for source in tables]
@@ -122,7 +123,7 @@ def calibrate(
 
 def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
     by_name = {column.name: column for table in tables for column in table.columns}
-    # Descriptions such as a minimum have no better and worse.
+    # Descriptive metrics, such as a minimum, have no better and worse.
     usable = [name for name, column in by_name.items() if column.direction != "none"]
     if not metrics:
         raise BadInput("no metric is named", hint="relative_l2, for one")
@@ -139,8 +140,8 @@ def _columns(tables: Sequence[Table], metrics: Sequence[str]) -> list[Column]:
 
 
 def _wanted(row: Row, sites: Sequence[str], ports: Sequence[str]) -> bool:
-    """Measured from values or summaries; integers are compared exactly and need no threshold."""
-    # One float side is enough: then the two are compared as numbers.
+    """Whether a row is selected, has metrics and has a floating-point side; integers are exact."""
+    # One floating-point side is enough, because then both are compared as numbers.
     floating = any(
         "float" in d or "complex" in d for d in (row.reference_dtype, row.candidate_dtype)
     )
@@ -158,7 +159,7 @@ def _refuse_non_finite(row: Row, table: Table) -> None:
         for what in ("NaN", "Inf")
     }
     complaints = [f"{count} {what}" for what, count in counts.items() if count and "NaN" in what]
-    # Inf on both sides is a mask and may be clean; on one side it never is.
+    # Inf on both sides may be a mask and clean; Inf on one side never is.
     one_sided = int(row.metrics.get("one_sided", 0))
     if one_sided and not complaints:
         complaints = [f"{one_sided} NaN or Inf on one side only"]
@@ -177,7 +178,7 @@ def _threshold(
     observed = statistic.of(values, column.direction)
     shapes: dict[str, list[Measured]] = {}
     for row, value in measured:
-        # Long and short prompts differ: each shape gets a value of its own besides.
+        # Long and short prompts differ, so each shape gets its own value as well.
         shapes.setdefault(_shape(row), []).append((row, value))
     return Threshold(
         column.name,

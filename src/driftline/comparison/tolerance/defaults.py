@@ -1,7 +1,7 @@
 """Default limits: how much relative L2 error each number format explains.
 
-Also the elementwise tolerances that `outside_share` counts with, and what single operators of a
-format may be off by. What somebody allows instead is in `tolerance`.
+This file also defines the element-wise tolerances behind `outside_share`, and the bounds for single
+operators of a format. Limits that replace the defaults are in `tolerance`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Allowed(NamedTuple):
     Attributes:
         dtype: Name of the element type.
         error: Largest error of an element.
-        share: Percent of the elements that must be within.
-        relative: The error is relative to the golden value.
-        name: As printed.
-        floor: Below this size of the golden value, the error is relative to it instead.
+        share: Percentage of the elements that must be within.
+        relative: Whether the error is relative to the golden value.
+        name: The name to print.
+        floor: If the golden value is smaller than this, the error is relative to this instead.
     """
 
     dtype: str
@@ -34,18 +34,18 @@ class Allowed(NamedTuple):
     floor: float = 0.0
 
     def grown(self, terms: int) -> str:
-        """The name of the bound that grows with the number of terms of a sum."""
+        """Return the name of the bound that grows with the number of terms of a sum."""
         return f"{self.name}, K={terms}"
 
     def growth(self, terms: int) -> float:
-        """What a reduction of so many terms may add, in units of the size of its terms."""
+        """Return the error that a sum of so many terms may add, relative to the terms' size."""
         if terms <= 1 or not self.relative:
             return 0.0
         return math.sqrt(terms) * DTYPES[self.dtype].unit_roundoff
 
     @property
     def words(self) -> str:
-        """For people: `float16 0.001 (99.9 %)`.
+        """The bound as text: `float16 0.001 (99.9 %)`.
 
         >>> allowed("float16").words, allowed("int8").words, allowed("bool").words
         ('float16 0.001 (99.9 %)', 'int8 ±1 (99.9 %)', 'exact (100 %)')
@@ -55,7 +55,7 @@ class Allowed(NamedTuple):
 
     @property
     def standard(self) -> str:
-        """As the seed's csv writes it: `99.9%(error<=0.001)`."""
+        """The bound as the seed's csv writes it: `99.9%(error<=0.001)`."""
         return f"{self.share:g}%(error<={self.error:g})"
 
 
@@ -89,15 +89,16 @@ _SMALLEST_NORMAL = {
     "float4_e2m1fn_x2": 1.0,
 }
 _USUAL_NORMAL = 2.0**-126
-"""Of float32, bfloat16 and complex64."""
+"""Smallest normal number of float32, bfloat16 and complex64."""
 
 
 def allowed(dtype: str, *, exact: bool = False) -> Allowed:
-    """The bound of an output.
+    """Return the bound of an output.
 
     Args:
         dtype: Its element type, a name of `numerics.dtypes.DTYPES`.
-        exact: The operator only moves, selects or compares: its result has no rounding.
+        exact: Whether the operator only moves, selects or compares, so that its result has no
+            rounding error.
 
     Raises:
         KeyError: There is no such element type.
@@ -118,7 +119,7 @@ def allowed(dtype: str, *, exact: bool = False) -> Allowed:
 
 
 METRIC = "relative_l2"
-"""The metric of the default limits: scale-free, and not thrown by a single rounded element."""
+"""Metric of the default limits: scale-free, and insensitive to a single rounded element."""
 
 LIMITS: dict[str, float] = {
     "float64": 1e-10,
@@ -128,7 +129,7 @@ LIMITS: dict[str, float] = {
     "float16": 0.02,
     "complex32": 0.02,
     "bfloat16": 0.05,
-    # One rounding to an 8-bit float is 0.03 (e4m3) or 0.05 (e5m2) already.
+    # A single rounding to an 8-bit float already gives 0.03 (e4m3) or 0.05 (e5m2).
     "float8_e4m3fn": 0.25,
     "float8_e4m3fnuz": 0.25,
     "float8_e5m2": 0.4,
@@ -148,28 +149,28 @@ QUANTISED: dict[str, float] = {
 }
 """Limits of values that were integers with a scale, by the integer's type.
 
-Rounding a Gaussian to 255 steps of one scale per row (4096 elements, so 3.7 standard deviations) is
-0.008; one scale for a whole matrix 0.012, with an outlier of 20 deviations 0.045. To 15 steps in
-groups of 128 elements: 0.11, one scale per row 0.15. Measured on W8A8 twins of whole decoders:
-0.032 at most; docs/metrics.md has the table.
+Rounding a Gaussian to 255 steps with one scale per row (4096 elements, so 3.7 standard deviations)
+gives an error of 0.008. One scale for a whole matrix gives 0.012, and 0.045 with an outlier of 20
+deviations. Rounding to 15 steps gives 0.11 in groups of 128 elements, and 0.15 with one scale per
+row. Measured on W8A8 versions of whole decoders: 0.032 at most; docs/metrics.md has the table.
 """
 
 ROUNDINGS = 4.0
-"""Times what rounding to steps of a scale does on average that a site may add. More than 1,
-because what is larger than anything in the calibration is cut off; how much more is an allowance,
-not a measurement."""
+"""Multiple of the average rounding error to the steps of a scale that a site may add. It is above 1
+because values larger than any in the calibration are clipped; how much above is an allowance, not a
+measurement."""
 WEIGHT_ROUNDINGS = 2.5
-"""The same of a weight. Rounding to the nearest step is 1; methods that move weights to make up for
-the rounding of others (GPTQ) do more, which was not measured; a zero point that is off by one does
-3.6."""
+"""The same multiple for a weight. Rounding to the nearest step gives 1. Methods that move weights
+to compensate for the rounding of others (GPTQ) give more, which was not measured. A zero point that
+is off by one gives 3.6."""
 _STEP = re.compile(r"dequantise\(axis \d+, times ([-+.0-9e]+)")
 _SINGLE = re.compile(r" of (\d+(x\d+)*|scalar)$")
 
 
 def step_of(recipe: str) -> float:
-    """The step of integers that a recipe makes numbers of with a single scale; 0 without one.
+    """Return the step of integers that a recipe converts with a single scale; 0 without one.
 
-    With several sources the number multiplies a tensor of scales, and is no step.
+    With several sources the number multiplies a tensor of scales, so it is not a step.
 
     >>> step_of("dequantise(axis 0, times 0.02, minus 3) of 2x8")
     0.02
@@ -181,7 +182,7 @@ def step_of(recipe: str) -> float:
 
 
 def rounding_to_steps(step: float, count: int, reference_l2: float) -> float:
-    """Relative error of a tensor that was rounded to multiples of a step, and nothing else.
+    """Return the relative error of a tensor that was only rounded to multiples of a step.
 
     >>> f"{rounding_to_steps(0.02, 10_000, 100.0):.4f}"  # normal numbers
     '0.0058'
@@ -195,10 +196,10 @@ _RTOL = {"float64": 1e-7, "complex128": 1e-7, "float32": 1.3e-6, "complex64": 1.
 
 @functools.cache
 def elementwise(reference: str, candidate: str) -> tuple[float, float]:
-    """The rtol and atol behind `outside_share` when nobody says: those of the coarser dtype.
+    """Return the default rtol and atol behind `outside_share`: those of the coarser dtype.
 
-    The values are the ones `torch.testing.assert_close` has made familiar, four units of roundoff
-    for the formats it leaves out. Integers are exact. No verdict hangs on them.
+    The values are those of `torch.testing.assert_close`, and four units of roundoff for formats
+    that it does not list. Integers are exact. No verdict depends on these values.
 
     >>> elementwise("float32", "bfloat16")
     (0.016, 1e-05)
@@ -211,11 +212,11 @@ def elementwise(reference: str, candidate: str) -> tuple[float, float]:
 
 
 def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
-    """The limit of a tensor so small that its format counts in fixed, not relative, steps.
+    """Return the limit of a tensor so small that its format has fixed, not relative, steps.
 
-    Below its smallest normal number a format has a fixed step (6e-8 for float16, where gradients
-    often are), and rounding to it is a larger share the smaller the values are. Two steps per
-    element, in the mean square, are allowed on top of the usual limit.
+    Below its smallest normal number, a format has a fixed step (6e-8 for float16, where gradients
+    often are). The smaller the values are, the larger is the relative rounding error. Two steps per
+    element, in the root mean square, are allowed on top of the usual limit.
 
     >>> f"{with_smallest_steps(DTYPES['float16'], 100, 1e-5):.2f}"
     '0.14'
@@ -227,7 +228,7 @@ def with_smallest_steps(dtype: DType, count: int, reference_l2: float) -> float:
 
 @functools.lru_cache(1024)
 def coarsest(names: tuple[str, ...]) -> DType | None:
-    """The coarsest floating format among these names; None when there is none.
+    """Return the coarsest floating format among these names; None if there is none.
 
     >>> coarsest(("float32", "int64", "bfloat16")).name
     'bfloat16'
@@ -242,6 +243,6 @@ def coarsest(names: tuple[str, ...]) -> DType | None:
 
 @functools.lru_cache(1024)
 def is_exact(name: str) -> bool:
-    """Whether values of this format are compared exactly: integers and booleans."""
+    """Whether values of this format are compared exactly: all except floating-point formats."""
     dtype = DTYPES.get(name)
     return dtype is not None and not dtype.is_floating

@@ -1,7 +1,7 @@
-"""One number out of many clean values, and how sure it is: percentiles, averages, their intervals.
+"""Statistics of clean values with their confidence intervals: percentiles, averages, l2, std.
 
-Knows neither files nor models. A NaN among the values makes the number NaN: it is counted and said,
-never left out and never replaced.
+This file knows neither files nor models. A NaN among the values makes the result NaN; it is never
+left out and never replaced.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Values = np.ndarray[Any, np.dtype[np.float64]]
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 BLOCKS = 200
-"""Averages are resampled in this many runs of neighbours, which also keeps together what depends
-on each other: the tokens of one text."""
+"""Averages are resampled in this many blocks of neighbouring values. This also keeps dependent
+values together, such as the tokens of one text."""
 
 _NAMED = {"median": 50.0, "max": 100.0}
 _MOMENTS = {"average": "average", "avg": "average", "mean": "average", "l2": "l2", "std": "std"}
@@ -30,23 +30,23 @@ _PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?|100)")
 
 
 class Statistic(NamedTuple):
-    """What is made of the values of a metric.
+    """A statistic of the values of a metric.
 
     Attributes:
-        name: As it is written down: p99, average, l2, std, median, max.
-        percentile: 0 to 100 on the way from the best to the worst value; None for the others.
+        name: Its name in files: p99, average, l2, std, median, max.
+        percentile: 0 to 100 from the best to the worst value; None for the other statistics.
     """
 
     name: str
     percentile: float | None = None
 
     def rank(self, direction: Direction) -> float:
-        """The percentile for numpy: where higher is better, the worst values are the lowest."""
+        """Return the percentile for numpy; if higher is better, the worst values are the lowest."""
         part = 50.0 if self.percentile is None else self.percentile
         return 100.0 - part if direction == "higher" else part
 
     def of(self, values: Values, direction: Direction = "lower") -> float:
-        """The statistic; NaN when a value is NaN, so that nothing passes by accident.
+        """Return the statistic; NaN if a value is NaN, so that nothing passes by accident.
 
         >>> P99.of(np.arange(101.0)), P99.of(np.arange(101.0), "higher")
         (99.0, 1.0)
@@ -66,10 +66,10 @@ class Statistic(NamedTuple):
     def interval(
         self, values: Values, direction: Direction = "lower", *, seed: int = 0
     ) -> tuple[float, float] | None:
-        """Bootstrap interval of the statistic (95 %); None for fewer than two or unsound values.
+        """Return the 95 % bootstrap interval; None for fewer than two or for non-finite values.
 
         The bootstrap of a percentile needs no resampling of the values: the order statistics of n
-        draws from n sorted values sit at Beta-distributed ranks, which are drawn directly.
+        draws from n sorted values have Beta-distributed ranks, which are drawn directly.
         """
         if values.size < 2 or not bool(np.isfinite(values).all()):
             return None
@@ -87,7 +87,7 @@ class Statistic(NamedTuple):
         sums = np.array([(b.size, b.sum(), np.square(b).sum()) for b in blocks])
         drawn = _times_drawn(len(blocks), seed) @ sums
         count, total, squares = drawn.T
-        if self.name == "l2":  # of as many values as there were, not as were drawn
+        if self.name == "l2":  # scaled to the original number of values
             return np.sqrt(squares / count * values.size)
         if self.name == "std":
             return np.sqrt(np.maximum(squares / count - np.square(total / count), 0.0))
@@ -100,7 +100,7 @@ L2 = Statistic("l2")
 
 
 def parse_statistic(word: str) -> Statistic:
-    """A statistic by its name.
+    """Return a statistic by its name.
 
     >>> parse_statistic("p99.9")
     Statistic(name='p99.9', percentile=99.9)
@@ -124,25 +124,25 @@ def parse_statistic(word: str) -> Statistic:
 
 @lru_cache(maxsize=8)
 def _times_drawn(blocks: int, seed: int) -> Values:
-    """How often each resample has each block; the layers of a model share it."""
+    """Return how often each resample contains each block; cached for the layers of a model."""
     draw = np.random.default_rng(seed)
     drawn = draw.multinomial(blocks, np.full(blocks, 1.0 / blocks), RESAMPLES)
     return drawn.astype(np.float64)
 
 
 def _sized(values: Values, direction: Direction) -> Values:
-    """Where 0 is best, both signs are equally bad."""
+    """Return absolute values where 0 is best, because both signs are equally bad."""
     return np.abs(values) if direction == "zero" else values
 
 
 def _percentiles(values: Values, rank: float, draw: np.random.Generator) -> Values:
-    """What `numpy.percentile` would give for resamples of the values."""
+    """Return what `numpy.percentile` would give for resamples of the values."""
     ordered = np.sort(values)
     size = len(ordered)
     place = (size - 1) * rank / 100.0
     lower = int(place)
     share = place - lower
-    # The (k+1)-th smallest of `size` uniform numbers, and the one after it.
+    # The (lower + 1)-th smallest of `size` uniform numbers; `second` is the next one.
     first = draw.beta(lower + 1, size - lower, RESAMPLES)
     low = ordered[np.minimum((first * size).astype(np.int64), size - 1)]
     if share == 0.0 or lower + 1 >= size:

@@ -1,8 +1,8 @@
 """What a comparison allows: limits on metrics, rtol and atol, thresholds of layers.
 
-Where the own norm of a tensor says nothing (a gradient that is zero by construction is nothing but
-rounding), a row is judged on another scale, and its `limit_from` says so; whoever weighs errors
-afterwards asks here on which. The limits that hold when nobody says anything are in `defaults`.
+The norm of some tensors says nothing: a gradient that is zero by construction consists of rounding
+alone. Such a row is judged on another scale, which its `limit_from` names. `error_on_scale` gives
+the error on the scale that was used. The default limits are in `defaults`.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ if TYPE_CHECKING:
 
 
 BEYOND = "beyond_bias"
-"""Metric: what is left of an output's error without a bias that has no gradient."""
+"""Metric: error of an output without the part due to a bias that has no gradient."""
 BEYOND_ROUNDING = "beyond_rounding"
-"""Metric: what is left of an error without elements whose gradient is nothing but rounding."""
+"""Metric: error without the elements whose gradient consists of rounding alone."""
 INTEGER_STEP = "integer_step"
-"""Metric: root mean square of the scales of integers that a row has made numbers of."""
+"""Metric: root mean square of the scales of the integers that a row converted to numbers."""
 WORST_SCALE = "worst_scale"
-"""Metric of a weight with many scales: how far the elements of one scale, channel or input are off,
-in what rounding does there, and beside the weight's other scales, channels or inputs."""
+"""Metric of a weight with many scales: the error of the elements of one scale, channel or input, in
+units of the rounding error there, and relative to the weight's other scales, channels or inputs."""
 WORST_PLACE = ("worst_output", "worst_output_last", "worst_input", "worst_input_last")
-"""Metrics beside it: the first and the last output and input of those elements."""
+"""Metrics stored with `worst_scale`: first and last output, and first and last input, of those
+elements."""
 ADDED = "added_error"
-"""Metric of an output: its relative error against the reference's function on the candidate's own
-input, computed in float64. What arrives at the site has no part in it."""
+"""Metric of an output: its relative error from the reference's function, computed in float64 on the
+candidate's own input. Errors that arrive at the site do not count."""
 ADDED_ALLOWED = "added_allowed"
 """Metric of an output that has `added_error`: how much of it the site's number format explains."""
 HALF = "half_error"
-"""Metric of a suspect: its relative error on that half of the tokens where it is smaller, without
-tokens that a router sent elsewhere at a near tie."""
+"""Metric of a suspect: its relative error on the half of the tokens where it is smaller. Tokens
+that a router sent to other experts at a near tie are left out."""
 REST = "rest_error"
-"""Metric of a suspect: its relative error without tokens that a router sent elsewhere."""
+"""Metric of a suspect: its relative error without tokens that a router sent to other experts."""
 GIVEN = "given_error"
-"""Metric of what a norm is given: its relative error with every group that the norm divides by its
-size on its own scale, as the norm's result has it."""
+"""Metric of the input of a norm: its relative error with every group scaled by its own size, as in
+the norm's result."""
 TURNED = "turned_signs"
-"""Metric of a gradient that an optimizer was given: relative error of the step that is made of it
-where every element is divided by its size, as Adam does in its first step."""
+"""Metric of a gradient that an optimizer received: relative error of the step computed from it if
+every element is divided by its size, as Adam does in its first step."""
 MOVED_APART = "moved_apart"
-"""Metric of a parameter after updates: relative error that signs of its gradients which rounding
-turns explain."""
+"""Metric of a parameter after updates: relative error explained by gradient signs that rounding
+turns."""
 SUMMED_GRADIENTS = "of the gradients it sums"
 SUMMED_ELEMENTS = "of the elements it sums"
 BESIDE_WEIGHT = "beside the weight's gradient"
@@ -56,7 +57,7 @@ WHAT_CANCELS = "of the gradients that cancel"
 AS_CANCELLED = "as a gradient that cancels"
 AS_GIVEN = "as what it is given"
 EXPLAINED = "as its inputs bring"
-"""Ends `limit_from` of a row that passes because of what its site was given."""
+"""Suffix of `limit_from` for a row that passes because of the inputs of its site."""
 NEAR_SMALLEST_STEP = "near its smallest step"
 AS_ITS_GRADIENT = "as the gradient it is made of"
 
@@ -67,17 +68,17 @@ _OTHERS = (
 
 
 def is_on_another_scale(row: Row) -> bool:
-    """Whether a row has passed on another scale than its own norm."""
+    """Whether a row passed on a scale other than its own norm."""
     other = row.decided_by in (BEYOND, BEYOND_ROUNDING) or row.limit_from.endswith(_OTHERS)
     return other and row.status == "pass"
 
 
 def error_on_scale(row: Row) -> float:
-    """Relative L2 of a row, on the scale on which it has passed; NaN when it is not known.
+    """Relative L2 of a row, on the scale on which it passed; NaN if it is unknown.
 
-    A share of the limit is a share of what the format allows, whatever the limit was made of.
+    On another scale, the row's fraction of its limit is multiplied by the limit of its format.
     """
-    # As a share of its limit, so that it can be set beside rows of ordinary scale.
+    # This makes it comparable with rows on the ordinary scale.
     if is_on_another_scale(row):
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
         if dtype is not None:
@@ -85,12 +86,11 @@ def error_on_scale(row: Row) -> float:
     return float(row.metrics.get(METRIC, math.nan))
 
 
-# What somebody allows instead of the defaults: limits on metrics, or element-wise rtol and
-# atol.
+# Limits that replace the defaults: limits on metrics, or element-wise rtol and atol.
 
 
 class Limit(NamedTuple):
-    """The worst value of a metric that still passes; its direction says on which side that is."""
+    """The worst value of a metric that still passes; the metric's direction gives the side."""
 
     metric: str
     value: float
@@ -100,22 +100,22 @@ BY_USER = "user"
 BY_THRESHOLDS = "thresholds"
 
 _LAYER_METRICS = {"abs_diff": "mean_abs_error", "cos_sim": "cosine"}
-"""What the averages of layer files are called in a comparison table."""
+"""Column names of a comparison table for the averages in layer files."""
 
 
 class Tolerance:
-    """Everything that was allowed for one comparison.
+    """All limits of one comparison.
 
     Attributes:
-        limits: Limits that take the place of the per-dtype defaults; none means the defaults.
+        limits: Limits that replace the per-dtype defaults; empty means the defaults.
         rtol: With `atol`, the element-wise test `|c - r| <= atol + rtol |r|`; any element outside
-            fails its row. None when the test was not asked for.
+            fails its row. None if the test was not requested.
         atol: See `rtol`.
-        min_coverage: The share of all tensors that must have been compared, 0 to 1; None asks for
-            nine tenths of the calls of leaves instead.
-        thresholds: Limits of each layer, from clean runs, in place of the per-dtype defaults. A
-            tensor they do not speak of is not judged by them.
-        slack: How many times its threshold a tensor may reach.
+        min_coverage: Fraction of all tensors that must have been compared, 0 to 1. If None, nine
+            tenths of the calls of leaf modules must be covered instead.
+        thresholds: Limits of each layer, from clean runs, which replace the per-dtype defaults. A
+            tensor without a threshold is not judged by them.
+        slack: Factor by which a tensor may exceed its threshold.
     """
 
     __slots__ = ("atol", "limits", "min_coverage", "rtol", "slack", "thresholds")
@@ -152,19 +152,19 @@ class Tolerance:
 
     @property
     def explicit(self) -> bool:
-        """Whether anything takes the place of the per-dtype defaults."""
+        """Whether something replaces the per-dtype defaults."""
         return bool(self.limits) or self.elementwise or self.thresholds is not None
 
     def all_limits(self) -> tuple[Limit, ...]:
-        """The limits to hold, the element-wise test among them."""
-        # Not one element may be outside, so the share is limited by zero.
+        """Return the limits on metrics, including the element-wise test."""
+        # No element may be outside, so the limit of the share is zero.
         test = (Limit("outside_share", 0.0),) if self.elementwise else ()
         return (*test, *self.limits)
 
     def limits_of(self, row: Row) -> list[tuple[Limit, str]]:
-        """The limits a row has to keep, each with where it comes from.
+        """Return the limits of a row, each with its origin.
 
-        A threshold that is no number is a limit of NaN, which nothing keeps.
+        A threshold that is not a number becomes a limit of NaN, which no value satisfies.
         """
         limits = [(limit, BY_USER) for limit in self.all_limits()]
         if self.thresholds is not None:
@@ -198,13 +198,13 @@ class Tolerance:
 
 
 def widened(value: float, column: Column, times: float) -> float:
-    """A limit that allows `times` as much: away from 0, or from the 1 of a perfect agreement.
+    """Return a limit that allows `times` as much, measured from 0 or from a perfect 1.
 
     >>> widened(0.99, Column("cosine", "higher"), 2.0), widened(0.5, Column("rmse", "lower"), 2.0)
     (0.98, 1.0)
     """
     if times == 1.0:
-        return value  # to the last bit: a clean run keeps its own limits
+        return value  # exact, so that a clean run stays within its own limits
     # A cosine is widened away from 1, not away from 0.
     if column.direction != "higher":
         return value * times
@@ -214,15 +214,15 @@ def widened(value: float, column: Column, times: float) -> float:
 
 
 def _limit_of(entry: Threshold, row: Row, slack: float) -> Limit:
-    """A threshold as a limit of the table's own metric."""
+    """Return a threshold as a limit of the table's own metric."""
     metric, value = entry.metric, entry.value if entry.usable else math.nan
     if metric not in row.metrics and metric in _LAYER_METRICS:
         metric = _LAYER_METRICS[metric]
-        if entry.statistic == "l2":  # of the errors of all elements, which is rmse but for a root
+        if entry.statistic == "l2":  # the l2 over all elements, which is rmse times sqrt(count)
             metric = "rmse"
             value /= math.sqrt(max(math.prod(row.reference_shape or ()), 1))
         elif metric == "cosine" and value > 1.0:
-            value = 1.0  # cosines of mixed formats may come out above it
+            value = 1.0  # cosines of mixed formats may come out above 1
     return Limit(metric, widened(value, Column(metric, entry.direction), slack))
 
 
@@ -245,11 +245,11 @@ def limits_from(
     at_most: Sequence[str] = (),
     at_least: Sequence[str] = (),
 ) -> tuple[Limit, ...]:
-    """Limits from a mapping, and from `--max METRIC=VALUE` and `--min METRIC=VALUE`.
+    """Return the limits of a mapping, of `--max METRIC=VALUE` and of `--min METRIC=VALUE`.
 
     Raises:
-        BadInput: An unknown metric, one that no limit can be put on, a value that is no number, or
-            `--max` for a metric that passes from above.
+        BadInput: An unknown metric, a metric that cannot be limited, a value that is not a number,
+            or `--max` for a metric where higher is better.
     """
     by_name = {column.name: column for column in columns}
     limits = [_limit(name, value, by_name) for name, value in (mapping or {}).items()]
@@ -262,7 +262,7 @@ def limits_from(
                 )
             limit = _limit(name.strip(), number, by_name)
             direction = by_name[limit.metric].direction
-            # The wrong option would silently turn the limit around.
+            # The wrong option would silently reverse the limit.
             right = "--min" if direction == "higher" else "--max"
             if option != right:
                 raise BadInput(
@@ -287,7 +287,7 @@ def _limit(name: str, value: float | str, by_name: Mapping[str, Column]) -> Limi
     try:
         number = float(value)
     except ValueError:
-        # No text is a number; NaN is refused with it, as nothing keeps such a limit.
+        # Text that is no number is refused like NaN, which no value could satisfy.
         number = math.nan
     if math.isnan(number):
         raise BadInput(

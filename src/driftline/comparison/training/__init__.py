@@ -1,5 +1,5 @@
-"""Two trainings step by step: loss, gradients, update, weights, and where they part.
+"""Two trainings compared step by step: loss, gradients, update, weights, and where they diverge.
 
-Reads what captures have written of steps and judges it in the order in which a step happens. Knows
+It reads the facts that captures wrote about steps, and judges them in the order of a step. It knows
 no limits of rows and reads no tensor of the index.
 """

@@ -1,3 +1,4 @@
-"""Verdicts: rows and their limits become statuses, a first divergence and a verdict. Reads rows
-only.
+"""Verdicts: rows and their limits become statuses, a first divergence and a verdict.
+
+This package reads rows only.
 """

@@ -1,12 +1,12 @@
-"""The verdict of a table: an ordered list of reasons, of which the first that applies decides.
+"""The verdict of a table, decided by the first of an ordered list of reasons that applies.
 
     incomparable: nothing was compared
     fail: something is wrong
     incomparable: only inputs were compared
-    incomplete: what was compared agrees, and it is not enough to tell
+    incomplete: what was compared agrees, but too little was compared for a pass
     pass: none of these
 
-Reads counts, coverage and the divergence; never a row's metrics, never a run.
+This file reads counts, coverage and the divergence. It reads no run, and no metrics of rows.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ EXIT_CODES: dict[Verdict, int] = {
 
 
 LEAST_COVERED = 0.9
-"""Share of the leaf calls of the coarser side that must be covered for a pass."""
+"""Fraction of the deciding side's leaf calls that must be covered for a pass."""
 _NO_SIDES = (Side(), Side())
 
 
 class Facts(NamedTuple):
-    """What the verdict is decided from.
+    """The facts that decide the verdict.
 
     Attributes:
         counts: Counts of the judged rows.
         coverage: How many tensors were compared.
-        divergence: Where the drift starts, and the sentence that says so, or that nothing drifts.
-        tolerance: What is allowed.
-        judgement: How the sites stand, where sites were judged.
-        covered: How far the comparison reaches, in calls, steps, elements and ranks.
-        sides: Where the reference and the candidate came from, and how far those runs reach.
+        divergence: Where the drift starts, with a sentence that says so or says that nothing
+            drifts.
+        tolerance: The limits in use.
+        judgement: Judgement of the sites; None if sites were not judged.
+        covered: Which calls, steps, elements and ranks were compared.
+        sides: Origin and scope of the reference's and the candidate's run.
     """
 
     counts: RowCounts
@@ -61,7 +62,7 @@ class Facts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A verdict and the sentence that says why."""
+    """A verdict and the sentence that explains it."""
 
     verdict: Verdict
     finding: str
@@ -71,7 +72,7 @@ Reason: TypeAlias = Callable[[Facts], "Decision | None"]
 
 
 def decide(facts: Facts) -> Decision:
-    """The verdict of a table."""
+    """Return the verdict of a table."""
     for reason in REASONS:
         if (decision := reason(facts)) is not None:
             return decision
@@ -79,7 +80,7 @@ def decide(facts: Facts) -> Decision:
 
 
 def _nothing_compared(facts: Facts) -> Decision | None:
-    # Inputs of another shape are a difference although nothing behind them could be compared.
+    # Inputs of different shapes are a difference even if nothing computed from them was compared.
     nothing = not facts.coverage.compared or not facts.covered.elements
     if not nothing or facts.divergence.first is not None:
         return None
@@ -102,7 +103,7 @@ def _row_fails(facts: Facts) -> Decision | None:
 
 
 def _output_is_off(facts: Facts) -> Decision | None:
-    """Measured noise does not explain the end, and no site is convicted."""
+    """The final output exceeds the measured noise, but no site is found to introduce the error."""
     judgement = facts.judgement
     if judgement is None or not judgement.unlocated:
         return None
@@ -110,7 +111,7 @@ def _output_is_off(facts: Facts) -> Decision | None:
 
 
 def _only_inputs(facts: Facts) -> Decision | None:
-    # Inputs that agree say nothing about what was computed of them.
+    # Equal inputs say nothing about the values computed from them.
     if not facts.counts.only_inputs:
         return None
     return Decision(
@@ -120,7 +121,7 @@ def _only_inputs(facts: Facts) -> Decision | None:
 
 
 def _incomplete(facts: Facts) -> Decision | None:
-    """What was compared agrees; every reason why that is not enough, the gravest first."""
+    """What was compared agrees; list all reasons why that is not enough, most serious first."""
     reasons = [words for shortfall in SHORTFALLS for words in shortfall(facts)]
     if not reasons:
         return None
@@ -140,7 +141,7 @@ def _unread(facts: Facts) -> Iterator[str]:
 
 
 def _not_run(facts: Facts) -> Iterator[str]:
-    """Values that are there, and that something else than the backend in question computed."""
+    """Values exist, but the backend under test did not compute them."""
     counts = facts.counts
     if (row := counts.first_not_run) is None:
         return
@@ -152,7 +153,7 @@ def _not_run(facts: Facts) -> Iterator[str]:
 
 
 def _unfinished(facts: Facts) -> Iterator[str]:
-    """A program that left a step unfinished, or that ended badly with less than the other has."""
+    """A program left a step unfinished, or ended with an error and has less than the other one."""
     covered, (_, missing, extra, *_) = facts.covered, facts.coverage
     lacking = (covered.extra_steps, covered.missing_steps)
     for name, side, steps in zip(("reference", "candidate"), facts.sides, lacking, strict=True):
@@ -160,7 +161,7 @@ def _unfinished(facts: Facts) -> Iterator[str]:
         if scope.unfinished:
             ending = f" and {scope.ending}" if scope.ending else ""
             yield f"the {name}'s program left {scope.unfinished[0]} unfinished{ending}"
-        # A run may be compared while it is written, unless something is not yet there.
+        # A run may be compared while it is written, unless a tensor is still missing.
         elif (missing if name == "candidate" else extra) if scope.growing else scope.unsealed:
             yield f"the {name}'s program {scope.ending}"
         elif scope.ending and steps:
@@ -180,7 +181,7 @@ def _below_min_coverage(facts: Facts) -> Iterator[str]:
 
 def _too_few_calls(facts: Facts) -> Iterator[str]:
     leaves = facts.covered.leaves
-    # Whoever asks for a share of the tensors has decided what is enough.
+    # A user who asks for a minimum coverage has decided how much is enough.
     if facts.tolerance.min_coverage is not None or leaves.share >= LEAST_COVERED:
         return
     words = (
@@ -210,26 +211,26 @@ def _ranks(facts: Facts) -> Iterator[str]:
 
 
 def _steps(facts: Facts) -> Iterator[str]:
-    """Steps that one side captured and the other, which ran that far or farther, did not."""
+    """One side captured steps that the other side did not reach."""
     covered = facts.covered
     lone = (covered.missing_steps, covered.extra_steps)
     for name, other, steps in zip(
         ("reference", "candidate"), reversed(facts.sides), lone, strict=True
     ):
-        # A side that ran more steps left these out by its own selection.
+        # If the other side ran past a step, its own step selection left the step out.
         beyond = [step for step in steps if step >= other.scope.steps_ran]
         if beyond and other.scope.captured and other.scope.steps_ran and not other.scope.ending:
             yield f"{spans(beyond)} ran in the {name} only"
 
 
 def _contradicts_itself(facts: Facts) -> Iterator[str]:
-    """A site that does not reproduce its own output, and is off by other evidence."""
+    """A site does not reproduce its own output, and other evidence finds it off."""
     if facts.judgement is not None and facts.judgement.undecided:
         yield facts.judgement.undecided
 
 
 def _too_noisy(facts: Facts) -> Iterator[str]:
-    """A fault could hide in the error that arrives, at too many sites."""
+    """At too many sites, the error that arrives could hide a fault."""
     judgement = facts.judgement
     if judgement is None or not judgement.is_too_noisy:
         return
@@ -244,7 +245,7 @@ def _too_noisy(facts: Facts) -> Iterator[str]:
 
 
 def _narrowed(facts: Facts) -> str:
-    """What was compared of what there is, where filters or steps leave something out."""
+    """What was compared, if filters or the selection of steps leave something out."""
     words: list[str] = []
     covered = facts.covered
     ran = covered.ran
@@ -273,7 +274,7 @@ def _called(level: str) -> str:
 
 
 def _endings(facts: Facts) -> str:
-    """How programs ended after their last step: nothing is missing, and it is worth knowing."""
+    """How the programs ended after their last step; nothing is missing because of it."""
     sides = zip(("reference", "candidate"), facts.sides, strict=True)
     return "".join(
         f"; the {name}'s program {side.scope.ending}" for name, side in sides if side.scope.ending
@@ -288,7 +289,7 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     _unfinished,
     _borders,
     _below_min_coverage,
-    # A rank that is not there is why its calls are not.
+    # Missing ranks explain missing calls, so they are named first.
     _ranks,
     _too_few_calls,
     _left_out,
@@ -296,14 +297,14 @@ SHORTFALLS: tuple[Shortfall, ...] = (
     _contradicts_itself,
     _too_noisy,
 )
-"""Why agreement may not be enough, the gravest first; all that apply are said."""
+"""Reasons why agreement may not be enough, the most serious first; all that apply are reported."""
 
 REASONS: tuple[Reason, ...] = (
     _nothing_compared,
-    # A failing row decides before coverage does: it is the more useful answer.
+    # A failing row takes precedence over low coverage, because it is the more useful answer.
     _row_fails,
     _output_is_off,
     _only_inputs,
     _incomplete,
 )
-"""In the order in which they are asked; the first that applies decides."""
+"""Reasons in the order in which they are tried; the first that applies decides."""

@@ -1,10 +1,10 @@
 """Where the drift starts: the first failing row in execution order, and which module to look at.
 
-A module's inputs are recorded before its children run and its output after them, so the first
-failing output belongs to the deepest module that made it. A failing *input* with no failing output
-before it was computed by the code of an enclosing module, between the calls of its children. An
-output that fails only just, from an input that held only just, did not start there: the input's
-maker is named.
+A module's inputs are recorded before its children run, and its output after them. So the first
+failing output belongs to the deepest module that computed it. A failing *input* with no failing
+output before it was computed by the code of an enclosing module, between the calls of its children.
+If an output barely exceeds its limit and its input was barely within its own, the drift did not
+start there; the module that computed the input is named.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from driftline.comparison.verdict.dataflow import has_other_shape, makers_of_oth
 from driftline.comparison.verdict.verdict import RowCounts, execution
 
 ROOT = ("(root)", "")
-"""How adapters call the outermost module; its name is no prefix of the others' names."""
+"""Names of the outermost module in captures; they are no prefix of the other sites' names."""
 
 _NEARLY_ALL = 0.8
 _MOST_FUSED = 12
 _IDENTITY = ("relative_l2", "reference_l2", "candidate_l2")
 _SELVES = {**dict.fromkeys(ROOT, "the model itself"), "(program)": "the program itself"}
 _ABSENT = ("only in the reference", "no site of ")
-"""Begin the reasons of rows for whose module the candidate has none."""
+"""Prefixes of the reasons of rows whose module does not exist in the candidate."""
 _PLACES = {
     "output": "its output",
     "grad_input": "the gradient of its input",
@@ -50,14 +50,14 @@ def find_divergence(
     counts: RowCounts | None = None,
     follow: bool = True,
 ) -> Divergence:
-    """Find where the drift starts; without a failing row, say how close the worst one came.
+    """Find where the drift starts; without a failing row, say how close the worst row came.
 
     Args:
-        rows: Judged.
-        ordered: Whether their order is one of execution.
-        counts: What was counted while they were judged; counted now when not given.
-        follow: Whether to look for the origin among rows that hold their limits only just; where
-            sites were judged, the first row that fails is where error is added.
+        rows: Judged rows.
+        ordered: Whether their order is the order of execution.
+        counts: Counts taken while the rows were judged; counted now if None.
+        follow: Whether to search for the origin among rows that are barely within their limits. If
+            sites were judged, the first failing row is where error is added.
     """
     if counts is None:
         counts = RowCounts()
@@ -80,13 +80,13 @@ def find_divergence(
 
 
 def _computed(first: Row) -> str:
-    """Which line of the program computes it, and what else the kernel does that computed it."""
+    """Return the program line that computes a row and the fusion it belongs to, in words."""
     remarks: list[str] = []
     if first.line:
         remarks.append(f"computed at {first.line}")
     if first.fused:
         remarks.append(f"inside the fusion of {_shortened(first.fused)}")
-        # A compiled graph knows its lines, an exported one was fused elsewhere.
+        # A compiled graph has line numbers; an exported graph was fused by another program.
         if first.line and not first.culprit:
             remarks.append("--no-fusion takes them apart")
     if first.culprit:
@@ -102,13 +102,13 @@ def _shortened(fused: str) -> str:
 
 
 def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[str, str]:
-    """The site to look at, and a sentence about it."""
+    """Return the site to look at, and a sentence about it."""
     key = first.key
     name = _named(key.site, first)
     when = f" in step {key.step}" if key.step else ""
     rank = key.rank if first.candidate_rank is None else first.candidate_rank
     when += f" on rank {rank}" if rank else ""
-    # A conversion of the compiler is held against what it was given.
+    # A conversion that the compiler inserted is compared with its own input.
     if key.port == "input" and first.candidate_port == "output" and not first.candidate_site:
         return key.site, f"the drift starts at {name}{when}, in its output: not what it was given"
     if key.port == "param":
@@ -117,7 +117,7 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
         arrived = _inherited_drift(first, _nearly_outside(first, rows))
         if arrived is not None:
             return _locate_maker(arrived, first, rows, when)
-    # What it made of another thing is no error of its own.
+    # An output computed from a different input is not the module's own error.
     if key.port == "output" and (maker := makers_of_other_shapes(rows).get(key.site)) is not None:
         handed = next(
             row
@@ -131,7 +131,7 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
             f"{shapes[1]}"
         )
     if key.port != "input":
-        # Another writer's run may have ports of its own.
+        # Runs of other tools may have ports that are not listed.
         what = _PLACES.get(key.port, f"its {key.port}") + (
             f" '{key.slot}'" if key.slot != "0" else ""
         )
@@ -139,13 +139,13 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
     parent = _enclosing(first, rows)
     if parent is None:
         return key.site, f"the inputs differ already{when}: '{key.slot}' of {name}"
-    # Calls of the reference alone made it: the candidate has left them out.
+    # Modules that only the reference calls computed it; the candidate left them out.
     if lone := _alone_before(first, rows):
         return parent, (
             f"the drift starts inside {_around(parent, rows)}{when}, before it calls {name}: input "
             f"'{key.slot}' is off, and {lone} before it in the reference only"
         )
-    # Where no outputs were kept, another child of the parent may have made it.
+    # If no outputs were captured, another child of the parent may have computed it.
     whose = "in its own code " if any(row.key.port == "output" for row in rows) else ""
     return parent, (
         f"the drift starts inside {_around(parent, rows)}{when}, {whose}before it "
@@ -154,9 +154,10 @@ def _locate_origin(first: Row, rows: Sequence[Row], *, follow: bool) -> tuple[st
 
 
 def _alone_before(failing: Row, rows: Sequence[Row]) -> str:
-    """Which modules only the reference has called between what was compared last and a failing row.
+    """Return, in words, modules that only the reference called just before a failing row.
 
-    In words, containers instead of their parts; empty if there is none.
+    They ran after the last compared output. Containers are named instead of their parts. Empty if
+    there are none.
     """
     alone: list[str] = []
     for row in rows:
@@ -179,7 +180,7 @@ def _belongs(row: Row, other: Row) -> bool:
 
 
 def _nearly_outside(failing: Row, rows: Sequence[Row]) -> list[Row]:
-    """Rows before a failing one, of its step, that hold their limits by less than it breaks its."""
+    """Return the passing rows before a failing row, in its step, that are near their limits."""
     key, least = failing.key, _NEARLY_ALL * failing.severity
     place = (key.step, key.rank, key.process)
     return [
@@ -193,7 +194,7 @@ def _nearly_outside(failing: Row, rows: Sequence[Row]) -> list[Row]:
 
 
 def _inherited_drift(output: Row, near: Sequence[Row]) -> Row | None:
-    """The input that an output got nearly all its drift from; None when it made its own."""
+    """Return the input that brought nearly all of an output's drift; None if the module made it."""
     key = output.key
     inputs = [
         row
@@ -206,7 +207,7 @@ def _inherited_drift(output: Row, near: Sequence[Row]) -> Row | None:
 
 
 def _maker_of(arrived: Row, near: Sequence[Row]) -> Row | None:
-    """The last output before an input that is the same tensor, as far as numbers tell."""
+    """Return the last output before an input that is the same tensor, judged by its figures."""
     same = [
         row
         for row in near
@@ -218,7 +219,7 @@ def _maker_of(arrived: Row, near: Sequence[Row]) -> Row | None:
 
 
 def _locate_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) -> tuple[str, str]:
-    """Whose output an input was that is nearly as far off, followed back as far as that goes."""
+    """Return the site that computed a nearly failing input, traced back as far as possible."""
     near = _nearly_outside(failing, rows)
     after = f"only just inside its limit; the first outside is {_named(failing.key.site, failing)}"
     while (maker := _maker_of(arrived, near)) is not None:
@@ -239,9 +240,9 @@ def _locate_maker(arrived: Row, failing: Row, rows: Sequence[Row], when: str) ->
 
 
 def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
-    """The nearest module around a site that took part in the comparison and was entered before it.
+    """Return the nearest compared module around a site.
 
-    None for the outermost module: what is wrong with its input was wrong before the model ran.
+    None for the outermost module: an error of its input existed before the model ran.
     """
     entered = {
         row.key.site
@@ -253,7 +254,7 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
         return None
     module, _, operator = site.rpartition("/")
     if module and first.class_name.startswith(f"{operator}."):
-        # An operator; views, and whatever else has no row, may be before it.
+        # An operator. Views and other operators without rows may run before it.
         return module if execution(first) > min(map(execution, rows)) else None
     while site := site.rpartition(".")[0]:
         if site in entered:
@@ -262,10 +263,11 @@ def _enclosing(first: Row, rows: Sequence[Row]) -> str | None:
 
 
 def _around(module: str, rows: Sequence[Row]) -> str:
-    """A module that something is in, by name and class."""
+    """Return the name and class of a module that contains something."""
     own = next((row for row in rows if row.key.site == module and row.class_name), None)
     if own is not None and own.by == "graph":
-        # It has no partner of its own: what it takes was made by a node of somebody else.
+        # The module has no partner of its own: its inputs were paired with a node of another
+        # module.
         own = own._replace(candidate_class="", candidate_site="")
     return _named(module, own)
 
@@ -274,7 +276,7 @@ def _named(site: str, row: Row | None) -> str:
     shown = _SELVES.get(site, f"'{site}'")
     if row is None:
         return shown
-    # Only for a site's own row: of the module around it, the row's partner is not known.
+    # Only for the site's own row, because the row's partner says nothing about other modules.
     place = f"'{row.candidate_site}'" if row.candidate_site and row.key.site == site else ""
     other = " ".join(filter(None, (row.candidate_class, place)))
     about = filter(None, (row.class_name, f"in the candidate {other}" if other else ""))
@@ -283,13 +285,13 @@ def _named(site: str, row: Row | None) -> str:
 
 
 def _all_fine(counts: RowCounts) -> str:
-    # A pass that rests on part of the tensors must not read like one that rests on all of them.
+    # A pass based on some of the tensors must not read like one based on all of them.
     compared, rows = counts.compared, counts.rows
     share = f"{compared}" if compared == rows else f"{compared} of {rows}"
     share += " tensor compared" if rows == 1 else " tensors compared"
     if counts.inside:
         share += f", {counts.inside} more inside a fusion"
-    # Figures of a dump that counts no NaN and no Inf: they can show a difference, not its absence.
+    # Figures of a dump without counts of NaN and Inf can show a difference, but not its absence.
     if counts.bare:
         return f"{share}, {counts.bare} by max, min, mean and l2 alone; no difference shows"
     worst = counts.closest

@@ -1,14 +1,15 @@
-"""What widens the limit of a row: the formats, codes and cancelled gradients that it is made of.
+"""Reasons to widen the limit of a row: formats, integer codes and cancelled gradients before it.
 
-Three sources, all looked up in rows alone:
-the coarsest format that came before it in its process (`Inherited`);
+There are three reasons, all found in rows alone:
+the coarsest format that came before the row in its process (`Inherited`);
 operators that compute with integers on one side and with floats on the other (`Quantised`);
-gradients that cancelled (`CancelledGradients`). What is left of such a gradient is rounding in
-part, and a backward pass is linear: all that is computed of it is off by the same share. A gradient
-is made of such a one if it comes after it in the same backward pass and is as small (what cancelled
-is smaller than all else), or if it is of a parameter of a module that was given such a gradient.
+gradients that cancelled (`CancelledGradients`). What remains of such a gradient is partly rounding.
+A backward pass is linear, so everything computed from it has the same relative error. A gradient
+is treated as computed from a cancelled one in two cases: it comes later in the same backward pass
+and is as small (cancelled gradients are smaller than all others), or it belongs to a parameter of a
+module that received such a gradient.
 
-Widens limits, and never narrows one: a row that holds its own limit holds any other.
+Limits are only widened, never narrowed: a row within its own limit is within any other.
 """
 
 from __future__ import annotations
@@ -39,21 +40,23 @@ from driftline.numerics.dtypes import DTYPES, DType, coarser
 
 _PORTS = ("grad_output", "grad_input", *GRADIENTS)
 _GROWN = 4
-"""Times so much the share may grow on the way: measured, 1.2 over two blocks."""
+"""Factor by which the relative error may grow on the way; the measured growth was 1.2 over two
+blocks."""
 _LARGER = 16
-"""Times so large it may become on the way through one module."""
+"""Factor by which the norm of such a gradient may grow on the way through one module."""
 _MOSTLY = 0.02
-"""Gradients that are off by more are mostly rounding: nothing can be said of what they make."""
+"""Relative error above which a gradient is mostly rounding, and its results cannot be judged."""
 _LATER, _CLEAR = 4, 0.05
-"""Times so much as gradients were off, steps after them may be; at most so far that is believed."""
+"""Factor on the gradients' error, for the error of later steps; and the largest gradient error that
+is taken into account."""
 _TWO_ROUNDINGS = 10.0
-"""Two tensors that are nothing but rounding are no farther apart."""
+"""Largest relative error between two tensors that consist of rounding alone."""
 _BEYOND = 100
-"""Times so much as the first of them: no rounding any more."""
+"""Multiple of the cancelled gradient's error above which rounding is no longer an explanation."""
 
 
 class CancelledGradients:
-    """What cancelled in the step under way, and who was given it."""
+    """The cancelled gradients of the current step, and the sites that received them."""
 
     def __init__(self) -> None:
         self._moment = (-1, -1, -1)
@@ -63,9 +66,9 @@ class CancelledGradients:
         self._moved: dict[tuple[int, int], tuple[int, float]] = {}
 
     def remember(self, judged: Row) -> None:
-        """Note a gradient that has cancelled, or is made of one."""
+        """Record a gradient that has cancelled, or that was computed from one."""
         if judged.key.port == "optimizer_grad" and self._moment == _moment(judged):
-            # What an optimizer was given moves the weights of all later steps.
+            # The gradients that an optimizer receives change the weights of all later steps.
             whose = judged.key.rank, judged.key.process
             first, off = self._moved.get(whose, (judged.key.step, 0.0))
             self._moved[whose] = first, max(off, self._off)
@@ -87,14 +90,14 @@ class CancelledGradients:
             self._given[judged.key.site] = off
 
     def judged(self, row: Row) -> Row:
-        """A failing row, judged by what it is made of if that is known."""
+        """Return a failing row, judged by the cancelled gradient it was computed from, if any."""
         off, value = self._origin(row), float(row.metrics.get(METRIC, 0.0))
         if row.decided_by != METRIC:
             return row
         if off is None:
             return self._of_later_step(row, value)
         source = f"{row.limit_from}, {AS_CANCELLED}"
-        # Mostly rounding: neither right nor wrong can be shown.
+        # The row is mostly rounding, so it can be shown neither right nor wrong.
         if off > _MOSTLY:
             if not value <= _BEYOND * off:
                 return row
@@ -112,14 +115,13 @@ class CancelledGradients:
         )
 
     def _of_later_step(self, row: Row, value: float) -> Row:
-        """Weights that were moved by such gradients are elsewhere, and so is what they compute."""
+        """Return a row of a later step, whose weights were changed by such gradients."""
         step, off = self._moved.get((row.key.rank, row.key.process), (row.key.step, 0.0))
         place = (*_moment(row), row.key.site)
-        # Far gradients are believed only up to a point: beyond, a fault may hide behind
-        # them.
+        # Errors of the gradients count only up to a limit; otherwise a fault may hide behind them.
         most = _LATER * min(off, _CLEAR)
         if place in self._unclear and row.key.port in GRADIENTS and is_bias(row.key.slot):
-            most = _TWO_ROUNDINGS  # a sum of what arrived, which may cancel
+            most = _TWO_ROUNDINGS  # a sum of the arriving gradient, which may cancel
         if row.key.step <= step or not value <= most:
             return row
         if row.key.port == "grad_output":
@@ -131,13 +133,13 @@ class CancelledGradients:
         return row.judged("incomparable", reason, decided_by=METRIC, limit_from=row.limit_from)
 
     def _origin(self, row: Row) -> float | None:
-        """How far off the gradient that cancelled was, if a row is made of it."""
+        """Return the error of the cancelled gradient that a row was computed from; or None."""
         if not _is_gradient(row) or self._moment != _moment(row):
             return None
         if row.key.port not in GRADIENTS and 0.0 < reference_norm(row) <= _LARGER * self._size:
             return self._off
         error, site = self._given.get(row.key.site), row.key.site
-        # A part of a module is made of what its module was given.
+        # A part of a module inherits what its module received.
         while error is None and site:
             site = site.rpartition(".")[0]
             error = self._given.get(site)
@@ -145,7 +147,7 @@ class CancelledGradients:
 
 
 def _is_gradient(row: Row) -> bool:
-    """Whether a row is a gradient: of a module, or of an operator of the backward pass."""
+    """Whether a row is the gradient of a module, or of an operator of the backward pass."""
     return row.key.port in _PORTS or ("/" in row.key.site and row.key.phase == "backward")
 
 
@@ -154,42 +156,41 @@ def _moment(row: Row) -> tuple[int, int, int]:
 
 
 def reference_norm(row: Row) -> float:
-    """Norm of the reference; 0.0 when it is zero, not finite or not known."""
+    """Norm of the reference; 0.0 if it is zero, not finite or unknown."""
     norm = float(row.metrics.get("reference_l2", 0.0))
     return norm if math.isfinite(norm) else 0.0
 
 
-# Which operators of a comparison compute with integers on one side and with floats on the
-# other.
+# Operators that compute with integers on one side of a comparison and with floats on the other.
 
 
 _CODES = ("int8", "int4", "uint4")
-"""Integers that beside floats are codes; wider ones are ids and lengths as well."""
+"""Integer types that are codes when compared with floats; wider ones may be ids and lengths."""
 
 _Call = tuple[int, int, int, str]
 _Sizes = tuple[int, ...]
 _Codes = dict[_Call, list[tuple[_Sizes, str]]]
-"""Lone integers, by their own side's site."""
+"""Integer tensors without a partner, by the site of their own side."""
 _Floats = dict[_Call, set[_Sizes]]
 
 
 def quantised_row(row: Row) -> str:
-    """The integer type that a recipe made numbers of; empty when there is none."""
+    """Return the integer type that a recipe converted to numbers; empty if there is none."""
     for dtype, recipe in (
         (row.reference_dtype, row.reference_recipe),
         (row.candidate_dtype, row.candidate_recipe),
     ):
         if "dequantise" in recipe and "unpack" in recipe:
-            return "int8" if "unpack(axis 0, 0:4)" in recipe else "int4"  # codes to a word
+            return "int8" if "unpack(axis 0, 0:4)" in recipe else "int4"  # codes per word
         if dtype in QUANTISED and "dequantise" in recipe:
             return dtype
     return ""
 
 
 def quantised_limit(row: Row, code_type: str) -> float:
-    """Relative error that rounding to integers explains in a row.
+    """Return the relative error that rounding to integers explains in a row.
 
-    With one scale it follows from that scale; with many, from the width of the integers.
+    With a single scale it follows from that scale; with several, from the width of the integers.
     """
     step = max(
         step_of(row.reference_recipe),
@@ -204,11 +205,11 @@ def quantised_limit(row: Row, code_type: str) -> float:
 
 
 def _explained_by_codes(row: Row, code_type: str) -> float:
-    """Error of an operator that the codes of its output or its weight explain; else 0.0."""
+    """Return the operator error that the codes of its output or weight explain; else 0.0."""
     if row.key.port == "output" and step_of(row.candidate_recipe):
         return quantised_limit(row, code_type)
     if row.key.port == "param" and row.metrics.get(INTEGER_STEP):
-        # What was rounded away of a weight is missing in what is computed with it.
+        # The part of a weight that was rounded away is missing in every result of that weight.
         error = float(row.metrics.get(METRIC, math.inf))
         return ROUNDINGS * min(error, quantised_limit(row, code_type))
     return 0.0
@@ -218,11 +219,11 @@ class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
     def __init__(self, rows: Sequence[Row], rounded: Collection[str] = ()) -> None:
-        """rounded: Sites that compute with integers though what they take and give is floats."""
+        """rounded: Sites that compute with integers but have floats as inputs and outputs."""
         self._rounded = rounded
         self._known: dict[_Call, str] = {}
         self._explained: dict[_Call, float] = {}
-        # Known from what was counted while rows were written: none has codes.
+        # The counts taken while the rows were written show that no row has codes.
         if is_spooled(rows) and not rows.has_recipes and rows.dtypes.isdisjoint(_CODES):
             return
         codes: _Codes = {}
@@ -244,15 +245,15 @@ class Quantised:
     def _match_lone_codes(
         self, rows: Sequence[Row], extra: Sequence[Row], codes: _Codes, floats: _Floats
     ) -> None:
-        """Note operators that have codes on one side and floats of the same sizes on the other.
+        """Record operators that have codes on one side and floats of the same sizes on the other.
 
         Args:
             rows: All rows.
-            extra: Those that only the candidate has.
-            codes: Lone integers of the reference.
-            floats: Lone floats of the reference.
+            extra: The rows that only the candidate has.
+            codes: Integer tensors of the reference without a partner.
+            floats: Floating-point tensors of the reference without a partner.
         """
-        # Lone integers of the candidate stand under the candidate's names.
+        # Rows that only the candidate has use the candidate's names.
         partner: dict[_Call, _Call] = {}
         for row in rows:
             if row.status not in ("extra", "missing"):
@@ -275,7 +276,7 @@ class Quantised:
                         self._known.setdefault(call, dtype)
 
     def sites(self) -> dict[str, float]:
-        """Relative error that every such site may have."""
+        """Return the relative error that each of these sites may have."""
         allowed: dict[str, float] = {}
         for call, code_type in self._known.items():
             site = call[-1]
@@ -284,7 +285,7 @@ class Quantised:
         return allowed
 
     def at(self, row: Row) -> str:
-        """The integer type of a row's own site; empty for an ordinary one."""
+        """Return the integer type of a row's own site; empty for an ordinary site."""
         if row.key.site in self._rounded:
             return self._known.get(_ours(row), "int8")
         return self._known.get(_ours(row), "") if self._known else ""
@@ -298,10 +299,10 @@ def _sort(
     codes: dict[_Call, list[tuple[_Sizes, str]]],
     floats: dict[_Call, set[_Sizes]],
 ) -> None:
-    """Put a lone matrix where it belongs; whole numbers of one axis are no operand."""
+    """Add a matrix without a partner to the codes or floats; vectors are not operands."""
     if call is None or shape is None or len(shape) < 2 or "mask" in row.key.slot:
         return
-    # Codes and floats of one operator have the same sizes in some order.
+    # Codes and floats of one operator have the same sizes, in any order.
     sizes = tuple(sorted(shape))  # weights may be transposed
     if dtype in _CODES:
         codes.setdefault(call, []).append((sizes, dtype))
@@ -310,7 +311,7 @@ def _sort(
 
 
 def _against_float(row: Row) -> str:
-    """Codes that stand against a float and could not be made numbers, for want of a scale."""
+    """Return the type of codes that face floats but have no scale; empty if there are none."""
     reference, candidate = row.reference_dtype, row.candidate_dtype
     if row.status != "incomparable" or "mask" in row.key.slot:
         return ""
@@ -334,21 +335,21 @@ def _theirs(row: Row) -> _Call:
     )
 
 
-# What a row inherits from rows that were computed before it: their format, and their rounding.
+# What a row inherits from rows that were computed before it: their format and their rounding.
 
 
 class Inheritance(NamedTuple):
-    """A limit of relative L2 that a row may have by inheritance, and the reason in a few words."""
+    """A limit of relative L2 that a row may have by inheritance, and a short reason."""
 
     limit: float
     reason: str
 
 
 class Inherited:
-    """The rounding met so far, kept apart by rank and process."""
+    """The formats and rounding of the rows so far, separately for each rank and process."""
 
     def __init__(self, quantised: Quantised | None = None, *, in_turn: bool = False) -> None:
-        """in_turn: Whether rows come step after step, so that what is over can be forgotten."""
+        """in_turn: Whether rows are sorted by step, so that finished steps can be forgotten."""
         self._quantised = quantised
         self._in_turn = in_turn
         self._moment = (-1, -1, -1)
@@ -358,23 +359,24 @@ class Inherited:
         self.rounding = CancelledGradients()
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
-        """The coarsest format a row's values went through, its own included.
+        """Return the coarsest format that a row's values went through, including its own.
 
-        Logits that were cast up to float32 at the end of a bfloat16 model still carry bfloat16's
-        drift. Parameters are computed from nothing.
+        Logits that were converted to float32 at the end of a bfloat16 model still have bfloat16's
+        rounding error. Parameters have no inputs, so they keep their own format.
         """
         if own is None or row.key.port == "param":
             return own
         place = (row.key.rank, row.key.process)
-        # A model that computes in bfloat16 anywhere carries its rounding from there on.
+        # If a model computes in bfloat16 anywhere, all later values have its rounding error.
         before = self._coarsest.get(place)
         self._coarsest[place] = own if before is None else coarser(before, own)
         return self._coarsest[place]
 
     def codes_of(self, row: Row) -> str:
-        """The integer type that operators before this row, or its own, computed in; else empty.
+        """Return the integer type that the row's operator or earlier ones used; else empty.
 
-        Their results are floats again, and carry the rounding to that integer's few steps.
+        The results of such operators are floats again, but contain the error of rounding to the few
+        steps of that integer.
         """
         place = (row.key.rank, row.key.process)
         if self._quantised is None or row.key.port == "param":
@@ -384,13 +386,13 @@ class Inherited:
         return self._codes.get(place, "")
 
     def remember(self, judged: Row) -> None:
-        """Note what arrived at a module from behind; parameters' gradients are made of that."""
+        """Record the gradient that arrived at a module, for the gradients of its parameters."""
         self.rounding.remember(judged)
-        # Also what is over its limit: how large a sum's terms are does not hang on that, and a
-        # wrong gradient is told by its own row.
+        # Rows over their limit are recorded too: the size of a sum's terms does not depend on it,
+        # and a wrong gradient is reported by its own row.
         if judged.key.port != "grad_output" or judged.limit is None:
             return
-        # Step after step: what arrived in a step that is over is asked for no more.
+        # Rows are sorted by step, so gradients of a finished step are not needed any more.
         if self._in_turn and self._moment != _module(judged)[:3]:
             self._moment = _module(judged)[:3]
             self._arrived.clear()
@@ -399,12 +401,12 @@ class Inherited:
         self._arrived[_module(judged)] = (max(limit, judged.limit), square + norm * norm)
 
     def for_gradient(self, row: Row) -> Inheritance | None:
-        """How far off a parameter's gradient may be because of the gradient it is made of.
+        """Return the error that a parameter's gradient may inherit from the gradient it sums.
 
-        It is as wide as what arrived was allowed to be (float16 gradients near the smallest step
-        lose digits that no later product gives back). A bias's gradient is the sum of what arrived,
-        and where that sum cancels (the bias of an attention key has no gradient but rounding), its
-        rounding is a share of what was added up, not of what is left.
+        The limit is that of the gradient that arrived (float16 gradients near the smallest step
+        lose digits that no later product restores). A bias's gradient is the sum of what arrived.
+        If that sum cancels (the gradient of an attention key's bias is nothing but rounding), the
+        rounding error is a fraction of the terms, not of the small sum.
         """
         if row.key.port not in ("param_grad", "optimizer_grad"):
             return None
@@ -418,7 +420,7 @@ class Inherited:
 
 
 class Unrelated(Inherited):
-    """Tensors of a file: they were not computed from each other in the order they are there."""
+    """Tensors of a file, which were not computed from each other in the file's order."""
 
     def format_of(self, row: Row, own: DType | None) -> DType | None:
         del row

@@ -1,9 +1,9 @@
 """Kinds of modules by name, the length of the longest sum in a module, and steps of optimizers.
 
-The number of terms of a sum decides how much rounding is to be expected. It comes from the weights
-of the module tree (a Linear adds up its input channels, a convolution its window), from the class
-where there are no weights (softmax, means, matrix products), and from the input shapes. A site of
-which nothing is known counts as a sum of one term.
+The number of terms of a sum determines how much rounding to expect. It comes from the weights of
+the module tree (a Linear sums over its input channels, a convolution over its window), from the
+class if there are no weights (softmax, means, matrix products), and from the input shapes. A site
+about which nothing is known counts as a sum of one term.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from driftline.graphs.module_tree import ModuleNode, ModuleTree
 from driftline.runs.run import Run
 from driftline.runs.sidecars.model_facts import read_model_facts
 
-# `Conv1D` of transformers is a matrix product, torch's `Conv1d` a convolution: only the case of the
-# last letter differs.
+# `Conv1D` of transformers is a matrix product and torch's `Conv1d` a convolution. Only the case of
+# the last letter differs.
 _LOOKS_UP = re.compile(r"(?i)embedding|gather|take")
 _CONVOLVES = re.compile(r"(?i)conv(?!1d$)|conv\dd$")
 _MULTIPLIES = re.compile(r"(?i)linear|matmul|gemm|\bb?mm\b|addb?mm|einsum|dense|conv1d$")
@@ -30,7 +30,7 @@ _ATTENDS = re.compile(r"(?i)attention|attn|sdpa")
 
 
 def is_smooth(class_name: str) -> bool:
-    """Whether the derivative of what a module computes has no jumps, judged by its class name.
+    """Whether a module's function has a derivative without jumps, judged by its class name.
 
     >>> is_smooth("LayerNorm"), is_smooth("ReLU")
     (True, False)
@@ -39,7 +39,7 @@ def is_smooth(class_name: str) -> bool:
 
 
 def is_norm(class_name: str) -> bool:
-    """Whether a module divides groups of elements by their size, judged by its class name.
+    """Whether a module divides groups of elements by their norm, judged by its class name.
 
     >>> is_norm("LlamaRMSNorm"), is_norm("BatchNorm2d")
     (True, False)
@@ -59,7 +59,7 @@ def attends(class_name: str) -> bool:
 def length_of(
     class_name: str, weight: Shape | None, ins: Sequence[Row], outs: Sequence[Row]
 ) -> int:
-    """Length of the longest sum in a call, from its class, its weight and what went in and out."""
+    """Return the length of the longest sum in a call, by its class, weight, inputs and outputs."""
     input_shapes = [row.reference_shape for row in ins if row.reference_shape]
     output_shapes = [row.reference_shape for row in outs if row.reference_shape]
     return max(1, sum_length(class_name, weight, input_shapes, output_shapes))
@@ -71,11 +71,11 @@ def sum_length(
     input_shapes: Sequence[Shape],
     output_shapes: Sequence[Shape],
 ) -> int:
-    """Number of terms of the longest sum of a call.
+    """Return the number of terms of the longest sum of a call.
 
     Args:
-        class_name: Of the module or operator.
-        weight: The shape of its weight; None if it holds none.
+        class_name: Class of the module or operator.
+        weight: Shape of its weight; None if it has none.
         input_shapes: Shapes of the inputs.
         output_shapes: Shapes of the outputs.
 
@@ -91,23 +91,23 @@ def sum_length(
     1
     """
     row = max((shape[-1] for shape in input_shapes), default=0)
-    # Embeddings and gathers copy rows: nothing is added up, whatever the size of the weight.
+    # Embeddings and gathers copy rows, so nothing is summed, whatever the size of the weight.
     if _LOOKS_UP.search(class_name):
         return 1
     if weight is not None and len(weight) >= 2:
         if _CONVOLVES.search(class_name) and len(weight) >= 3:
             return math.prod(weight[1:])
-        # Which axis is added up differs between libraries; the input's channels tell.
+        # Libraries differ in which axis is summed over; the input's channels show which one it is.
         return row if row in weight else max(weight[-2:])
     if weight is not None and len(weight) == 1:
-        # A weight of one axis belongs to a norm, whose mean runs over that axis.
+        # A weight of one axis belongs to a norm, which averages over that axis.
         return weight[0]
     if _MULTIPLIES.search(class_name):
         return input_shapes[0][-1] if input_shapes else row
     if _ALONG_ROW.search(class_name):
         return row or max((shape[-1] for shape in output_shapes), default=1)
     if _ATTENDS.search(class_name):
-        # Scores are sums over a head's channels, results over the tokens that it sees.
+        # Scores are sums over a head's channels, and results are sums over the visible tokens.
         tokens = max(
             (shape[-2] for shape in (*input_shapes, *output_shapes) if len(shape) >= 3), default=1
         )
@@ -116,11 +116,11 @@ def sum_length(
 
 
 class ModuleFacts(NamedTuple):
-    """What module trees say of a run's modules, by site.
+    """Facts of the module trees about a run's modules, by site.
 
     Attributes:
         weights: Shape of the weight.
-        inside: How many modules that were called it contains, at any depth.
+        inside: Number of called modules that it contains, at any depth.
     """
 
     weights: dict[str, Shape]
@@ -128,7 +128,7 @@ class ModuleFacts(NamedTuple):
 
 
 def module_facts(run: Run, places: Iterable[tuple[int, int]]) -> ModuleFacts:
-    """What the module trees of processes of a run say.
+    """Return the facts of the module trees of some processes of a run.
 
     Args:
         run: The run.
@@ -142,8 +142,8 @@ def module_facts(run: Run, places: Iterable[tuple[int, int]]) -> ModuleFacts:
         try:
             modules = ModuleTree.from_json(tree)
             nodes = list(modules.walk())
-        # Trees come from files of any origin; a damaged one only means that lengths are guessed
-        # from shapes.
+        # Trees come from files of any origin. Without a valid tree, lengths are estimated from
+        # shapes.
         except (AttributeError, KeyError, TypeError, ValueError):
             continue
         called = frozenset(modules.order)
@@ -157,15 +157,15 @@ def module_facts(run: Run, places: Iterable[tuple[int, int]]) -> ModuleFacts:
 
 
 def strides_of(run: Run, places: Iterable[tuple[int, int]]) -> dict[str, Stride]:
-    """How far optimizers move parameters in a step; empty where nothing says it.
+    """Return how far optimizers move parameters in a step; empty if no process recorded it.
 
     Args:
-        run: Whose.
+        run: The run.
         places: Ranks and processes.
     """
     strides: dict[str, Stride] = {}
     for rank, process in sorted(places):
-        # Weights are read only of programs that train.
+        # Weights are read only if the program trains.
         if not any(record.get("kind") == "optimizer" for record in _training(run, rank, process)):
             continue
         facts = read_model_facts(run, rank, process)
@@ -194,7 +194,7 @@ def _training(run: Run, rank: int, process: int) -> list[dict[str, Any]]:
 
 
 def _rates(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every parameter of an optimizer, and its learning rate; momentum adds up gradients."""
+    """Yield each parameter of an optimizer and its learning rate; momentum raises the rate."""
     groups = record.get("groups")
     for group in cast("list[Any]", groups) if isinstance(groups, list) else ():
         try:

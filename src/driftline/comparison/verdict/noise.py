@@ -1,8 +1,8 @@
 """The noise floor: how far trusted executions in the candidate's format are from the reference.
 
-One interval per tensor, from all trusted runs together; how much wider it must be is learnt from
-them too, each compared with the others (leave one out). A noise run that is itself broken is
-detected, left out and named.
+There is one interval per tensor, from all trusted runs together. The margin around it is learnt
+from the runs as well: each run is compared with the others (leave one out). A noise run that is
+itself broken is detected, left out and named.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from driftline.comparison.verdict.sites import FINE, error_of, is_floating, same
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 
-# Bounds of the learnt margin: a single run has no spread to learn from, and an odd run must not
-# widen it without end.
+# Bounds of the learnt margin: a single run shows no spread, and an unusual run must not widen the
+# margin without limit.
 _WIDEST = 4.0
 _ONE_RUN = 2.0
 _LEAST = 1.4
 _UNTRIED = 4.0
-"""Units of a fine format that are allowed if all trusted runs agree to the bit."""
+"""Units of roundoff of a fine format that are allowed if all trusted runs agree bitwise."""
 _BROKEN = 4.0
-"""At a quarter of all tensors this many times the others' error: no trusted run does that."""
+"""A run is broken if its error is this many times the others' at a quarter of all tensors."""
 
 
 class Variant(NamedTuple):
     """One trusted run, measured against the reference.
 
     Attributes:
-        name: What it is called.
-        table: What was measured.
-        run: Its tensors, where they are at hand.
-        plan: Which of them belongs to which of the reference.
+        name: Name of the run.
+        table: Its comparison with the reference.
+        run: Its tensors, if available.
+        plan: The pairing of its tensors with those of the reference.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Variant(NamedTuple):
 
 
 class NoiseFloor(NamedTuple):
-    """What trusted runs do at every tensor.
+    """Errors of trusted runs at every tensor.
 
     Attributes:
         errors: Largest relative error of any trusted run, by the reference's key.
-        leans: Least and largest projection, by key.
-        margin: How many times the interval's end is still inside.
-        used: Names of the runs it rests on.
+        leans: Smallest and largest projection, by key.
+        margin: Factor by which the allowed error exceeds the largest error.
+        used: Names of the runs that were used.
         excluded: Runs that were left out, with the reason.
         measured: Relative errors of each used run, by its name and the reference's key.
     """
@@ -67,7 +67,7 @@ class NoiseFloor(NamedTuple):
     measured: Mapping[str, Mapping[TensorKey, float]]
 
     def as_json(self) -> dict[str, JSON]:
-        """What judging needs of it; what single runs measured is not kept."""
+        """Return what judging needs as JSON; the errors of single runs are left out."""
         return {
             "errors": [
                 [*key, number_to_json(error), *map(number_to_json, self.leans.get(key, ()))]
@@ -107,45 +107,45 @@ class NoiseFloor(NamedTuple):
         )
 
     def excess(self, row: Row, least: float = 0.0) -> float | None:
-        """Error of a row over what is allowed; None if no trusted run has the tensor.
+        """Return a row's error over the allowed error; None if no trusted run has the tensor.
 
         Args:
-            row: Of the candidate against the reference.
-            least: Error that is allowed whatever trusted runs do.
+            row: A row that compares the candidate with the reference.
+            least: Error that is allowed whatever the trusted runs show.
         """
         error = self.errors.get(row.key)
         if error is None:
             return None
         unit = unit_of(row)
-        # In fine formats right orders of a sum differ, also where no trusted run has tried another.
+        # In fine formats correct orders of a sum differ, even if no trusted run tried another one.
         allowed = self.margin * error + (0.25 if error or unit > FINE else _UNTRIED) * unit
         allowed = max(allowed, least)
-        # A value that is not finite on one side only is outside of every interval.
+        # A value that is not finite on one side only is outside any interval.
         if row.metrics.get("one_sided", 0):
             return math.inf
         return error_of(row) / allowed if allowed > 0.0 else (math.inf if error_of(row) else 0.0)
 
     def lean(self, row: Row) -> float:
-        """How far a row's projection is outside the trusted span, in units of roundoff."""
+        """Return how far a row's projection is outside the trusted range, in units of roundoff."""
         span = self.leans.get(row.key)
         value = float(row.metrics.get("projection", math.nan))
         unit = unit_of(row)
         if span is None or math.isnan(value) or not unit > 0.0:
             return 0.0
-        # Nearer to the reference than trusted runs are is no fault, and one run spans nothing.
+        # A projection nearer to 0 than those of trusted runs is no fault; one run has no range.
         low, high = min(span[0], 0.0), max(span[1], 0.0)
         if len(self.used) < 2:
             return 0.0
         beyond = max(value - high, low - value, 0.0)
-        # Sums in fine formats have a bias of many units by themselves.
+        # Sums in fine formats have a bias of many units anyway.
         fine = 32.0 if unit <= FINE else 1.0
-        # As far beyond the span as the span is wide is still allowed: few runs know their tails
-        # badly.
+        # The range is widened by its own width on either side, because few runs show little of the
+        # tails.
         return max(beyond - (high - low), 0.0) / (fine * unit)
 
 
 def noise_floor(variants: Sequence[Variant]) -> NoiseFloor:
-    """The noise floor of all trusted runs that are not broken."""
+    """Return the noise floor of all trusted runs that are not broken."""
     measured = {variant.name: _errors(variant.table) for variant in variants}
     excluded: list[tuple[str, str]] = []
     for variant in variants:
@@ -184,14 +184,14 @@ def _errors(table: Table) -> dict[TensorKey, float]:
 def _broken(
     variant: Variant, own: Mapping[TensorKey, float], others: Sequence[Mapping[TensorKey, float]]
 ) -> str:
-    """Why a noise run cannot be trusted; empty if it can."""
+    """Return why a noise run cannot be trusted; empty if it can."""
     rows = _rows(variant.table)
     if not rows:
         return "it shares no tensor with the reference"
     born = next((row for row in rows if row.metrics.get("one_sided", 0)), None)
     if born is not None:
         return f"it has NaN or Inf that the reference has not, first at '{born.key.site}'"
-    # Equal to the last bit: it was run in the reference's format and shows no noise at all.
+    # Bitwise equality means that it was run in the reference's format, so it shows no noise.
     if not any(own.values()):
         return (
             "it is bitwise the reference: no noise of the candidate's number format; "
@@ -204,14 +204,14 @@ def _broken(
             worst = max(worst, error_of(row) / LIMITS[dtype.name])
     ratios = _ratios(own, others)
     if ratios:
-        # The upper quartile: a broken run is off at many tensors, an honest one at a few at most.
+        # The upper quartile: a broken run is off at many tensors, a good one at a few at most.
         far = sorted(ratios)[3 * len(ratios) // 4]
         if far > _BROKEN and len(others) > 1:
             return (
                 f"at a quarter of all tensors its error is {far:.0f} times that of the other "
                 "trusted runs"
             )
-        # With one other run either may be the broken one; the limits of the format decide.
+        # With one other run, either may be the broken one; the limits of the format decide.
         if len(others) == 1 and far > _BROKEN and worst > 1.0:
             return (
                 f"its error is {far:.0f} times that of the other trusted run, and beyond what "
@@ -225,18 +225,18 @@ def _broken(
 def _ratios(
     own: Mapping[TensorKey, float], others: Sequence[Mapping[TensorKey, float]]
 ) -> list[float]:
-    """Own error over the median error of the others, at tensors that both have."""
+    """Return own error over the median error of the others, at tensors that both have."""
     ratios: list[float] = []
     for key, error in own.items():
         other_errors = [other[key] for other in others if key in other]
         if other_errors and max(other_errors) > 0.0:
-            # The middle one: another broken run must not excuse this one.
+            # The median is used, because another broken run must not excuse this one.
             ratios.append(error / median(other_errors) if median(other_errors) > 0.0 else math.inf)
     return ratios
 
 
 def margin_of(runs: Sequence[Mapping[TensorKey, float]]) -> float:
-    """How much wider the interval of trusted runs must be, learnt from each against the others."""
+    """Return the margin of the trusted interval, learnt by comparing each run with the others."""
     if len(runs) < 2:
         return _ONE_RUN
     ratios: list[float] = []
@@ -249,7 +249,7 @@ def margin_of(runs: Sequence[Mapping[TensorKey, float]]) -> float:
     if not ratios:
         return _ONE_RUN
     ratios.sort()
-    # Nearly the largest ratio, without the one in a thousand that is an accident.
+    # Nearly the largest ratio; the largest thousandth is ignored as accidental.
     high = ratios[min(len(ratios) - 1, math.ceil(0.999 * len(ratios)) - 1)]
-    # Two or three runs know little of the tail; each further one tells more.
+    # Two or three runs show little of the tail; each further run allows a smaller margin.
     return min(max(_LEAST, 1.15 * high, 1.0 + 1.0 / (len(runs) - 1)), _WIDEST)

@@ -1,6 +1,6 @@
-"""What a replay says of one site by itself: the form in which judging reads it and tables keep it.
+"""The result of replaying one site by itself, as judging reads it and tables store it.
 
-How it is measured, `diagnosis.evidence.replay` knows. Reads no tensor.
+`diagnosis.evidence.replay` measures it. This file reads no tensor.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ from driftline.comparison.evidence.error_stats import Effect
 from driftline.comparison.table.row import JSON, number_from_json, number_to_json
 
 CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
-"""The trouble of a site that chooses."""
+"""Value of `trouble` for a site that makes discrete choices."""
 
 
 class ReplayResult(NamedTuple):
-    """What replay says about one site.
+    """Result of the replay of one site.
 
     Attributes:
-        introduced: Whether it errs by itself more than trusted executions do.
-        statistic: What is furthest outside: error, projection, offset, worst_row or nonfinite.
-        excess: That, in units of its limit; above 1 is outside.
-        halves: The same on either half of the rows.
+        introduced: Whether the site adds more error by itself than trusted executions do.
+        statistic: The statistic that exceeds its limit most: error, projection, offset, worst_row
+            or nonfinite.
+        excess: That statistic divided by its limit; above 1 is outside.
+        halves: The same ratio for either half of the rows.
         effect: The candidate's effect.
-        low: The least that trusted executions have of that statistic (error: of noise).
-        high: The most they have.
-        noise: Relative error of the trusted execution that errs most, also where that is so much
-            that nothing else can be said.
+        low: Smallest value of that statistic in trusted executions (for error: of the noise).
+        high: Largest value of that statistic in trusted executions.
+        noise: Largest relative error of a trusted execution. It is set even where it is so large
+            that nothing else can be concluded.
         unit: Unit roundoff of the candidate's format.
-        slot: Which output.
-        own_code_only: Whether its output alone was looked at while its own code was repeated: what
-            it hands to its parts is then not known from here.
-        after_parts: Whether what it hands to its parts was looked at, too: an error of its output
-            is then made after that.
-        trouble: Why nothing can be said; empty otherwise.
-        failed: Whether that is because it does not give its own output on its own inputs.
-        reason: What it does, where that is no number: another shape, other integers, buffers in a
+        slot: Slot of the output.
+        own_code_only: Whether the container's own code was repeated and only its output was
+            checked. Then nothing is known about the inputs that it passes to its parts.
+        after_parts: Whether the inputs that it passes to its parts were checked too. Then an error
+            of its output is made after them.
+        trouble: Why nothing can be concluded; empty otherwise.
+        failed: Whether the trouble is that the site does not reproduce its own output from its own
+            inputs.
+        reason: What is wrong, if it is not a number: another shape, other integers, or buffers in a
             format that is too coarse for them.
-        steps: Steps of which all of its calls were replayed, where there are others; None where
-            there are none: it is known of every call.
-        end: Of the model itself: the error of its output, and the error that a trusted execution of
-            the whole model explains; None where that was not measured.
+        steps: Steps in which all calls of the site were replayed, if there are others; None if all
+            calls of all steps were replayed.
+        end: For the model itself, the error of its output and the error that a trusted execution of
+            the whole model explains; None if that was not measured.
     """
 
     introduced: bool
@@ -65,16 +67,16 @@ class ReplayResult(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is known from replay, and other evidence may convict the site.
+        """Whether replay gave no result, so that other evidence may convict the site.
 
-        Silence acquits nobody: a site that draws or chooses stands as two runs let it stand. A
-        module that does not reproduce itself is not guilty by any evidence: its right output is
-        not known.
+        A missing result acquits no site: a site that draws random numbers or makes choices keeps
+        the status that the comparison of the two runs gives it. A module that does not reproduce
+        its own output is not convicted by any evidence, because its correct output is unknown.
         """
         return bool(self.trouble) and not self.failed
 
     def as_json(self) -> dict[str, JSON]:
-        """The figures as JSON values."""
+        """Return the figures as JSON values."""
         return {
             name: None if value is None else _shown(value)
             for name, value in zip(self._fields, self, strict=True)

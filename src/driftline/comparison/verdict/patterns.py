@@ -1,11 +1,11 @@
-"""Patterns over like sites: a small error that every layer adds, too small to convict one of them.
+"""Patterns over similar sites: a small error that every layer adds, too small to convict one layer.
 
 Siblings are the sites of one role: the same place in every layer. Rounding has no preferred
-direction, so what a site adds along its own result (`projection`) has no common sign over siblings,
-and where tokens are exchanged or a norm holds the size, it is at most the square of the error. A
-factor that somebody forgot or added has the same sign and size in all of them. Works on rows alone
-and reads no tensor. Another pattern is a result of another shape, which was compared with nothing:
-who is given it seems to err.
+direction, so the part of an error along the site's own result (`projection`) has no common sign
+over siblings. Where tokens are exchanged or a norm preserves the size, that part is at most the
+square of the error. A factor that a programmer forgot or added has the same sign and size in all
+siblings. Another pattern is a result of another shape: it was compared with nothing, so the site
+that receives it seems to err. This file reads rows only, and no tensor.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from driftline.comparison.verdict.sites import Call, Place, Site, contains, erro
 from driftline.comparison.verdict.status import SiteStatus
 
 SIBLINGS = 4
-"""Members a role needs for a pattern: fewer agree in sign by chance."""
+"""Smallest number of siblings for a pattern: fewer may agree in sign by chance."""
 _NEARLY_ALL = 0.8
-"""Share of the siblings that must show it: inherited noise may hide it in the others."""
+"""Fraction of the siblings that must show it: inherited noise may hide it in the others."""
 _ALIKE = 0.25
-"""Spread of a factor over siblings, as a share of it, up to which it is one factor."""
+"""Spread of a factor over siblings, relative to the factor, up to which it counts as one factor."""
 _UNITS = 2.0
-"""Units of roundoff that a norm computed in steps, or a kernel that truncates, may lean by."""
+"""Units of roundoff of bias that a norm computed in steps, or a truncating kernel, may have."""
 _PRODUCT = 2.0
 _LEAST = 2.0**-11
-"""Least factor, less one, of a pattern: TF32 and truncating kernels lean by less."""
+"""Smallest `|factor - 1|` of a pattern: TF32 and truncating kernels have less bias."""
 _MEASURED = ("replay", "noise")
-"""Evidence that has measured how much a site may lean."""
+"""Evidence that has measured how much bias a site may have."""
 
 
 class Pattern(NamedTuple):
-    """A fault that like sites share.
+    """A fault that similar sites share.
 
     Attributes:
         members: The sites that have it, in order of execution.
-        siblings: How many sites of the role there are.
-        factor: What their results are multiplied by; NaN where that is not the same for all.
-        low: Least factor of a member.
-        high: Largest.
-        error: The usual relative error that a member adds.
-        explained: What the number format explains of it; NaN where that is not known.
+        siblings: Number of sites of the role.
+        factor: Factor by which their results are multiplied; NaN if it is not the same for all.
+        low: Smallest factor of a member.
+        high: Largest factor of a member.
+        error: Median relative error that a member adds.
+        explained: The part of it that the number format explains; NaN if unknown.
         kind: What the members have in common: the last part of their names, or their class.
-        clear: In how many of them it is larger than noise.
+        clear: Number of members in which it is larger than noise.
     """
 
     members: tuple[Place, ...]
@@ -68,7 +68,7 @@ class Pattern(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Who, how many, and what: "all 32 `down_proj`: scaled by 1.05"."""
+        """Sentence with members, count and fault: "all 32 `down_proj`: scaled by 1.05"."""
         count = len(self.members)
         who = f"all {count}" if count == self.siblings else f"{count} of {self.siblings}"
         hidden = "" if self.clear == count else f" (clear in {self.clear}, noise hides the others)"
@@ -84,12 +84,12 @@ class Pattern(NamedTuple):
 
 
 def _shown(factor: float) -> str:
-    """A factor with two digits of what it differs from one by."""
+    """Return the factor as text, with two digits of its difference from one."""
     return f"{1.0 + float(f'{factor - 1.0:.2g}'):.6g}"
 
 
 class _Lean(NamedTuple):
-    """What one site adds along its own result, and how much of that may be chance."""
+    """The error that one site adds along its own result, and how much of it may be chance."""
 
     place: Place
     lean: float
@@ -97,10 +97,10 @@ class _Lean(NamedTuple):
 
 
 def scaled_siblings(sites: Mapping[Place, Site]) -> list[Pattern]:
-    """Roles whose members are all off by a factor in the same direction, in order of execution.
+    """Return the patterns of roles whose members share a factor, in order of execution.
 
-    A container is left out where its parts show it, and so is everything downstream: a site counts
-    by what it adds to the lean of its input.
+    Containers are left out if their parts show the pattern, and so are sites downstream: a site
+    counts by the bias that it adds to the bias of its input.
     """
     roles: dict[tuple[str, ...], list[Site]] = {}
     for place, site in sites.items():
@@ -108,7 +108,7 @@ def scaled_siblings(sites: Mapping[Place, Site]) -> list[Pattern]:
             roles.setdefault(site.role, []).append(site)
     patterns: list[Pattern] = []
     for members in roles.values():
-        # Most roles of most tables end here.
+        # Most roles of most tables are skipped here.
         if len(members) < SIBLINGS or sum(map(_may_lean, members)) < SIBLINGS:
             continue
         if (pattern := _scaled(members)) is not None:
@@ -118,7 +118,7 @@ def scaled_siblings(sites: Mapping[Place, Site]) -> list[Pattern]:
     made_by: dict[tuple[float, ...], str] = {}
     for place, site in sites.items():
         if place.direction == "forward":
-            # The innermost maker of a tensor comes first: a container gives it on afterwards.
+            # The innermost maker of a tensor comes first; containers return the tensor later.
             made_by.setdefault(_identity(site.calls[0].outs[0]), place.site)
     patterns = [
         pattern
@@ -138,7 +138,7 @@ def scaled_siblings(sites: Mapping[Place, Site]) -> list[Pattern]:
 def scaled_before(
     sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], culprits: Sequence[Place]
 ) -> Pattern | None:
-    """The first factor that siblings share, unless a culprit comes before it."""
+    """Return the first factor that siblings share; None if a culprit comes before it."""
     for pattern in scaled_siblings(sites):
         if culprits and sites[culprits[0]].order < sites[pattern.first].order:
             return None
@@ -152,7 +152,7 @@ def scaled_before(
 
 
 def with_pattern(statuses: Mapping[Place, SiteStatus], pattern: Pattern) -> dict[Place, SiteStatus]:
-    """Statuses where all members of a pattern are guilty of it."""
+    """Return the statuses in which all members of a pattern are guilty of it."""
     return {
         place: standing._replace(
             status="introduced", by="pattern", ratio=math.inf, reason=pattern.sentence
@@ -166,13 +166,13 @@ def with_pattern(statuses: Mapping[Place, SiteStatus], pattern: Pattern) -> dict
 def like_sites(
     sites: Mapping[Place, Site], excesses: Mapping[Place, float], first: Place
 ) -> Pattern | None:
-    """The pattern that a convicted site belongs to; None if it stands alone.
+    """Return the pattern that a convicted site belongs to; None if it has none.
 
     Args:
-        sites: All of them.
-        excesses: What sites err by over what is allowed, by the evidence that convicts; sites that
-            have no such evidence are not there.
-        first: The site that is convicted.
+        sites: All sites.
+        excesses: Error of sites over the allowed error, by the evidence that convicts. Sites
+            without such evidence are not listed.
+        first: The convicted site.
     """
     guilty = sites[first]
     place_of = {id(site): place for place, site in sites.items()}
@@ -182,7 +182,7 @@ def like_sites(
         return [place for place in places if excesses[place] > 1.0], len(places)
 
     forward = [site for site in sites.values() if site.place.direction == first.direction]
-    # A class first: where all linears of all roles do it, one role would be too little to say.
+    # The class is tried first: if all linears of all roles are off, one role would say too little.
     by_class = [site for site in forward if site.class_name == guilty.class_name]
     by_role = [site for site in by_class if site.role == guilty.role]
     kinds = ((by_class, guilty.class_name), (by_role, first.site.rpartition(".")[2]))
@@ -200,7 +200,7 @@ def _named(members: Sequence[Place], count: int, sites: Mapping[Place, Site], ki
     leans = [_lean(sites[place]) for place in members]
     scaled = [entry.lean for entry in leans if entry is not None]
     low = high = factor = math.nan
-    # Nearly all of what they add lies along their results: they are scaled.
+    # Nearly all of the added error is along the results, so they are scaled.
     if (
         len(scaled) == len(members)
         and _is_common(scaled)
@@ -226,7 +226,7 @@ def _added(row: Row) -> float:
 
 
 def _scaled(members: Sequence[Site]) -> Pattern | None:
-    """The pattern of one role, if its members have one."""
+    """Return the pattern of one role, if its members have one."""
     leans = [lean for site in members if (lean := _lean(site)) is not None]
     if len(leans) < SIBLINGS:
         return None
@@ -234,12 +234,12 @@ def _scaled(members: Sequence[Site]) -> Pattern | None:
     if len(clear) < SIBLINGS or not _is_common([entry.lean for entry in clear]):
         return None
     usual = abs(median(entry.lean for entry in clear))
-    # Those that noise hides it from tell nothing; of the others nearly all must show it.
+    # Siblings whose noise would hide it say nothing; nearly all of the others must show it.
     telling = [entry for entry in leans if entry.noise < usual]
     if len(clear) < _NEARLY_ALL * len(telling):
         return None
     middle = median(entry.lean for entry in clear)
-    # A sibling that does not contradict belongs to it, although it alone would show nothing.
+    # A sibling that does not contradict the factor is a member, even if it shows nothing itself.
     alike = [
         entry
         for entry in leans
@@ -258,14 +258,14 @@ def _scaled(members: Sequence[Site]) -> Pattern | None:
 
 
 def _weighted_lean(entries: Sequence[_Lean]) -> float:
-    """The mean lean; quiet siblings know it better than noisy ones."""
+    """Return the mean bias, weighted so that siblings with less noise count more."""
     weights = [entry.noise**-2 for entry in entries]
     total = sum(entry.lean * weight for entry, weight in zip(entries, weights, strict=True))
     return total / sum(weights)
 
 
 def _factors(leans: Sequence[float]) -> tuple[float, float, float]:
-    """The common factor, NaN if there is none, and the least and largest one."""
+    """Return the common factor (NaN if there is none), and the smallest and largest factor."""
     middle = median(leans)
     spread = 1.4826 * median(abs(lean - middle) for lean in leans)
     factor = 1.0 + middle if spread <= _ALIKE * abs(middle) else math.nan
@@ -277,7 +277,7 @@ def _is_common(leans: Sequence[float]) -> bool:
 
 
 def _lean(site: Site) -> _Lean | None:
-    """What a site adds along its own result: the median of its calls; None if nothing tells."""
+    """Return the median of what a site's calls add along its result; None if no call shows it."""
     entries = [entry for call in site.calls if (entry := _of_call(call)) is not None]
     if not entries:
         return None
@@ -302,17 +302,17 @@ def _of_call(call: Call) -> tuple[float, float] | None:
     if not input_projections:
         return None
     across = _across(row) + max(_across(other) for other in call.ins)
-    # What came in with a lean may go out with it (a linear) or without (a norm): the smaller change
-    # of the two is what the site has added at least.
+    # A bias of the input may pass through (a linear) or not (a norm). The site has added at least
+    # the smaller of the two changes.
     before = max(input_projections, key=abs)
     changes = (lean, lean - before)
-    # A product of what was given goes as its square: twice the lean may come out of right code.
+    # A product of two inputs doubles a common bias, so correct code may show twice the input's.
     noise = floor + across + _PRODUCT * abs(before)
     return (min(changes, key=abs) if changes[0] * changes[1] > 0.0 else 0.0), noise
 
 
 def _may_lean(site: Site) -> bool:
-    """Whether some result of a site leans by more than rounding does."""
+    """Whether some result of a site has more bias than rounding explains."""
     for call in site.calls:
         for row in call.outs:
             lean = row.metrics.get(ADDED_PROJECTION, row.metrics.get("projection", 0.0))
@@ -322,7 +322,7 @@ def _may_lean(site: Site) -> bool:
 
 
 def _identity(row: Row) -> tuple[float, ...]:
-    """Figures that two rows have in common if they are about one tensor."""
+    """Return the figures that are equal in two rows about the same tensor."""
     names = ("relative_l2", "projection", "reference_l2", "candidate_l2")
     return tuple(float(row.metrics.get(name, math.nan)) for name in names)
 
@@ -333,7 +333,7 @@ def _projection(row: Row) -> float | None:
 
 
 def _across(row: Row) -> float:
-    """Energy of the error across the result: chance leans along it by no more than this."""
+    """Energy of the error across the result; chance gives no more bias along it than this."""
     along, error = _projection(row), error_of(row)
     if along is None or not math.isfinite(error):
         return math.inf
@@ -341,7 +341,7 @@ def _across(row: Row) -> float:
 
 
 def _surrounds(pattern: Pattern, other: Pattern) -> bool:
-    """Whether the sites of a pattern contain those of another."""
+    """Whether the sites of a pattern contain sites of another pattern."""
     return any(
         contains(place.site, inner.site) for place in pattern.members for inner in other.members
     )
@@ -353,9 +353,10 @@ def _surrounds(pattern: Pattern, other: Pattern) -> bool:
 def with_source(
     sites: dict[Place, Site], statuses: dict[Place, SiteStatus], rows: Sequence[Row]
 ) -> tuple[dict[Place, Site], dict[Place, SiteStatus]]:
-    """Sites and how they stand, where the first result of another shape is what two runs show.
+    """Return sites and statuses in which the first result of another shape is the culprit.
 
-    The module that is given it, or the one around both, is then blamed for nothing.
+    Two runs alone would blame the module that receives the result, or the module around both; these
+    are cleared.
     """
     source = first_of_other_shape(rows)
     if source is None or Place("forward", source.key.site) in sites:
@@ -391,10 +392,10 @@ def with_source(
 def _with_makers(
     sites: Mapping[Place, Site], statuses: dict[Place, SiteStatus], rows: Sequence[Row]
 ) -> dict[Place, SiteStatus]:
-    """Containers blamed for what their own code hands to a part in another shape."""
+    """Blame containers whose own code passes a tensor of another shape to a part."""
     changed = dict(statuses)
     for name, maker in makers_of_other_shapes(rows).items():
-        # By two runs a part errs that was given another thing than the reference's.
+        # Two runs alone blame the part, although it received a different tensor.
         part, container = Place("forward", name), Place("forward", maker)
         standing = statuses.get(part)
         if container not in sites or standing is None:

@@ -1,10 +1,10 @@
-"""The judgement of sites: which of them add error, and what rows have to say after that.
+"""The judgement of sites: which of them add error, and how rows are judged as a result.
 
-A row over the limit of its number format is no fault if its inputs bring that error; a row within
-it is one if its site has made the error. So sites are judged by what they add, by the strongest
-evidence there is for each (`status`), and rows follow: those of a site that adds error fail, those
-before it are explained, those after it keep what their own limit says.
-Reads rows and evidence only, no tensor and no run.
+A row over the limit of its number format is not a fault if its inputs bring that error; a row
+within the limit is one if its site made the error. Sites are therefore judged by the error that
+they add, by the strongest evidence available for each (`status`). Rows follow: those of a site that
+adds error fail, those before it are explained, and those after it keep the status of their own
+limit. This file reads rows and evidence only, no tensor and no run.
 """
 
 from __future__ import annotations
@@ -65,43 +65,45 @@ from driftline.comparison.verdict.status import Evidence, SiteStatus, is_borne_o
 from driftline.comparison.verdict.verdict import execution
 
 _MOST_HIDING = 0.1
-"""Share of the sites at which a fault may hide before two runs cannot tell."""
+"""Fraction of the sites that may hide a fault; with more, two runs cannot decide."""
 _LOOKS = 16
-"""Suspects that get a second look at once; beyond so many the first ones decide anyway."""
+"""Number of suspects that get a second look; if there are more, the first ones decide anyway."""
 _BEFORE = "what it was given was wrong before"
 _Moment: TypeAlias = tuple[str, int, int, int]
-"""Direction, rank, process, step."""
+"""Direction, rank, process and step."""
 Moment: TypeAlias = tuple[int, int, int, int]
-"""Step, order, rank, process, as things are executed."""
+"""Step, order, rank and process; it sorts in the order of execution."""
 _STEP = 2.0
-"""Times the root of a gradient's error that a parameter may be off by: an optimizer that divides by
-the size of a gradient turns signs where rounding is all there is of it, and the share of such
-elements grows with that error."""
+"""Factor on the square root of a gradient's error, for the error that a parameter may have. An
+optimizer that divides by the size of a gradient turns signs where the gradient is only rounding,
+and the fraction of such elements grows with the gradient's error."""
 _JUMP = 2.0
-"""Times what the first culprit adds: a larger jump is worth a word."""
+"""Multiple of the first culprit's jump from which a larger jump elsewhere is mentioned."""
 _TIES = 0.25
-"""Share of codes that may be another where rounding made them, by choosing at near ties."""
+"""Fraction of integer codes that may differ because rounding decided choices at near ties."""
 NO_EVIDENCE = Evidence()
 
 
 @dataclass(frozen=True)
 class SiteJudgement:
-    """How every site of a table stands.
+    """The judgement of every site of a table.
 
     Attributes:
         sites: All sites that can be judged, in order of execution.
-        transfers: What their own code made.
-        growth: Their errors against what was to be expected.
-        statuses: How they stand.
-        culprits: The innermost ones that introduce error, in order of execution.
-        evidence: What they were judged by besides the two runs.
+        transfers: What the own code of each site made.
+        growth: Their errors compared with the expected errors.
+        statuses: Their statuses.
+        culprits: The innermost sites that introduce error, in order of execution.
+        evidence: The evidence besides the two runs.
         note: Why steps were left out; empty if none were.
         left_out: The first step that was left out, if any.
-        hiding: Sites at which a fault of `FAULT` would not show, and how many were judged.
-        drowning: Sites at which the error that arrives is why it would not show.
+        hiding: Number of sites at which a fault of `FAULT` would not show, and number of sites
+            judged.
+        drowning: Number of sites at which the error that arrives would hide such a fault.
         pattern: The fault that the first culprit shares with its siblings, if it does.
-        certain: A failure whatever sites add, and that no culprit comes before. NaN and Inf may be
-            what the first culprit made; for any other no site is to blame.
+        certain: A failure that does not depend on what sites add, and before which no culprit
+            comes. The first culprit may have made a NaN or Inf; no site is to blame for any other
+            certain failure.
     """
 
     sites: Mapping[Place, Site]
@@ -118,13 +120,13 @@ class SiteJudgement:
     certain: CertainFailure | None = None
 
     def overruled(self, certain: CertainFailure) -> SiteJudgement:
-        """The same where a certain failure decides: what sites have wrong after it is inherited."""
+        """Return the judgement in which a certain failure decides; later faults are inherited."""
         if certain.kind != "inputs" and self.culprits:
             begins = min(execution(self.statuses[place].call.worst) for place in self.culprits)
-            # A site that went wrong before may be what made it.
+            # A site that went wrong earlier may have caused the failure.
             if begins < execution(certain.row):
                 return self
-            # NaN and Inf are what this very site made: it stays guilty, and its cause is asked for.
+            # This very site made the NaN or Inf: it stays guilty, and its cause is searched for.
             if certain.kind == "nonfinite" and begins == execution(certain.row):
                 return replace(self, certain=certain)
         statuses = {
@@ -137,12 +139,12 @@ class SiteJudgement:
 
     @property
     def first(self) -> SiteStatus | None:
-        """How the first culprit stands; None without one."""
+        """Status of the first culprit; None without one."""
         return self.statuses[self.culprits[0]] if self.culprits else None
 
     @property
     def power(self) -> str:
-        """What a pass could have seen, in words."""
+        """At how many sites a fault would have shown, as a sentence."""
         hidden, judged = self.hiding
         seen = f"all {judged}" if not hidden else f"{judged - hidden} of {judged}"
         if judged == 1:
@@ -151,11 +153,11 @@ class SiteJudgement:
 
     @property
     def largest_jump(self) -> str:
-        """Where error is added that is far more than what the first culprit adds; else empty."""
+        """Sentence about a jump much larger than that of the first culprit; else empty."""
         first = self.first
         if first is None or not math.isfinite(first.ratio):
             return ""
-        # What comes after a culprit is given an error, and may still make it many times larger.
+        # A site after the culprit receives an error and may still make it many times larger.
         names = innermost(
             place.site
             for place, standing in self.statuses.items()
@@ -173,7 +175,7 @@ class SiteJudgement:
 
     @property
     def undecided(self) -> str:
-        """A sentence, if a site that cannot be judged is off by other evidence; else empty."""
+        """Sentence about a site that seems off but cannot be judged; empty if there is none."""
         suspects = [place for place, standing in self.statuses.items() if standing.suspected]
         if not suspects:
             return ""
@@ -185,7 +187,7 @@ class SiteJudgement:
 
     @property
     def unlocated(self) -> str:
-        """A sentence, if the final output is off beyond measured noise though no site is guilty."""
+        """Sentence if the final output is off beyond noise but no site is guilty; else empty."""
         if self.culprits:
             return ""
         return self._beyond_trusted_runs() or self._beyond_replay()
@@ -211,7 +213,7 @@ class SiteJudgement:
         forward = [site for place, site in self.sites.items() if place.direction == "forward"]
         if not forward:
             return ""
-        # The root is the end of the model even where a later output (of a loss) was captured.
+        # The root is the end of the model, even if a later output (of a loss) was captured.
         last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
         rows = last.worst.outs
         excess, row = max(
@@ -232,33 +234,34 @@ class SiteJudgement:
         return lost or self.drowning > _MOST_HIDING * self.hiding[1]
 
     def suspects(self) -> list[SiteStatus]:
-        """Sites that are guilty by two runs or noise runs, the first of them.
+        """Return the first culprits that two runs or noise runs convict.
 
-        Replay and recomputation have looked at a site by itself already, and weights are exact.
+        Replay and recomputation have examined sites by themselves, and weights are exact, so those
+        culprits need no second look.
         """
         standings = [self.statuses[place] for place in self.culprits[:_LOOKS]]
         return [standing for standing in standings if standing.by in ("noise", "growth")]
 
     @property
     def needs_second_look(self) -> bool:
-        """Whether tensors could acquit the first suspect: its error is not gross."""
+        """Whether tensors could acquit a suspect, because its error is not gross."""
         return any(
             not is_borne_out(standing, 0.0, standing.call.error) for standing in self.suspects()
         )
 
     @property
     def begins(self) -> Moment | None:
-        """When the first thing was made that a culprit is guilty of, or that fails for certain."""
+        """The moment of the first row that a culprit is guilty of, or that certainly fails."""
         firsts = [self.statuses[place].call.worst for place in self.culprits]
         if self.certain is not None:
             firsts.append(self.certain.row)
         return min(map(execution, firsts), default=None)
 
     def rows(self, rows: Iterable[Row], before: Moment | None = None) -> Iterator[Row]:
-        """The rows of the table, judged by their own limits, as the sites let them stand.
+        """Yield the table's rows, with the status that follows from the judgement of the sites.
 
         Args:
-            rows: The rows.
+            rows: Rows judged by their own limits.
             before: When error was added in a step that was judged before these rows, if it was.
         """
         convicted: dict[Tensors, SiteStatus] = {}
@@ -268,13 +271,13 @@ class SiteJudgement:
         begins = min(filter(None, (self.begins, before)), default=None)
         explained = _Explanations(self)
         for row in rows:
-            # A lone tensor of the candidate may have the key of a pair.
+            # A tensor that only the candidate has may have the key of a pair.
             judged = row.compared or has_other_shape(row)
             standing = convicted.get(tensors_of(row)) if convicted and judged else None
             if standing is not None:
                 says_more = row.status != "fail" or standing.by == "recomputed"
                 yield _convicted(row, standing) if says_more else row
-            # What comes after a fault is red as far as its own limit says so.
+            # A row after a fault keeps the status of its own limit.
             elif row.status != "fail" or (begins is not None and execution(row) >= begins):
                 yield row
             elif self.left_out is not None and row.key.step >= self.left_out:
@@ -286,14 +289,14 @@ class SiteJudgement:
             elif (brought := explained.error(row)) is not None:
                 yield _excused(row, _brought(brought))
             else:
-                # A weight that a site is given as an input has no site that could be a culprit, and
-                # excuses nothing that is computed of it.
+                # A weight that a site takes as an input belongs to no site that could be a culprit,
+                # and it does not excuse what is computed from it.
                 begins = min(filter(None, (begins, execution(row))))
                 yield row
 
 
 class _Explanations:
-    """What explains rows that are over the limit of their format: errors that others brought."""
+    """Errors of inputs that explain rows over the limit of their format."""
 
     def __init__(self, judgement: SiteJudgement) -> None:
         self._sites = judgement.sites
@@ -316,51 +319,53 @@ class _Explanations:
                 if place.direction == "param":
                     gradient = learnt.gradient(row)
                     apart = float(row.metrics.get(MOVED_APART, 0.0))
-                    # Besides what the signs explain it may be off as any tensor of its format.
+                    # Beyond what the signs explain, it may have the error of any tensor of its
+                    # format.
                     allowed = max(_STEP * math.sqrt(gradient), apart + (row.limit or 0.0))
                     if error_of(row) <= allowed:
                         self._brought[tensors_of(row)] = max(gradient, apart)
 
     def _add(self, place: Place, transfer: Transfer, brought: float) -> None:
-        """Note what a site made that adds no error of its own."""
+        """Record the outputs of a site that adds no error of its own."""
         for row in transfer.call.outs:
             tensors = tensors_of(row)
             self._brought[tensors] = max(self._brought.get(tensors, 0.0), brought)
-            # What is only handed on was made elsewhere, rightly or not.
+            # A tensor that is only passed on was made elsewhere, rightly or not.
             if not transfer.is_same:
                 name = (*_moment(place.direction, row), *identity_of(row))
                 self._names[name] = max(self._names.get(name, 0.0), brought)
 
     def error(self, row: Row) -> float | None:
-        """The error that explains a row; None where nothing does."""
+        """Return the error that explains a row; None if nothing does."""
         if (error := self._brought.get(tensors_of(row))) is not None:
             return error
         place = place_of(row)
         if place is None:
             return None
         before = self.made_before.largest(place.direction, row)
-        # What arrives first in a backward pass comes from the loss, and is made of the output.
+        # The first gradient of a backward pass comes from the loss, which is computed from the
+        # output.
         if row.key.port == "grad_output" and (place.site in ROOTS or before == 0.0):
             made = self._outputs.get((*_moment("forward", row), place.site, row.key.slot))
             explains = made is not None and gradient_excess(row, made) <= 1.0
             return error_of(made) if made is not None and explains else None
         if place.site in ROOTS:
             return None
-        # The results of a site that was judged are explained by what it adds, or not at all. What
-        # it was given others have made; so have those a row belongs to of which no result was
-        # captured, such as the first module of a backward pass.
+        # The result of a judged site is explained by what the site adds, or not at all. Its inputs
+        # were made by other sites. The same holds for rows of a site without a captured result,
+        # such as the first module of a backward pass.
         if place in self._sites and not is_given(row):
             return None
-        # The same under another name: gradients arrive at a part before they do at its container.
+        # The same tensor under another name: gradients arrive at a part before its container.
         same = self._names.get((*_moment(place.direction, row), *identity_of(row)))
         if same is not None:
             return same
-        # What no captured container passed on was made of something that was captured before it.
+        # A tensor that no captured container passed on was made from something captured before it.
         return before if error_of(row) <= ALONE * before else None
 
 
 class _Learnt:
-    """Largest error of the gradients that an optimizer was given before a step."""
+    """Largest error of the gradients that an optimizer received before a step."""
 
     def __init__(self, sites: Mapping[Place, Site]) -> None:
         self._errors: dict[tuple[str, str, int, int], list[tuple[int, float]]] = {}
@@ -375,7 +380,7 @@ class _Learnt:
                         )
 
     def gradient(self, row: Row) -> float:
-        """Of the parameter that a row is about; 0 before anything was learnt."""
+        """Return the largest gradient error of the row's parameter; 0 before any update."""
         errors = self._errors.get(_parameter(row), ())
         # A parameter may have been captured after the update of its step.
         end = row.key.step + (row.key.moment == "after")
@@ -387,7 +392,7 @@ def _parameter(row: Row) -> tuple[str, str, int, int]:
 
 
 class _MadeBefore:
-    """Largest error of what was made until a moment of a step, in either direction."""
+    """Largest error of any output up to a moment of a step, separately for each direction."""
 
     def __init__(self, sites: Mapping[Place, Site]) -> None:
         made: dict[_Moment, list[tuple[int, float]]] = {}
@@ -403,7 +408,7 @@ class _MadeBefore:
             self._made[moment] = [order for order, _ in entries], errors
 
     def largest(self, direction: str, row: Row) -> float:
-        """Largest error of what was made before a row; 0 where nothing was."""
+        """Return the largest error of any output before a row; 0 if there is none."""
         orders, errors = self._made.get(_moment(direction, row), ((), ()))
         position = bisect_left(orders, row.order)
         return errors[position - 1] if position else 0.0
@@ -414,14 +419,14 @@ def _moment(direction: str, row: Row) -> _Moment:
 
 
 class SettledRows:
-    """The rows of a table as its sites let them stand, and the judgement of these.
+    """The rows of a table with the status that follows from its sites, and that judgement.
 
-    A table in memory is judged as a whole; of a long one, one step of one process at a time, so
-    that no more of it is held. Siblings are then those of one step.
+    A table in memory is judged as a whole. A long table is judged one step of one process at a
+    time, to bound the memory used; siblings are then those of one step.
 
     Attributes:
-        judgement: How the sites stand; of a long table complete when all rows have been read.
-            Of its steps it is the first that has a culprit, or else the first.
+        judgement: The judgement of the sites. For a long table it is complete when all rows have
+            been read; it is that of the first step with a culprit, or else of the first step.
     """
 
     def __init__(self, rows: Sequence[Row], structure: Structure, evidence: Evidence) -> None:
@@ -436,19 +441,19 @@ class SettledRows:
 
     @property
     def may_differ(self) -> bool:
-        """Whether rows may stand otherwise than their own limits say, though none fails."""
+        """Whether statuses may differ from those of the rows' own limits, though no row fails."""
         return self._in_groups or (self.judgement is not None and bool(self.judgement.culprits))
 
     def __iter__(self) -> Iterator[Row]:
         if self._in_groups:
             return self._by_step()
-        # Where a certain failure decides, what follows from it stays marked as over its limit.
+        # If a certain failure decides, its consequences stay marked as over their limits.
         if self.judgement is None or (self.judgement.certain and not self.judgement.culprits):
             return iter(self._rows)
         return self.judgement.rows(self._rows)
 
     def overruled(self, certain: CertainFailure | None) -> CertainFailure | None:
-        """Let a certain failure decide, unless a site went wrong before it; gives what decides."""
+        """Let a certain failure decide, unless a site went wrong before it; return what decides."""
         if self.judgement is None or certain is None:
             return certain
         self.judgement = self.judgement.overruled(certain)
@@ -464,7 +469,7 @@ class SettledRows:
         for (rank, process, step), group in groups:
             rows = list(group)
             if learnt.get((rank, process), step) < step:
-                # Weights that were moved by other gradients compute other numbers.
+                # Weights that were updated with different gradients compute different numbers.
                 note = f"the gradients of step {learnt[rank, process]} differ"
                 yield from (
                     _excused(row, note) if _is_excusable(row, begins) else row for row in rows
@@ -489,7 +494,7 @@ class SettledRows:
 
 
 _AT_ONCE = 1 << 16
-"""Rows up to which a table that lies in a file is judged as a whole."""
+"""Number of rows up to which a table that is stored in a file is judged as a whole."""
 _NEEDED = frozenset(
     {
         *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
@@ -501,7 +506,7 @@ _NEEDED = frozenset(
 
 
 def _slim(row: Row) -> Row:
-    """A row with the figures that judging sites reads: a third of its memory."""
+    """Return a row with only the figures that judging sites reads: a third of its memory."""
     metrics = row.metrics
     return row._replace(metrics={name: metrics[name] for name in _NEEDED if name in metrics})
 
@@ -518,8 +523,8 @@ def judge_sites(
 
     Args:
         rows: The rows.
-        structure: What the runs know of their model.
-        evidence: What is known besides.
+        structure: What the runs know about their model.
+        evidence: What is known besides the two runs.
     """
     everything = sites_of(rows, structure)
     if not everything:
@@ -535,19 +540,19 @@ def judge_sites(
     culprits = tuple(culprits_of(sites, statuses))
     pattern = scaled_before(sites, statuses, culprits)
     if pattern is not None:
-        # Too small to convict one of them, and the same in all.
+        # Too small to convict a single member, but the same in all of them.
         statuses = with_pattern(statuses, pattern)
         culprits = tuple(culprits_of(sites, statuses))
     elif culprits:
-        # Trusted runs tell apart who adds error and who was given it; other ratios are of what is
-        # added.
+        # Trusted runs separate the sites that add error from those that receive it. The ratios of
+        # other evidence already measure only what a site adds.
         excesses = {
             place: entry.ratio
             for place, entry in statuses.items()
             if entry.by != "noise" or entry.status == "introduced"
         }
         pattern = like_sites(sites, excesses, culprits[0])
-    # Power is a question for evidence that sees the error that arrives.
+    # Only growth is limited by the error that arrives, so hidden faults are counted for it alone.
     seen_by_growth = [
         growth[place]
         for place, standing in statuses.items()
@@ -572,9 +577,9 @@ def judge_sites(
 def _with_other_borders(
     sites: dict[Place, Site], rows: Sequence[Row], evidence: Evidence
 ) -> dict[Place, Site]:
-    """Sites, and those that an experiment convicts though their outputs have other shapes.
+    """Add sites that an experiment convicts although their outputs have other shapes.
 
-    What has another shape was compared with nothing, so it is no site by its rows.
+    A tensor of another shape was compared with nothing, so rows alone do not make it a site.
     """
     convicted = {
         name
@@ -595,7 +600,7 @@ def _with_other_borders(
 
 
 def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:
-    """Innermost sites that introduce error, in order of execution."""
+    """Return the innermost sites that introduce error, in order of execution."""
     guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
     inner: list[Place] = []
     for direction in DIRECTIONS:
@@ -606,7 +611,7 @@ def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus
 
 
 def _is_by_format(row: Row) -> bool:
-    """Whether a failing row is over the limit of a number format, and nothing else is wrong."""
+    """Whether the only fault of a failing row is that it exceeds the limit of its number format."""
     return (
         row.decided_by == METRIC
         and row.limit_from not in ("exact", "user", "thresholds", "always")
@@ -621,7 +626,7 @@ def _brought(error: float) -> str:
 
 
 def _tie(row: Row) -> Row:
-    """Codes that were chosen by numbers which differ: choices between near equals may turn."""
+    """Pass codes that were chosen by different numbers: choices between near equals may differ."""
     different = float(row.metrics.get("different", math.inf))
     if row.key.site in ROOTS and row.key.port == "input":
         return row
@@ -650,7 +655,7 @@ def _excused(row: Row, why: str) -> Row:
 
 
 def _convicted(row: Row, standing: SiteStatus) -> Row:
-    """The row of a site that adds error, where its own limit lets it pass or says less."""
+    """Return the failing row of a site that adds error, if its own limit passes it or says less."""
     if standing.by == "recomputed" and ADDED in row.metrics:
         added, allowed = float(row.metrics[ADDED]), float(row.metrics[ADDED_ALLOWED])
         return row.judged(

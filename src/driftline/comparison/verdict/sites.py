@@ -1,9 +1,10 @@
-"""Sites and their calls: rows of a comparison grouped into what went into a site and what came out.
+"""Sites and their calls: rows of a comparison, grouped by the call they belong to.
 
-Rows become calls, calls become sites. Where a site's inputs were not captured, the sites that
-produced them are found from the edges of a dump (graphs, ATB, lists of calls); a producer that is
-not in the table is passed over, so edges go through code that was not captured. Also says which
-site contains which, and which steps of two runs can be compared at all. Judges nothing.
+Rows become calls, and calls become sites. If a site's inputs were not captured, the sites that
+produced them are found from the edges of a dump (graphs, ATB, lists of calls). A producer that is
+not in the table is skipped, so edges pass through code that was not captured. This file also
+determines which site contains which, and which steps of two runs can be compared at all. It judges
+nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from driftline.runs.sidecars.calls import Call as RecordedCall
 
 _NOBODY: frozenset[str] = frozenset()
 _MOST = 64
-"""Most producers of one tensor; a tensor with more has no single history."""
+"""Largest number of producers of one tensor; the search for more stops there."""
 
 
 def flow_of(reference: Run, candidate: Run, plan: Plan) -> Flow:
-    """Edges of the reference or, if it has none, of the candidate under the reference's names."""
+    """Edges of the reference, or else those of the candidate, under the reference's names."""
     captured = {pair.reference.key.site for pair in plan.pairs if _is_made(pair.reference.key.port)}
     flow = _of_run(reference, captured)
     if any(flow.values()):
@@ -66,24 +67,23 @@ def _of_run(run: Run, captured: Collection[str]) -> Flow:
 
 def _of_process(run: Run, rank: int, process: int, captured: Collection[str]) -> Makers:
     try:
-        # Lists of calls are the most precise source, then compiled graphs, then edges of the
-        # topology.
+        # Lists of calls are the most precise source, then compiled graphs, then topology edges.
         if CALLS in run.sheets(rank, process):
             return by_calls(read_calls(run.sheet(CALLS, rank, process)), captured)
         if GRAPHS in run.sheets(rank, process):
             return by_edges(_of_graphs(run.sheet(GRAPHS, rank, process)), captured)
         edges = edges_of(run, rank, process).makers
     except (DriftlineError, OSError):
-        return {}  # what cannot be read says nothing; comparing says why
+        return {}  # unreadable files give no edges; the comparison itself reports them
     return by_edges(((maker, taker) for (taker, _), (maker, _) in edges.items()), captured)
 
 
 def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
-    """(maker, taker) among the nodes of compiled graphs; for a part of a result, its whole node."""
+    """(maker, taker) pairs of compiled graphs; a part of a result is replaced by its whole node."""
     for graph in read_graphs(text):
         nodes = {node.name: node for node in graph.nodes}
-        # The backward graph has edges of gradients; those are derived from the forward edges by
-        # reversal.
+        # Edges of the backward graph are edges of gradients, which are derived by reversing the
+        # forward edges.
         for node in graph.nodes if graph.kind != "backward" else ():
             for name in node.inputs:
                 maker = nodes.get(name)
@@ -93,7 +93,7 @@ def _of_graphs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Makers:
-    """Makers of each captured site, from pairs (maker, taker).
+    """Return the makers of each captured site, from pairs (maker, taker).
 
     >>> by_edges([("a", "cast"), ("cast", "b")], {"a", "b"})["b"]
     frozenset({'a'})
@@ -106,7 +106,7 @@ def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Mak
         if taker not in captured:
             continue
         makers: set[str] = set()
-        # A search backwards that stops at captured sites. `seen` guards against cycles of damaged
+        # Search backwards and stop at captured sites. `seen` guards against cycles in damaged
         # files.
         seen, waiting = {taker}, list(before[taker])
         while waiting and len(makers) < _MOST:
@@ -123,9 +123,10 @@ def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Mak
 
 
 def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers:
-    """Makers of each captured site, from the calls of the first step's forward pass.
+    """Return the makers of each captured site, from the calls of the first step's forward pass.
 
-    One step suffices: the edges of a model are the same in each, and later ones may be incomplete.
+    One step is enough: the edges of a model are the same in each step, and later steps may be
+    incomplete.
     """
     forward = sorted(
         (call for call in calls if call.phase == "forward"), key=lambda call: call.number
@@ -138,7 +139,7 @@ def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers
             continue
         for tensor in call.outputs:
             of = tensor.source if call.kind == "module" else (call.number, tensor.slot)
-            # The innermost one: a container returns what one inside it made.
+            # Keep the innermost site: a container returns tensors that a part of it made.
             if isinstance(of, tuple) and len(call.site) > len(gave.get(of, "")):
                 gave[of] = call.site
     past: dict[tuple[int, str], frozenset[str]] = {}
@@ -149,7 +150,7 @@ def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers
             of = tensor.source
             if isinstance(of, tuple):
                 makers |= {gave[of]} if of in gave else past.get(of, _NOBODY)
-        # A bound on producers, in a fixed order, so that results do not depend on hash order.
+        # Producers are limited in a fixed order, so that results do not depend on the hash order.
         return frozenset(sorted(makers)[:_MOST])
 
     for call in first_step:
@@ -169,10 +170,10 @@ def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers
 
 Direction = Literal["forward", "backward", "optimizer", "param"]
 
-# Names that different captures give to the model itself.
+# Names that captures of different frameworks give to the model itself.
 ROOTS = ("(root)", "", "(program)")
 
-# Port -> direction, and whether the tensor is an input. Ports that are not listed are no evidence.
+# Port -> direction, and whether the tensor is an input. Rows of other ports are not evidence.
 _ROLES: dict[str, tuple[Direction, bool]] = {
     "input": ("forward", True),
     "output": ("forward", False),
@@ -183,11 +184,11 @@ _ROLES: dict[str, tuple[Direction, bool]] = {
     "param": ("param", False),
 }
 DIRECTIONS: tuple[Direction, ...] = ("param", "forward", "backward", "optimizer")
-"""In order of execution."""
+"""Directions in order of execution."""
 
 
 class Place(NamedTuple):
-    """A site in one direction: forward, or the backward pass through it."""
+    """A site in one direction: its forward pass, backward pass, optimizer or parameters."""
 
     direction: Direction
     site: str
@@ -198,19 +199,19 @@ class Call:
     """One call of a site, with the rows of its inputs and outputs.
 
     Attributes:
-        order: Place of its last output in the execution order.
-        begin: Place of its first tensor.
-        ins: Rows of floating tensors that went in; for an optimizer, gradients of the same
+        order: Position of its last output in the execution order.
+        begin: Position of its first tensor.
+        ins: Rows of its floating-point inputs; for an optimizer, the gradients of the same
             parameters from all backward passes of its step.
-        outs: Rows of floating tensors that came out.
-        changed_codes: An integer or boolean that went in differs (token ids, masks, routes).
-        error_in: Largest relative error that went in; NaN when nothing is known.
-        error: Largest relative error that came out.
-        process: Which process of the rank.
-        has_codes: An integer or boolean that went in was compared.
-        known_by: How what went in is known: `inputs` (captured), `edges` (who made it), `order`
-            (what was made last before it).
-        length: Of the longest sum in it, in elements.
+        outs: Rows of its floating-point outputs.
+        changed_codes: Whether an integer or boolean input differs (token ids, masks, routes).
+        error_in: Largest relative error of an input; NaN if nothing is known.
+        error: Largest relative error of an output.
+        process: The process of the rank.
+        has_codes: Whether an integer or boolean input was compared.
+        known_by: How the inputs are known: `inputs` (captured), `edges` (outputs of the producers),
+            or `order` (the last output before the call).
+        length: Length of the longest sum in it, in elements.
     """
 
     step: int
@@ -231,8 +232,8 @@ class Call:
 
     @property
     def unit(self) -> float:
-        """Unit roundoff of the coarsest format that took part, at the size of what was made."""
-        # Computed once: judging asks for it many times for every call.
+        """Unit roundoff of the coarsest format involved, at the size of the outputs."""
+        # Cached, because judging reads it many times for every call.
         if self.known_unit < 0.0:
             units = (*map(roundoff_of, self.outs), *map(unit_of, self.ins))
             self.known_unit = max(units, default=0.0)
@@ -248,7 +249,7 @@ class Call:
 
     @property
     def worst(self) -> Row:
-        """The output that is furthest off."""
+        """The output with the largest error."""
         return max(self.outs, key=error_of)
 
 
@@ -267,7 +268,7 @@ class Site:
 
     @property
     def order(self) -> tuple[int, int]:
-        """When its first call was over; all of forward is before backward."""
+        """Direction, and end of its first call; all of forward comes before backward."""
         return DIRECTIONS.index(self.place.direction), min(call.order for call in self.calls)
 
     @property
@@ -280,7 +281,7 @@ class Site:
 
     @property
     def role(self) -> tuple[str, str, str]:
-        """What it has in common with its siblings in other layers."""
+        """Key that a site shares with its siblings in other layers."""
         return self.place.direction, role_of(self.name), self.class_name
 
 
@@ -289,7 +290,7 @@ _NUMBER = re.compile(r"\d+")
 
 @functools.lru_cache(1 << 14)
 def role_of(name: str) -> str:
-    """A site's name without the numbers of layers.
+    """Return a site's name without layer numbers.
 
     >>> role_of("model.layers.12.mlp")
     'model.layers.*.mlp'
@@ -298,13 +299,13 @@ def role_of(name: str) -> str:
 
 
 def error_of(row: Row) -> float:
-    """Relative L2 of a row on the scale it was judged on; inf if it is not a number."""
+    """Relative L2 of a row on the scale on which it was judged; inf if it is not a number."""
     value = error_on_scale(row)
     return math.inf if math.isnan(value) else value
 
 
 FINE = 2.0**-20
-"""Formats up to this unit roundoff are fine: rounding in sums is as large as that of results."""
+"""Unit roundoff up to which a format is fine: rounding in sums is as large as that of results."""
 
 
 def unit_of(row: Row) -> float:
@@ -316,10 +317,12 @@ def unit_of(row: Row) -> float:
 
 
 def roundoff_of(row: Row) -> float:
-    """The same at the size of the tensor: below its smallest normal number a format has one step.
+    """Unit roundoff at the size of the tensor; it is larger for subnormal values.
 
-    Half a step is the largest rounding there, as a unit is above; what it is of an element grows as
-    elements get smaller. A tensor that vanished has lost more than roundings explain.
+    Below its smallest normal number, a format has one fixed step. Half a step is the largest
+    rounding error there, as a unit is above, and as a fraction of an element it grows as elements
+    get smaller. If the candidate's norm is zero, the plain unit is returned, because such a tensor
+    has lost more than rounding explains.
     """
     unit = unit_of(row)
     size, left = row.metrics.get("reference_l2", 0.0), row.metrics.get("candidate_l2", 0.0)
@@ -337,28 +340,29 @@ def is_floating(row: Row) -> bool:
 
 
 def _is_dequantised(row: Row) -> bool:
-    """Whether the reference holds codes that were compared as the numbers they stand for."""
+    """Whether the reference holds integer codes that were compared as the numbers they encode."""
     is_codes = not is_floating(row) and "dequantise" in row.reference_recipe
     return is_codes and "relative_l2" in row.metrics
 
 
 def same_kind(row: Row) -> bool:
-    """Whether both sides are numbers: floating point, or integers with a scale.
+    """Whether the candidate holds numbers: floating point, or integers with a single scale.
 
-    A mask of booleans beside one of floats is no error: it says the same in another form.
+    A boolean mask compared with a floating-point mask is not an error, because both have the same
+    meaning.
     """
     candidate = DTYPES.get(row.candidate_dtype)
     if candidate is None or candidate.is_floating:
         return True
-    # With one scale for all of it: a tensor of scales next to it makes it a weight, and a wrong
-    # weight excuses nothing.
+    # Only integers with a single scale count. A tensor of scales means that it is a weight, and a
+    # wrong weight excuses nothing.
     return step_of(row.candidate_recipe) > 0.0
 
 
 def place_of(row: Row) -> Place | None:
-    """The site and direction that a row belongs to; None for rows that are no evidence."""
+    """Return the site and direction that a row belongs to; None for rows that are not evidence."""
     role = _ROLES.get(row.key.port)
-    # Recomputed activations repeat the forward pass; counting them would double every site.
+    # Recomputed activations repeat the forward pass; with them, every site would count twice.
     if role is None or row.key.phase == "recompute":
         return None
     direction = role[0]
@@ -369,17 +373,17 @@ def place_of(row: Row) -> Place | None:
 
 
 def is_given(row: Row) -> bool:
-    """Whether a tensor went into its site."""
+    """Whether a tensor is an input of its site."""
     role = _ROLES.get(row.key.port)
     return role is not None and role[1]
 
 
 def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[Place, Site]:
-    """All sites with at least one measured output, in order of execution.
+    """Return all sites with at least one measured output, in order of execution.
 
     Args:
-        rows: What was measured.
-        structure: What the runs know of their model, by the reference's names.
+        rows: The measured rows.
+        structure: What the runs know about their model, by the reference's names.
     """
     calls: dict[tuple[Place, int, int, int, int], Call] = {}
     sites: dict[Place, Site] = {}
@@ -396,15 +400,15 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
             if site is None:
                 site = sites[place] = Site(place, row.class_name, row.candidate_class)
             site.calls.append(call)
-        # The first tensor of a call, inputs included, marks where it begins.
+        # The first tensor of a call, including inputs, marks where the call begins.
         call.begin = min(call.begin, row.order)
-        # Codes with scales are numbers: those of two programs may all differ and mean the same.
+        # Integers with scales are numbers: those of two programs may all differ and mean the same.
         if is_input and _is_dequantised(row):
             call.ins.append(row)
         # Different integer inputs (token ids, routes) explain any difference of the outputs.
         elif not is_floating(row):
             call.has_codes |= is_input
-            # Other bytes are other codes, though how many is not known without values.
+            # Different bytes mean different codes; how many differ is not known without values.
             unlike = row.metrics.get("different", row.basis == "digest")
             call.changed_codes |= is_input and bool(unlike)
         elif "relative_l2" not in row.metrics or (is_input and not same_kind(row)):
@@ -429,12 +433,12 @@ def sites_of(rows: Iterable[Row], structure: Structure = NO_STRUCTURE) -> dict[P
 
 
 def is_in_parts(row: Row) -> bool:
-    """Whether ranks of the reference hold a tensor in parts; its one row is that of the first."""
+    """Whether ranks of the reference hold a tensor in parts; its only row is on the first rank."""
     return " ranks" in row.reference_recipe
 
 
 def _give_parts(calls: Mapping[tuple[Place, int, int, int, int], Call]) -> None:
-    """Give the calls of all ranks what they were given together, each a part of it."""
+    """Add the parts of split inputs to the calls of all ranks."""
     together: dict[tuple[Place, int, int], list[Row]] = {}
     for (place, _, _, step, visit), call in calls.items():
         if rows := [row for row in call.ins if is_in_parts(row)]:
@@ -463,7 +467,7 @@ def _kept(site: Site) -> bool:
 
 
 def _give_gradients(sites: Sequence[Site]) -> None:
-    """Use the gradients of the backward passes as inputs of the optimizer's gradients."""
+    """Add the gradients of the backward passes as inputs of the optimizer's gradients."""
     made: dict[tuple[str, str, int, int, int], list[Row]] = {}
 
     def of(row: Row) -> tuple[str, str, int, int, int]:
@@ -482,22 +486,22 @@ def _give_gradients(sites: Sequence[Site]) -> None:
 
 
 def _fill(sites: Sequence[Site], flow: Flow) -> None:
-    """Set the error that went into and came out of every call.
+    """Set the input error and the output error of every call.
 
-    Where no inputs were captured, outputs of their producers stand for them, found by edges; if
-    there are no edges, what was made just before.
+    If no inputs were captured, the outputs of their producers are used instead. These are found by
+    edges, or, without edges, the output made just before the call is used.
     """
     blind: list[tuple[Site, Call]] = []
     for site in sites:
         for call in site.calls:
             call.error = max(error_of(row) for row in call.outs)
             if call.ins:
-                # What a norm is given counts as the norm weighs it.
+                # The input of a norm counts as the norm weighs it.
                 call.error_in = max(
                     max(error_of(row), float(row.metrics.get(GIVEN, 0.0))) for row in call.ins
                 )
-            # Weights come from nowhere, and equal codes bring no error. Codes that were chosen
-            # otherwise leave nothing to compare with.
+            # Weights have no inputs, and equal codes bring no error. If codes differ, there is
+            # nothing to compare the outputs with.
             elif call.has_codes or site.place.direction == "param":
                 call.error_in = math.inf if call.changed_codes else 0.0
             else:
@@ -510,7 +514,7 @@ def _fill(sites: Sequence[Site], flow: Flow) -> None:
 def _from_makers(
     sites: Sequence[Site], blind: Sequence[tuple[Site, Call]], flow: Flow
 ) -> list[tuple[Site, Call]]:
-    """Take as input error the largest error of what the producers gave last before the call.
+    """Set the input error to the largest error of the producers' last outputs before the call.
 
     Gradients flow the other way: their inputs come from the sites that read the output. Returns the
     calls for which no edge is known.
@@ -535,7 +539,7 @@ def _from_makers(
             if before:
                 errors.append(max(before, key=lambda call: call.order).error)
         if makers and not errors:
-            rest.append((site, call))  # made in another step, or not captured
+            rest.append((site, call))  # the producers ran in another step or were not captured
             continue
         call.error_in, call.known_by = max(errors, default=0.0), "edges"
     return rest
@@ -550,10 +554,10 @@ def _turned(makers: Makers) -> Makers:
 
 
 def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
-    """Take as input error that of the output that was made last before the call began.
+    """Set the input error to that of the last output before the call ended.
 
-    A container without inputs begins where the first of its parts ends, so the output before that
-    is taken; the very first call has nothing before it and takes in no error.
+    Outputs of the site's own parts are skipped. The very first call has no output before it and
+    takes in no error.
     """
     made: dict[tuple[str, int, int, int], list[tuple[int, str, float]]] = {}
     for site in sites:
@@ -565,7 +569,7 @@ def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> N
     for site, call in blind:
         outputs = made[(site.place.direction, call.rank, call.process, call.step)]
         call.error_in, call.known_by = 0.0, "order"
-        # What ended before: found by halving, because a long run has as many outputs as calls.
+        # The outputs are searched by bisection, because a long run has as many outputs as calls.
         for order, name, error in reversed(outputs[: bisect_left(outputs, (call.order,))]):
             if order < call.order and name != site.name and not contains(site.name, name):
                 call.error_in = error
@@ -578,7 +582,7 @@ def contains(outer: str, inner: str) -> bool:
     >>> contains("model.layers.1", "model.layers.1.mlp"), contains("a.1", "a.10")
     (True, False)
     """
-    # A site does not contain itself; callers treat that case on their own.
+    # A site does not contain itself; callers handle that case.
     if outer == inner:
         return False
     if outer in ROOTS:
@@ -587,16 +591,16 @@ def contains(outer: str, inner: str) -> bool:
 
 
 def innermost(names: Iterable[str]) -> list[str]:
-    """Names that contain none of the others, in their order."""
+    """Return the names that contain none of the others, in their order."""
     listed = list(dict.fromkeys(names))
     around = {outer for name in listed for outer in ancestors(name)}
     return [name for name in listed if name not in around]
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Every site that may contain a site, nearest first; the roots last."""
+    """Yield every site that may contain a site, nearest first and the roots last."""
     inner = name
-    # An operator's site is `module/operator`: its module contains it.
+    # The site of an operator is `module/operator`, so its module contains it.
     if "/" in inner:
         inner = inner.rpartition("/")[0]
         yield inner
@@ -609,7 +613,7 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def parts_of(names: Iterable[str]) -> Mapping[str, int]:
-    """How many sites are in each site."""
+    """Return the number of sites in each site."""
     counts: dict[str, int] = {}
     for name in names:
         for outer in ancestors(name):
@@ -618,10 +622,10 @@ def parts_of(names: Iterable[str]) -> Mapping[str, int]:
 
 
 def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
-    """Sites in the same direction that ended before another one.
+    """Return the sites of the same direction that ended before a site.
 
-    Its own parts are not among them: a part that runs after the container's code (an attention's
-    output projection) ends before the container does, and may show the container's fault.
+    Its own parts are excluded: a part that runs after the container's code (an attention's output
+    projection) ends before the container does, and may show the container's fault.
     """
     return [
         site
@@ -632,19 +636,19 @@ def over_before(sites: Mapping[Place, Site], first: Place) -> list[Site]:
     ]
 
 
-# Steps that can be compared: both models see the same tokens, with equal weights.
+# Steps that can be compared: both models get the same tokens and have equal weights.
 
 
 def comparable_steps(
     sites: Mapping[Place, Site], rows: Sequence[Row]
 ) -> tuple[dict[Place, Site], str, int | None]:
-    """Sites without the steps that say nothing about single modules any more, a note, and the step.
+    """Return the sites without steps that say nothing about single modules, a note, and the step.
 
-    From these steps on the models were given different tokens, or had learnt different weights: no
+    From the returned step on, the models were given different tokens or had different weights. No
     module is to blame for what training has changed.
     """
     tokens, weights = _other_tokens(sites, rows), _other_weights(sites, rows)
-    # The earlier of the two reasons is the one to report: the later one may be its consequence.
+    # The earlier of the two reasons is reported, because the later one may be its consequence.
     if tokens is not None and (weights is None or tokens <= weights):
         return (
             _before(sites, tokens),
@@ -685,12 +689,12 @@ def _other_tokens(sites: Mapping[Place, Site], rows: Sequence[Row]) -> int | Non
 
 
 def _other_weights(sites: Mapping[Place, Site], rows: Sequence[Row]) -> int | None:
-    """The first step with other weights: the one after the first step with wrong gradients."""
-    # What an optimizer was given is what it learnt; without one, gradients may only be gathered.
+    """Return the first step with different weights: the one after the first wrong gradients."""
+    # Only gradients that an optimizer received count; other gradients may just be accumulated.
     off = [row for row in rows if row.key.port == "optimizer_grad" and is_off(row)]
     first = min((row.key.step for row in off), default=None)
     last = max((call.step for site in sites.values() for call in site.calls), default=-1)
-    # A difference in the last step changes no weights that were still used.
+    # A difference in the last step changes no weights that were used afterwards.
     return None if first is None or first >= last else first + 1
 
 

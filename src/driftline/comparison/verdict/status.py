@@ -1,7 +1,8 @@
 """The status of every site: introduced, amplified, inherited, masked, clean or unknown.
 
-Replay decides where there is one, then the noise floor, then the growth of the error. Decides which
-site introduces error, which passes it on and which hides it. Reads no tensor and names no cause.
+The status says which site introduces error, which passes it on and which hides it. The best
+evidence for a site decides: a replay, then recomputation, then the noise floor, then the growth of
+the error. This file reads no tensor and names no cause.
 """
 
 from __future__ import annotations
@@ -34,51 +35,52 @@ from driftline.comparison.verdict.sites import (
     unit_of,
 )
 
-# An output must err clearly more than its input before the site is blamed; less is spread between
-# runs.
+# The error of an output must be clearly larger than that of the input before the site is blamed; a
+# smaller increase is within the variation between runs.
 _STEP_UP = 1.3
-# Growth by this factor is called amplified rather than inherited.
+# Growth by more than this factor is called amplified rather than inherited.
 _AMPLIFIED = 3.0
 _ORDERS = 2.0
-"""Factor on the difference that sums of this length may have: trusted runs on one device do not try
-the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times what
-eager attention does on either device.)"""
+"""Factor on the rounding error expected of a sum of this length. Trusted runs on one device do not
+try the orders in which another device adds. (CUDA's fused attention in float32 errs by 1.6 times
+what eager attention does on either device.)"""
 _FOLDED = 8.0
-"""Units by which weights of a fine format may differ."""
+"""Units of roundoff by which merged or folded weights of a fine format may differ."""
 LEAN = 0.5
-"""Units of roundoff by which a projection may leave what trusted runs have."""
+"""Units of roundoff by which a projection may be outside the range of the trusted runs."""
 
 
 Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "clean", "unknown"]
-"""Of a site: it makes the error, makes it larger, passes it on, hides it, has none beyond noise, or
-nothing can be said."""
+"""Status of a site: it makes the error, makes it larger, passes it on, hides it, has no error
+beyond noise, or cannot be judged."""
 
 
 ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
 ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
 
 
-# What a leaf that was computed again shows: whether it adds an error, and of which kind. The
-# figures are metrics of the row of its output (`evidence/recomputed.py`), so that shards, merged
-# parts and stored tables have them.
+# Results of recomputing a leaf: whether it adds an error, and of which kind. The figures are
+# metrics of the row of its output (`evidence/recomputed.py`), so that shards, merged parts and
+# stored tables have them.
 
 
 Fault: TypeAlias = Literal["", "function", "weights", "format"]
-"""Of a leaf: it computes something else; the same with other weights; its format is too coarse."""
+"""Fault of a leaf: it computes another function, or the same function with other weights, or its
+number format is too coarse."""
 
 _NEARLY_ALL = 0.5
-"""Share of the error that must go with the candidate's own weights for these to be the fault."""
+"""Fraction of the error that the candidate's own weights must explain to be called the fault."""
 
 
 class AddedError(NamedTuple):
-    """What a leaf adds by itself, on what the candidate gave it.
+    """The error that a leaf adds by itself, measured on the candidate's input.
 
     Attributes:
-        error: Relative to what the reference's function gives there.
-        allowed: What right arithmetic in the candidate's formats may differ by.
-        ratio: The one over the other; above 1 is outside.
-        projection: The share of the result that is added: 0.05 for a result times 1.05.
-        fault: What is wrong with it; empty if nothing is.
+        error: Error relative to the result of the reference's function on that input.
+        allowed: Error that correct arithmetic in the candidate's formats may have.
+        ratio: `error / allowed`; above 1 is outside.
+        projection: Error along the result: 0.05 for a result times 1.05.
+        fault: What is wrong with the leaf; empty if nothing is.
         format: The coarsest number format of its output.
     """
 
@@ -91,7 +93,7 @@ class AddedError(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why it is wrong, in words; empty for one that is right."""
+        """Why the leaf is wrong, in words; empty if it is right."""
         if self.fault == "weights":
             return "it computes the reference's function with other weights"
         if self.fault == "format":
@@ -102,7 +104,7 @@ class AddedError(NamedTuple):
 
 
 def too_coarse(format_name: str, error: float) -> str:
-    """What is said of a format in which right arithmetic is off by so much."""
+    """Return the sentence for a format in which even correct arithmetic has this error."""
     return (
         f"{format_name} is too coarse here: rounding alone adds {error:.2g}; "
         "keep it in float32 here"
@@ -110,7 +112,7 @@ def too_coarse(format_name: str, error: float) -> str:
 
 
 def added_error(row: Row) -> AddedError | None:
-    """What the leaf adds whose output this is; None if it was not computed again."""
+    """Return the error that the leaf of this output adds; None if it was not recomputed."""
     error, allowed = row.metrics.get(ADDED), row.metrics.get(ADDED_ALLOWED)
     if error is None or allowed is None:
         return None
@@ -121,7 +123,7 @@ def added_error(row: Row) -> AddedError | None:
     if not ratio <= 1.0:
         by_own = float(row.metrics.get(ADDED_BY_OWN_WEIGHTS, math.inf))
         fault = "weights" if by_own <= max(allowed, _NEARLY_ALL * error) else "function"
-    # Rounding explains it, and it is more than any site of this format may be off by.
+    # Rounding explains the error, but it exceeds the limit for any site of this format.
     elif dtype is not None and error > LIMITS[dtype.name]:
         fault, ratio = "format", max(ratio, error / LIMITS[dtype.name])
     projection = float(row.metrics.get(ADDED_PROJECTION, math.nan))
@@ -129,19 +131,19 @@ def added_error(row: Row) -> AddedError | None:
 
 
 class SiteStatus(NamedTuple):
-    """How a site stands.
+    """The status of a site and the evidence for it.
 
     Attributes:
         status: Its status.
-        by: Which evidence decided: replay, recomputed, noise, growth or weights.
-        ratio: What it errs by over what is allowed.
-        noise: What is expected there.
+        by: The deciding evidence: replay, recomputed, noise, growth, weights, bisect or pattern.
+        ratio: Its error divided by the allowed error.
+        noise: The error expected from rounding.
         call: The call that decided.
-        reason: In words.
+        reason: The reason in words.
         inside: The part of it that is to blame.
-        leaning: Whether the bias of its error is outside, not its size.
-        suspected: Of an unknown site: its status by other evidence, which would convict it if it
-            reproduced its own output.
+        leaning: Whether the bias of its error is outside the allowed range, and not its size.
+        suspected: For an unknown site, the status by other evidence. It would convict the site if
+            the site reproduced its own output.
     """
 
     status: Status
@@ -156,15 +158,16 @@ class SiteStatus(NamedTuple):
 
     @property
     def jump(self) -> float:
-        """By how much the error grows here, where what came in does not explain it; else 0."""
-        # Not in limits: behind a first fault where all was equal before, others would seem small.
+        """How much the error grows at this site if its input does not explain it; else 0."""
+        # Not in units of the limit: if all was equal before the first fault, its limit is tiny, and
+        # later growth would seem small.
         came_in = 0.0 if math.isnan(self.call.error_in) else self.call.error_in
         grown = self.call.error - came_in
         return grown if self.ratio > 1.0 and math.isfinite(grown) else 0.0
 
     @property
     def drowns(self) -> bool:
-        """Whether trusted runs are so far off there that nothing can be concluded."""
+        """Whether trusted runs have such large errors there that nothing can be concluded."""
         return (self.status, self.by) == ("unknown", "noise")
 
 
@@ -176,10 +179,10 @@ class Evidence(NamedTuple):
     """What is known besides the two runs.
 
     Attributes:
-        replayed: What replays say of sites by themselves, by the reference's names.
-        floor: What trusted runs do at every tensor.
-        proven: The site whose correction brings the final output back, by substitution; else empty.
-        proven_share: The share of the final error that goes with it.
+        replayed: Replay results of single sites, by the reference's names.
+        floor: The errors of trusted runs at every tensor.
+        proven: The site whose correction restores the final output, by substitution; else empty.
+        proven_share: Fraction of the final error that the correction removes.
     """
 
     replayed: Mapping[str, ReplayResult] = _NO_REPLAY
@@ -188,10 +191,10 @@ class Evidence(NamedTuple):
     proven_share: float = 0.0
 
     def as_json(self) -> dict[str, JSON]:
-        """What a table keeps of it; nothing where there is none.
+        """Return the JSON that a table stores; empty if there is no evidence.
 
-        Lists of pairs, no objects: a module may have any name, also that of a key that readers of
-        long tables look for.
+        It uses lists of pairs instead of objects, because a module may have any name, also that of
+        a key that readers of long tables search for.
         """
         shown: dict[str, JSON] = {}
         if self.replayed:
@@ -221,7 +224,7 @@ class Evidence(NamedTuple):
 
     @property
     def known_steps(self) -> dict[str, frozenset[int]]:
-        """Steps in which a replay knows a site that it does not know in all of them."""
+        """Steps that a replay covered, for each site that it did not cover in all steps."""
         return {
             site: frozenset(own.steps)
             for site, own in self.replayed.items()
@@ -241,25 +244,24 @@ def site_statuses(
     evidence: Evidence,
     quantised: Mapping[str, float] = _NO_INTEGERS,
 ) -> dict[Place, SiteStatus]:
-    """Status of every site: own evidence first, then other evidence, then inheritance.
+    """Return the status of every site: own evidence first, then other evidence, then inheritance.
 
     Args:
-        sites: What is judged.
-        transfers: What came into each of them and what it made of it.
-        growth: What its error is compared with what came in.
-        evidence: What is known besides.
+        sites: The sites to judge.
+        transfers: For each of them, what came in and what it computed from that.
+        growth: Its error compared with the error that came in.
+        evidence: What is known besides the two runs.
         quantised: Relative error that sites may have because they compute with integers.
     """
     statuses = _own_evidence(sites, transfers, growth, evidence, quantised)
-    # Replay is the better evidence: as soon as it convicts a site, weaker evidence may not add
-    # others.
+    # Replay is the better evidence: if it convicts a site, weaker evidence may not add others.
     if not any(
         entry.by == "replay" and entry.status == "introduced" for entry in statuses.values()
     ):
         statuses |= _other_evidence(sites, statuses, growth, evidence)
     statuses |= _proven(sites, statuses, evidence)
     guilty = _first(statuses, sites)
-    # Without a culprit nothing can be inherited: such statuses are noise near the limit.
+    # Without a culprit nothing can be inherited; such statuses are noise near the limit.
     if guilty is None:
         return {
             place: standing._replace(status="clean")
@@ -271,13 +273,17 @@ def site_statuses(
 
 
 _PROVES = 0.5
-"""Share of the final error that must go with a site before substitution convicts it."""
+"""Fraction of the final error that correcting a site must remove before substitution convicts
+it."""
 
 
 def _proven(
     sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus], evidence: Evidence
 ) -> dict[Place, SiteStatus]:
-    """The site that substitution convicts, where all weaker evidence is silent about it."""
+    """Return the site that substitution convicts, unless other evidence convicts it already.
+
+    A conviction of a part or a container of the site counts as well.
+    """
     place = Place("forward", evidence.proven)
     if not evidence.proven or evidence.proven_share < _PROVES or place not in sites:
         return {}
@@ -297,7 +303,7 @@ def _own_evidence(
     evidence: Evidence,
     quantised: Mapping[str, float],
 ) -> dict[Place, SiteStatus]:
-    """The status of every site by the best evidence there is for it."""
+    """Return the status of every site by the best evidence available for it."""
     floor = evidence.floor
     within = _within(sites, transfers, growth, evidence)
     parts = parts_of(place.site for place in sites if evidence.replayed)
@@ -307,8 +313,8 @@ def _own_evidence(
         if judgement is not None:
             codes = quantised.get(place.site, 0.0)
             statuses[place] = _by_replay(site, judgement, codes, is_leaf=place.site not in parts)
-            # Replay of a container's own code looks at its output only; what it passes to parts is
-            # judged apart.
+            # A replay of a container's own code checks its output only; what it passes to its parts
+            # is judged separately.
             if statuses[place].status == "clean" and place in within:
                 statuses[place] = within[place]
         elif place.direction == "param":
@@ -319,20 +325,23 @@ def _own_evidence(
             statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
-            # What is right about a container is told by its output, what is wrong by where it is.
+            # The transfer that decided says where a container is wrong. A clean container is
+            # represented by the worst call of its output.
             if statuses[place].status == "clean":
                 statuses[place] = statuses[place]._replace(call=site.worst)
     return statuses
 
 
 _TINY = 2.0
-"""Units of roundoff up to which a leaf is not computed again: it adds nothing to speak of."""
+"""Units of roundoff up to which an output need not be recomputed, because the error is
+negligible."""
 
 
 def _by_recomputation(site: Site) -> SiteStatus | None:
-    """Status by what the reference's function gives on the candidate's own input; None if unknown.
+    """Return the status by the reference's function on the candidate's input; None if unknown.
 
-    Every call that differs must have been recomputed: one that was not may be the one that is off.
+    Every call that differs must have been recomputed, because any call that was not may be the
+    wrong one.
     """
     worst: tuple[AddedError, Call] | None = None
     for call in site.calls:
@@ -351,13 +360,14 @@ def _by_recomputation(site: Site) -> SiteStatus | None:
 
 
 _BY_ITSELF = ("replay", "recomputed", "bisect")
-"""Sources that say what a site adds, whatever it was given."""
+"""Evidence about what a site adds, independent of the error of its inputs."""
 _GROSS = 4.0
-"""Times its limit: an error that one half of the tokens alone shows is no accident any more."""
+"""Multiple of its limit above which an error that only one half of the tokens shows still
+counts."""
 
 
 def _confirmed(standing: SiteStatus) -> SiteStatus:
-    """A suspicion, unless a second look at the tensor has shown that it is an accident."""
+    """Return the status, cleared if a second look at the tensor has shown an accident."""
     row = standing.call.worst
     half, rest = row.metrics.get(HALF), row.metrics.get(REST)
     if half is None or rest is None or is_borne_out(standing, float(half), float(rest)):
@@ -370,19 +380,20 @@ def _confirmed(standing: SiteStatus) -> SiteStatus:
 
 
 def is_borne_out(standing: SiteStatus, half: float, rest: float) -> bool:
-    """Whether a second look bears out a suspicion.
+    """Whether a second look confirms a suspicion.
 
-    What shows on one half of the tokens only, and not grossly, is none of the site's doing; nor is
-    what lies in tokens that a router sent to other experts at a near tie.
+    The site is not to blame for an error that only one half of the tokens shows, unless the error
+    is gross. Nor is it to blame for an error in tokens that a router sent to other experts at a
+    near tie.
 
     Args:
-        standing: How the site stands without it.
+        standing: The status of the site before the second look.
         half: Relative error on the half of the tokens where it is smaller.
-        rest: Relative error without tokens that were sent elsewhere.
+        rest: Relative error without the tokens that were sent to other experts.
     """
     if standing.status != "introduced" or not math.isfinite(standing.ratio):
         return True
-    # A bias is as sure as the half that shows less of it.
+    # A bias counts only if both halves show it.
     if standing.leaning or not standing.ratio > 0.0:
         return half > 0.0
     limit = standing.call.error / standing.ratio
@@ -392,9 +403,9 @@ def is_borne_out(standing: SiteStatus, half: float, rest: float) -> bool:
 def _relative_to(
     guilty: Place, sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]
 ) -> dict[Place, SiteStatus]:
-    """Judge every other site relative to the first culprit: what is off later inherits from it.
+    """Judge all other sites relative to the first culprit: later errors inherit from it.
 
-    Statuses that rest on noise runs or on a conviction by replay are kept.
+    Statuses by noise runs, and convictions by evidence about single sites, are kept.
     """
     parts = parts_of(place.site for place in sites)
     level = _level(sites, guilty)
@@ -416,10 +427,11 @@ def _other_evidence(
     growth: Mapping[Place, Growth],
     evidence: Evidence,
 ) -> dict[Place, SiteStatus]:
-    """Sites that replay cannot judge, or not in all steps, and which noise runs or growth convict.
+    """Return sites that noise runs or growth convict although replay does not cover them fully.
 
-    Only used where replay itself convicts no site. A site that these do not convict stays as it is,
-    and so does one that does not reproduce its own output; that one becomes a suspect.
+    This is used only if replay convicts no site. A site that the other evidence does not convict
+    keeps its status. A site that does not reproduce its own output also keeps its status, but is
+    marked as suspected.
     """
     floor = evidence.floor
     convicted: dict[Place, SiteStatus] = {}
@@ -449,10 +461,10 @@ def _other_evidence(
 
 
 def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
-    """A model as its output and what its parts gave it: what they did is not its doing.
+    """Return the model reduced to the outputs of its own code; other sites are returned unchanged.
 
-    Other containers stay whole: one that holds weights of its own, such as a layer of experts,
-    makes most of its error before its parts are called.
+    Other containers stay whole: a container with its own weights, such as a layer of experts, makes
+    most of its error before its parts are called.
     """
     if site.place.site not in ROOTS:
         return site
@@ -465,7 +477,7 @@ def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
 
 
 def _not_replayed(site: Site, judgement: ReplayResult) -> list[Call]:
-    """Calls of a site that replay has not looked at: its silence about them acquits nobody."""
+    """Calls of a site that replay did not cover; replay does not acquit them."""
     if judgement.steps is None:
         return []
     return [call for call in site.calls if call.step not in judgement.steps]
@@ -477,9 +489,9 @@ def _within(
     growth: Mapping[Place, Growth],
     evidence: Evidence,
 ) -> dict[Place, SiteStatus]:
-    """Containers whose own code passes on more error than it was given.
+    """Return containers whose own code passes more error to a part than the container was given.
 
-    Only examined where a replay of that code looked at its output alone.
+    Only containers are examined whose own code was replayed with a check of the output alone.
     """
     floor = evidence.floor
     reason = "what its own code hands to a part is off while nothing it was given is"
@@ -500,7 +512,7 @@ def _within(
             standing = _confirmed(_by_noise(passed, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
-            # Its output was looked at by the replay.
+            # The replay has already checked the output.
             if standing.call.outs[0].key.port != "input":
                 continue
         if standing.status == "introduced":
@@ -509,11 +521,11 @@ def _within(
 
 
 def _by_replay(site: Site, judgement: ReplayResult, codes: float, *, is_leaf: bool) -> SiteStatus:
-    """Status by what a replay says of a site; `codes` is what its integers may be off by."""
+    """Return the status by a replay; `codes` is the error that the site's integers may have."""
     call = site.worst
     limit = max(flat_limit(call), codes)
-    # A trusted module that was put into this format is as wrong: the format is what is wrong. Of a
-    # container it is what all of its parts add up to, and says nothing.
+    # If a trusted module in this format has the same error, the format itself is wrong. This test
+    # is for leaves only: a container's error is the sum of its parts' errors.
     as_wrong = is_leaf and not judgement.introduced and not judgement.failed
     if as_wrong and min(judgement.noise, call.error) > limit > 0.0:
         name = "a format of integers" if codes else call.worst.candidate_dtype
@@ -526,16 +538,16 @@ def _by_replay(site: Site, judgement: ReplayResult, codes: float, *, is_leaf: bo
 
 
 def _weights(site: Site) -> SiteStatus:
-    """Status of weights, which are rounded once and computed from nothing.
+    """Return the status of weights, which are rounded once and have no inputs.
 
-    From the second step on an optimizer has computed them.
+    Only the first step is judged: from the second step on, an optimizer has computed them.
     """
     first = min(call.step for call in site.calls)
     call = max((call for call in site.calls if call.step == first), key=lambda call: call.error)
     # Merged or folded weights of a fine format were rounded more than once.
     allowed = (_FOLDED if call.unit <= FINE else 1.01) * call.unit
-    # Codes with scales have steps of their own, and have passed by a limit for those.
-    # What an update has made of them is computed: of gradients.
+    # Integers with scales have larger steps, and have passed by a limit for those. Weights after an
+    # update are excluded, because they are computed from gradients.
     rows = [
         row
         for row in call.outs
@@ -545,8 +557,8 @@ def _weights(site: Site) -> SiteStatus:
     over = max((float(row.metrics.get("max_rel_error", 0.0)) for row in rows), default=0.0)
     error = max((error_of(row) for row in rows), default=0.0)
     ratio = error / allowed if allowed > 0.0 else (math.inf if error > 0.0 else 0.0)
-    # A few elements of odd size can exceed the relative L2 of one rounding; both measures must be
-    # outside.
+    # A few elements of unusual size can exceed the relative L2 of one rounding, so both measures
+    # must be outside.
     if ratio > 1.0 and over > 2.0 * call.unit:
         return SiteStatus(
             "introduced", "weights", ratio, call.unit / math.sqrt(3.0), call, "its weights differ"
@@ -559,10 +571,10 @@ def _known(floor: NoiseFloor, site: Site) -> bool:
 
 
 def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
-    """Status by the noise floor: the worst call decides; inputs are measured by the same floor."""
+    """Return the status by the noise floor, which applies to inputs too; the worst call decides."""
     best: tuple[float, SiteStatus] | None = None
     for call in site.calls:
-        # Coarse formats round the result more than any order of a sum does: no allowance is needed.
+        # Coarse formats need no allowance: they round the result more than any order of a sum does.
         least = _ORDERS * rounding(call.unit, 0, call.length) if call.unit <= FINE else 0.0
         outs = [(floor.excess(row, least), row) for row in call.outs]
         measured = [(value, row) for value, row in outs if value is not None]
@@ -570,22 +582,21 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
             continue
         ins = [value for row in call.ins if (value := floor.excess(row, least)) is not None]
         out, row = max(measured, key=lambda pair: pair[0])
-        # Captured inputs without a floor are unknown (NaN), no inputs at all mean that no error
-        # came in.
+        # Captured inputs without a floor are unknown (NaN). A call without inputs took in no error.
         before = max(ins, default=0.0 if not call.ins else math.nan)
         noise = floor.errors[row.key]
         status = _by_excess(out, before)
         reason, leaning = "", False
         lean, lean_in = _leans(call, floor)
-        # The bias of an error shows faults that are smaller than noise, such as a wrong epsilon.
+        # The bias of an error reveals faults that are smaller than noise, such as a wrong epsilon.
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
             out, leaning = lean / LEAN, True
-        # Gradients of deep models may be as far off as that, and right.
+        # Gradients of deep models may be this far off and still be right.
         elif status == "clean" and noise > FAULT and site.place.direction == "forward":
             status = "unknown"
             reason = f"trusted runs are off by {noise:.2g} themselves: a fault could hide in that"
-        # The status comes first, the excess second: an introduced error outranks any inherited one.
+        # Sorted by status, then by excess: an introduced error outranks any inherited one.
         rank = _WEIGHT[status] * 1e9 + min(out, 1e8)
         if best is None or rank > best[0]:
             best = rank, SiteStatus(status, "noise", out, noise, call, reason, "", leaning)
@@ -594,7 +605,7 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
 
 
 def _by_excess(out: float, before: float) -> Status:
-    """Status by how far outside the noise a result is, and what it was made of."""
+    """Return the status of a result by its noise excess and the excess of its inputs."""
     if out > 1.0 and before > 1.0:
         return "amplified" if out > _AMPLIFIED * before else "inherited"
     if out > 1.0:
@@ -625,7 +636,7 @@ def _by_growth(growth: Growth) -> SiteStatus:
 
 
 def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) -> Place | None:
-    """The innermost site that introduces error, and of those the earliest."""
+    """Return the earliest of the innermost sites that introduce error; None without one."""
     guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
     if not guilty:
         return None
@@ -637,7 +648,7 @@ def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) ->
 
 
 def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
-    """Largest relative error of what ended before the culprit: known to be without fault."""
+    """Largest relative error of calls that ended before the culprit began; they have no fault."""
     begun = min(call.order for call in sites[guilty].calls)
     errors = [
         call.error
@@ -649,12 +660,12 @@ def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
 
 
 def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
-    """Status of a site that is not proven guilty, from the error that comes in and goes out.
+    """Return the status of a site that is not convicted, from its input and output error.
 
     Args:
         standing: Its status so far.
-        level: Error that was there before the first culprit.
-        parts: How many sites it contains.
+        level: Largest error before the first culprit.
+        parts: Number of sites that it contains.
     """
     call = standing.call
 
@@ -662,7 +673,7 @@ def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
         return error > max(2.0 * level, 4.0 * rounding(call.unit, parts, call.length))
 
     out, before = beyond(call.error), beyond(call.error_in)
-    # NaN and Inf have no size to compare: they count as beyond any level.
+    # NaN and Inf have no size to compare; they count as beyond any level.
     if not math.isfinite(call.error) or call.one_sided:
         out, before = True, before or call.one_sided_in > 0
     status: Status = "clean"
@@ -671,18 +682,18 @@ def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
         burst = grown > _AMPLIFIED and math.isfinite(call.error) and not call.one_sided_in
         status = "amplified" if burst else "inherited"
     elif out:
-        # Replay cleared it, so its own code received something wrong that is no captured tensor.
+        # Replay cleared the site, so its own code received a wrong value that was not captured.
         status = "inherited" if standing.by == "replay" else "introduced"
     elif before:
         status = "masked"
-    # A container is guilty by its own code only, never for what its parts did.
+    # A container is guilty only of its own code, never of what its parts did.
     if status == "introduced" and standing.status != "introduced":
         status = "inherited"
     return standing._replace(status=status)
 
 
 def _named_parts(statuses: dict[Place, SiteStatus]) -> dict[Place, SiteStatus]:
-    """Let containers that err because of a part name that part."""
+    """Set `inside` of containers that err because of a part to the name of that part."""
     for direction in DIRECTIONS:
         guilty = [
             place.site

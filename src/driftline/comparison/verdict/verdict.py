@@ -1,6 +1,7 @@
-"""What a table's verdict hangs on, gathered while its judged rows pass by, once.
+"""Counts of judged rows, which the verdict of a table is decided from.
 
-Knows no limits and words nothing: it counts, and remembers the few rows that are spoken of.
+The counts are taken in one pass over the rows. This file knows no limits and writes no sentences,
+apart from the number of failing tensors.
 """
 
 from __future__ import annotations
@@ -13,38 +14,39 @@ from driftline.comparison.verdict.coverage import CallCounts
 
 
 def execution(row: Row) -> tuple[int, int, int, int]:
-    """What comes first in the program comes first."""
+    """Sort key of a row in the order of execution."""
     return (row.key.step, row.order, row.key.rank, row.key.process)
 
 
 class RowCounts:
-    """Counts of judged rows, and the rows that stand for them.
+    """Counts of judged rows, and the rows that findings mention as examples.
 
     Attributes:
-        rows: How many there are.
-        compared: How many were compared.
-        failing: How many of those fail.
-        first: The first that fails, in execution order.
-        inside: How many are alone because they lie inside a fusion.
-        bare: How many were compared by statistics that count no NaN and no Inf.
-        explained: How many are over the limit of their format, and explained by their inputs.
-        closest: Of those that keep a limit, the one that is nearest to it.
-        unread: How many could not be read.
-        first_unread: The first of them.
-        not_run: How many were computed by something else than the backend in question.
-        first_not_run: The first of them.
-        incomparable: The first that could not be compared.
-        only_inputs: Whether outputs are there, and nothing but inputs was compared.
-        deciding: The metrics that decided.
-        calls: Calls of either side, and how many of them are covered.
+        rows: Number of rows.
+        compared: Number of rows that were compared.
+        failing: Number of compared rows that fail.
+        first: The first failing row in execution order.
+        inside: Number of rows without a partner because they are inside a fusion.
+        bare: Number of rows compared by statistics that do not count NaN and Inf.
+        explained: Number of rows that exceed the limit of their format but are explained by their
+            inputs.
+        closest: Of the rows within their limits, the one closest to its limit.
+        unread: Number of rows that could not be read.
+        first_unread: The first row that could not be read.
+        not_run: Number of rows that were not computed by the backend under test.
+        first_not_run: The first of these.
+        incomparable: The first row that could not be compared.
+        only_inputs: Whether there are outputs, but only inputs were compared.
+        deciding: Names of the metrics that decided.
+        calls: Number of calls of either side, and how many of them are covered.
     """
 
     def __init__(self, calls: CallCounts | None = None) -> None:
-        """Counts of nothing yet.
+        """Create empty counts.
 
         Args:
-            calls: Those of the same rows, where they were counted before: what is covered does not
-                change with what passes.
+            calls: Call counts of the same rows, if they were counted before. Coverage does not
+                depend on the rows' status, so they stay valid after the rows are judged again.
         """
         self.rows = self.compared = self.failing = self.inside = self.bare = self.unread = 0
         self.not_run = 0
@@ -65,13 +67,13 @@ class RowCounts:
 
     @property
     def failed(self) -> str:
-        """How many of the compared tensors fail, in words."""
+        """Sentence that says how many of the compared tensors fail."""
         if not self.compared:
             return "no tensor behind them could be compared"
         return f"{self.failing} of {self.compared} compared tensors fail"
 
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The same rows, counted."""
+        """Yield the same rows, and count them."""
         for row in rows:
             self.take(row)
             yield row
@@ -81,11 +83,10 @@ class RowCounts:
         self.rows += 1
         if not self._calls_are_known:
             self.calls.take(row)
-        # Extra outputs belong to the candidate; the question is what of the reference was
-        # compared.
+        # Extra outputs exist only in the candidate; coverage is about tensors of the reference.
         if port == "output" and status != "extra":
             self._outputs = True
-        # Also of lone rows: a tensor that is lost is unread wherever it stands.
+        # Rows without a partner are included: a lost tensor is unread on either side.
         if LOST in row.reason:
             self.unread += 1
             self.first_unread = self.first_unread or row
@@ -104,16 +105,15 @@ class RowCounts:
         self.deciding.add(row.decided_by)
         if row.key.port != "input":
             self._others = True
-        # Figures without counts of NaN cannot rule one out.
+        # Without counts of NaN, the figures cannot rule out a NaN.
         if row.basis == "summary" and "one_sided" not in row.metrics:
             self.bare += 1
         if row.status == "fail":
             self.failing += 1
-            # Rows come rank after rank, so the first in the table need not be the first
-            # in time.
+            # Rows are sorted by rank, so the first in the table may not be the first in time.
             if self.first is None or execution(row) < execution(self.first):
                 self.first = row
-        # What its inputs explain is over its limit, and not near it.
+        # A row that its inputs explain exceeds its limit, so it cannot be the closest one.
         elif row.limit_from.endswith(EXPLAINED):
             self.explained += 1
         elif (
