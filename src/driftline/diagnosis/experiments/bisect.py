@@ -1,4 +1,4 @@
-"""`driftline bisect`: find the block whose replacement by the reference's output repairs the result.
+"""`driftline bisect`: find the block whose replacement by the reference's repairs the result.
 
 The called modules of the reference form a tree. From the model down to a leaf, a binary search over
 the parts of a block finds the first part that must be replaced; each trial is one execution of the
@@ -86,7 +86,7 @@ ENOUGH = 0.5
 
 
 class Try(NamedTuple):
-    """One execution: outputs up to a site were replaced, and `value` is the final output's error."""
+    """One execution with the outputs up to a site replaced; `value` is the remaining error."""
 
     upto: str
     replaced: int
@@ -105,7 +105,7 @@ class Bisection(NamedTuple):
         baseline: The error without any replacement.
         before: The error with everything before the block replaced.
         after: The error with the block replaced as well.
-        path: The searched blocks from outermost to innermost, including the last one.
+        path: The blocks that the search entered below the root, outermost first, up to the block.
         tries: All executions, in order.
     """
 
