@@ -379,9 +379,9 @@ def is_table(module: nn.Module) -> bool:
 
 
 def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
-    """Whether the captured call is the same as the program's: equal inputs, in float32.
+    """Whether the captured call is the same as the program's, in the same wide format.
 
-    Its weights and buffers are float32 too, and no autocast is on.
+    The inputs are equal bit for bit, weights and buffers are float32, and no autocast is on.
     """
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
     if call is None or any(torch.is_autocast_enabled(device) for device in autocast_kinds()):
