@@ -76,33 +76,23 @@ _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
 _IN_STEPS = 2.0
-"""Allowed error, in units of one rounding, of code that computes in steps.
-
-A correct norm computed in steps rounds the normalised value, the product with its weight and the
-sum with its bias once each, which gives the root of 3. Other code for the same function does so
-too: a GELU written out rounds the cubic, its tanh and the product.
-"""
+"""Allowed error of code that computes in steps, in units of one rounding. A correct norm in steps
+rounds the normalised value, the product with its weight and the sum with its bias (the root of 3).
+Other code for a function does so too: a GELU written out rounds the cubic, tanh and the product."""
 _ROW_SCALE = 2.5
 _NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
-"""Allowed bias of a norm in units of roundoff, if its noise equals a trusted one's and if not.
-
-A norm that is rounded once has no bias. One that is computed in steps has a bias, because the
-product of a rounded value with a weight near one is often a tie, but then its noise is larger too.
-Equal noise therefore means the same steps, and the same bias is expected.
-"""
-
+"""Allowed bias of a norm in units of roundoff, if its noise equals a trusted one's and if not. A
+norm that is rounded once has no bias. In steps it has one (the product of a rounded value with a
+weight near one is often a tie) and larger noise, so equal noise means the same steps."""
 
 _UNITS, _UNITS_LEAN = 32.0, 8.0
 """Allowed error and bias of a fine format in units of roundoff: orders of summation differ."""
 _ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
-"""Allowed error and bias of an attention in a fine format.
-
-Its scores are sums whose absolute error becomes a relative error after the softmax, so the error
-grows with the root of the sums' length. CPU against CUDA it is 8 units with 40 tokens and heads of
-16, and 25 units with 1024 tokens and heads of 128. CUDA's fused kernel adds products of three
-pieces and truncates: its bias there is 3.4 to 11.4 units, more with wider heads. A bias is never
-larger than the error; three quarters of the error are allowed.
-"""
+"""Allowed error and bias of an attention in a fine format. Its scores are sums whose absolute error
+becomes a relative error after the softmax, so the error grows with the root of their length (CPU
+against CUDA: 8 units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused
+kernel adds products of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with
+wider heads. A bias is never larger than the error; three quarters of the error are allowed."""
 
 
 class Limits(NamedTuple):
@@ -113,8 +103,7 @@ class Limits(NamedTuple):
         unit: Unit roundoff of the candidate's format.
         error_floor: Relative error that is always allowed.
         lean_floor: Projection that is always allowed, in both directions.
-        norm: Whether the site is a norm in a coarse format, which may have more roundings but no
-            factor per row.
+        norm: Whether it is a norm in a coarse format: more roundings, no factor per row.
         rewritten: Whether the candidate's code differs from the reference's and may round in steps.
     """
 
@@ -159,11 +148,7 @@ class Limits(NamedTuple):
         return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
     def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
-        """Each statistic in units of its limit.
-
-        With `half`, the projection limit of a norm is narrower, because a half of the rows only has
-        to support the result of all rows.
-        """
+        """Each statistic in units of its limit; a `half` only has to support all rows' result."""
         times = 3.5 if half and self.norm else 5.0
         lean = self._lean_limit(effect)
         # Statistics of few elements scatter, so the limit is widened by their standard error.
@@ -225,10 +210,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 GROSS = 4.0
-"""An excess above this is convicting even if one half of the rows does not confirm it.
-
-It is a multiple of the limit. A fault in a single token appears in one half only.
-"""
+"""Times the limit: above it one half of the rows suffices, as a wrong token is in one half only."""
 
 # Share of the worst tokens that is left out if a router inside the site may choose either way.
 _FLIPS = 0.08
@@ -526,10 +508,7 @@ def _is_its_own(
 
 
 def _as_trusted(noise: Effect, unit: float) -> ReplayResult:
-    """The result of a site that equals the trusted module in its format, or is as good.
-
-    The site's error is that of the trusted module, so it is within the module's interval.
-    """
+    """The result of a site that equals the trusted module, or is as good: it has the same error."""
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
     return ReplayResult(False, "error", excess, (excess, excess), noise, error, error, error, unit)
