@@ -283,8 +283,8 @@ def _wrong_turns(right: Attention, turn: Turn) -> Iterator[_Mistake]:
         )
 
 
-# Dropout of weights. The weights are solved from the output of tokens that see fewer keys than a
-# head has channels.
+# Dropout of weights. The weights are solved from the output of tokens that see at most half as many
+# keys as a head has channels.
 
 
 def _dropped(case: Case, right: Attention) -> Clue | None:
