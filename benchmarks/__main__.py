@@ -1,11 +1,11 @@
-"""`make bench`: every speed figure against its goal, as ratios measured inside one run.
+"""`make bench`: measure all speed figures and compare them with their goals.
 
-    python -m benchmarks                 all of ours
-    python -m benchmarks kernel files    some of them
-    python -m benchmarks --peers         ours beside msprobe and polygraphy, in a .bench-venv
+    python -m benchmarks                 all suites
+    python -m benchmarks kernel files    some suites
+    python -m benchmarks --peers         also msprobe and polygraphy, in a .bench-venv
 
-Nothing here is a test: machines differ and cores are shared. A goal that is missed is printed with
-its distance.
+The figures are not tests, because machines differ and cores are shared. If a goal is missed, the
+distance from it is printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SUITES = (
 
 
 class Figure(TypedDict):
-    """One measured figure: `better` says in which direction the goal is reached."""
+    """One measured figure; `better` says whether `higher` or `lower` values reach the goal."""
 
     what: str
     value: float

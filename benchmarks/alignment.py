@@ -1,8 +1,8 @@
-"""Two runs of ten thousand sites under different names: how long until every site has its partner?
+"""Time to align two runs of ten thousand sites with different names.
 
 The candidate is the same decoder with other names, other nesting, q, k and v in one projection and
-no dropouts; a harder one also lacks a norm in every layer, so that nothing but the full alignment
-of the two sequences will do. Only records are needed: no tensor is ever read.
+no dropouts. A harder candidate also lacks a norm in each layer, so that only the full alignment of
+the two sequences can pair the sites. Only records are needed; no tensor is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Described(Run):
 
 
 def decoder(layer: list[Leaf], layers: int, stack: str) -> Described:
-    """Inputs and outputs of a decoder's leaves and containers, each with a digest of its own."""
+    """Records of the inputs and outputs of a decoder's leaves and containers, with digests."""
     records: list[Record] = []
 
     def put(site: str, class_name: str, port: Any, width: int, digest: str) -> None:

@@ -1,9 +1,9 @@
-"""What capture costs: a 134M-parameter Llama on one CPU thread, with capture and without, in turns.
+"""Cost of capture: a 134M-parameter Llama on one CPU thread, with and without capture.
 
-Every round runs the plain program and each variant once, in a shuffled order, so that a busy
-neighbour slows all of them alike. A figure is the median of the rounds' ratios; its note carries a
-95 % interval from resampled rounds. Run it on a quiet machine: the plain forward itself moves by
-tens of percent on a busy one.
+Each round runs the plain program and each variant once, in a shuffled order, so that other load on
+the machine slows all of them equally. A figure is the median of the rounds' ratios; its note has a
+95 % interval from resampled rounds. Run it on an idle machine: on a busy one, the plain forward
+itself varies by tens of percent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 ROUNDS = 15
 FEWEST, LONGEST = 5, 120.0
-"""Rounds, and seconds after which it is left at those: a busy machine tells nothing more."""
+"""Smallest number of rounds, and the seconds after which no further rounds are run."""
 RESAMPLES = 2000
 
 
@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Variant:
-    """One way to run the program, and the times it took."""
+    """One way to run the program, and its measured times."""
 
     def __init__(self, name: str, call: Callable[[], float]) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class Variant:
 def _in_turns(variants: list[Variant], rounds: int) -> None:
     order = random.Random(1)
     for variant in variants:
-        variant.call()  # first touch of memory, lazy imports
+        variant.call()  # warm-up: first use of memory, lazy imports
     begin = time.monotonic()
     for done in range(rounds):
         if done >= FEWEST and time.monotonic() - begin > LONGEST:
@@ -59,7 +59,7 @@ def _in_turns(variants: list[Variant], rounds: int) -> None:
 
 
 def _ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
-    """Median ratio of the rounds, with an interval from resampling them."""
+    """The median ratio of the rounds, and a note with an interval from resampled rounds."""
     ratios = [a / b for a, b in zip(times, plain, strict=True)]
     chance = random.Random(2)
     medians = sorted(
@@ -71,7 +71,7 @@ def _ratio(times: list[float], plain: list[float]) -> tuple[float, str]:
 
 
 def timed_passes(model: Any, tokens: Any) -> tuple[Callable[[], float], Callable[[], float]]:
-    """A forward pass, and one with its backward pass; each gives the seconds it took."""
+    """A forward pass, and a forward and backward pass; both functions return their seconds."""
     import torch
 
     def forward() -> float:
@@ -90,10 +90,10 @@ def timed_passes(model: Any, tokens: Any) -> tuple[Callable[[], float], Callable
 
 
 def _training(tokens: int) -> Callable[..., float]:
-    """A function that trains a small transformer and gives the seconds it took, capture included.
+    """A function that trains a small transformer and returns the seconds, including capture.
 
     Args:
-        tokens: Of each of 8 sequences; with 36 a step takes about 5 ms on one core.
+        tokens: Length of each of 8 sequences; with 36 a step takes about 5 ms on one core.
     """
     import torch
     from torch import nn
@@ -132,7 +132,7 @@ def _training(tokens: int) -> Callable[..., float]:
 
 
 def training_steps(rounds: int = 5, steps: int = 1000) -> dict[str, Any]:
-    """What the default steps of a capture cost a training of many short steps."""
+    """Measure the cost of capture with its default steps in a training of many short steps."""
     folder = Path(tempfile.mkdtemp(prefix="driftline-bench-", dir="."))
     train = _training(36)
     try:
@@ -154,7 +154,7 @@ def training_steps(rounds: int = 5, steps: int = 1000) -> dict[str, Any]:
 
 
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Measure everything; see the module's own words for how."""
+    """Measure all figures of this suite, as described in the module's docstring."""
     import torch
 
     from benchmarks.programs.infer_llama import build, prompt
@@ -171,7 +171,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
 
     def watched(call: Callable[[], float], name: str, **options: Any) -> Callable[[], float]:
         def timed() -> float:
-            """Only the step is timed: opening and closing a run happens once, not per step."""
+            """Time only the step: a run is opened and closed once, not per step."""
             sink = MemorySink()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r".*no site matches .\(nowhere\)")
@@ -183,7 +183,7 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
         return timed
 
     def to_disk() -> float:
-        """The step and the writing of all its bytes: the clock stops when the run is sealed."""
+        """Time the step and the writing of all its bytes, until the run is sealed."""
         place = folder / f"run{next(numbers)}"
         watching = capture(model, place)
         session = watching.session.start()

@@ -1,16 +1,20 @@
 """`driftline compare` of two module dumps, whole command, against the bare read of the same files.
 
-507 pairs as a 134M-parameter Llama leaves them (inputs, outputs and parameters of every module, 128
-tokens), 0.70 GB of float32 against 0.35 GB of bfloat16, page cache warm. The floor maps the shards
-and reads every byte once; it is timed without Python's start, which the command's time includes,
-and once more as a whole process. They take turns; a random 1 % of the rows is checked with numpy.
-The floor itself depends on how the page cache holds the shards: files that were written in large
-pieces lie in large folios, of which one page fault maps up to 2 MB; what was read from a disk lies
-in smaller ones, 64 to 500 KB per fault, and takes up to three times as long. Both are measured, the
-first as the dump leaves its files, the second after they left the cache and came back; the notes
-say how much one fault mapped. (Populating the map, or `pread` into a small buffer, is slower.)
-Modules come from cached bytecode, as an installed package has it. Then two tensors of 1 GiB are
-compared in one process, and what it holds beside the mapped files is measured.
+The dumps have 507 pairs, like those of a 134M-parameter Llama (inputs, outputs and parameters of
+all modules, 128 tokens): 0.70 GB of float32 against 0.35 GB of bfloat16, with a warm page cache.
+The bare read maps the shards and reads each byte once. It is timed without Python's start, which
+the command's time includes, and also as a whole process. Both run in turns, and a random 1 % of the
+rows is checked with numpy.
+
+The bare read depends on how the page cache stores the shards. Files that were written in large
+pieces are in large folios, of which one page fault maps up to 2 MB. Files that were read from a
+disk are in smaller ones, 64 to 500 KB per fault, and take up to three times as long. Both cases are
+measured: the first with the files as a dump leaves them, the second after they were dropped from
+the cache and read again. The notes say how much one fault mapped. (Populating the map, or `pread`
+into a small buffer, is slower.)
+
+Modules are loaded from cached bytecode, as for an installed package. Finally two tensors of 1 GiB
+are compared in one process, and its memory besides the mapped files is measured.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ print(peak)
 
 
 def tensors() -> list[tuple[str, Port, str, tuple[int, ...]]]:
-    """Site, port, slot and shape of every tensor of the dump."""
+    """Site, port, slot and shape of each tensor of the dump."""
     wide, inner = (1, TOKENS, HIDDEN), (1, TOKENS, INNER)
     made: list[tuple[str, Port, str, tuple[int, ...]]] = [
         ("model.embed_tokens", "param", "weight", (VOCABULARY, HIDDEN)),
@@ -134,7 +138,7 @@ def tensors() -> list[tuple[str, Port, str, tuple[int, ...]]]:
 
 
 def make_dumps() -> tuple[Path, Path]:
-    """The two runs, made once and kept: a gigabyte of normal numbers takes a few seconds."""
+    """The two runs, made once and kept, because drawing a gigabyte takes a few seconds."""
     ours, theirs = OUTPUT / "reference", OUTPUT / "candidate"
     if (OUTPUT / "ready").exists():
         return ours, theirs
@@ -171,7 +175,7 @@ def make_gibibytes() -> tuple[Path, Path]:
 
 
 def command(ours: Path, theirs: Path, table: Path) -> float:
-    """Wall time of the whole command, Python's start included."""
+    """Wall time of the whole command, including Python's start."""
     words = [sys.executable, "-m", "driftline", "compare", str(ours), str(theirs)]
     begin = time.perf_counter()
     done = subprocess.run(
@@ -194,7 +198,7 @@ def shards_of(*runs: Path) -> list[Path]:
 
 
 def as_written(*runs: Path) -> None:
-    """Leave the shards in the page cache as a dump does: nobody knows what became of them since."""
+    """Rewrite the shards, so that they are in the page cache as a dump leaves them."""
     for path in shards_of(*runs):
         copy = path.with_suffix(".copy")
         with path.open("rb") as source, copy.open("wb") as goal:
@@ -205,7 +209,7 @@ def as_written(*runs: Path) -> None:
 
 
 def as_read(*runs: Path) -> None:
-    """Leave them as they are when they come from a disk."""
+    """Drop the shards from the page cache and read them again from disk."""
     for path in shards_of(*runs):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -214,7 +218,7 @@ def as_read(*runs: Path) -> None:
 
 
 def floor(*runs: Path) -> tuple[float, float, float]:
-    """Seconds to read every mapped byte of the shards, of the process, and bytes per page fault."""
+    """Seconds of reading all mapped bytes, seconds of the process, and bytes per page fault."""
     shards = [str(path) for path in shards_of(*runs)]
     begin = time.perf_counter()
     done = subprocess.run(
@@ -230,14 +234,14 @@ def floor(*runs: Path) -> tuple[float, float, float]:
 
 
 def environment() -> dict[str, str]:
-    """Bytecode is cached, beside the dumps rather than in the sources."""
+    """Environment in which bytecode is cached, next to the dumps rather than in the sources."""
     ours = {**os.environ, "PYTHONPYCACHEPREFIX": str(OUTPUT / "bytecode")}
     ours.pop("PYTHONDONTWRITEBYTECODE", None)
     return ours
 
 
 def check(ours: Path, theirs: Path, table: Path) -> int:
-    """Recompute a random 1 % of the rows with numpy; a fast wrong answer is worth nothing."""
+    """Recompute a random 1 % of the rows (at least 5) with numpy; returns their number."""
     with table.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     reference, candidate = open_run(ours), open_run(theirs)
@@ -259,7 +263,7 @@ def check(ours: Path, theirs: Path, table: Path) -> int:
 
 
 def in_turns(ours: Path, theirs: Path) -> tuple[float, float, float, float]:
-    """Seconds of the bare read, of its whole process and of the command; bytes per page fault."""
+    """Median seconds of the bare read, its process and the command; bytes per page fault."""
     table = OUTPUT / "rows.csv"
     command(ours, theirs, table)
     reads: list[float] = []
@@ -276,7 +280,7 @@ def in_turns(ours: Path, theirs: Path) -> tuple[float, float, float, float]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Measures; one dictionary per figure."""
+    """Measure the figures of this suite; returns one dictionary per figure."""
     ours, theirs = make_dumps()
     as_written(ours, theirs)
     read, process, took, per_fault = in_turns(ours, theirs)

@@ -1,14 +1,14 @@
-"""What a dump of a 70B model on 512 ranks costs: bytes, seconds, money; from rates measured here.
+"""Cost of a dump of a 70B model on 512 ranks: bytes, seconds and money, from measured rates.
 
     python -m benchmarks.cost                         measure the rates, then print the table
     python -m benchmarks.cost --write 1.5 --compare 9 with rates of another machine, GB/s
-    python -m benchmarks.cost --markdown              as docs/scale.md has it
+    python -m benchmarks.cost --markdown              the table in the form of docs/scale.md
 
 The model is a Llama of 70B parameters (80 layers, hidden 8192, inner 28672, 64 heads, 8 of keys and
-values) in bfloat16, one step of 4096 tokens per rank, on 512 ranks: tensor parallel 8, pipeline
-parallel 4, data parallel 16. Captured are inputs and outputs of every module, as `driftline dump`
-does. Which bytes are stored once, and what a line of the index takes, is what the run format does;
-rates are measured on this machine; prices are list prices, in whose place anybody may put his own.
+values) in bfloat16, with one step of 4096 tokens per rank, on 512 ranks: tensor parallel 8,
+pipeline parallel 4, data parallel 16. Inputs and outputs of all modules are captured, as by
+`driftline dump`. The run format determines which bytes are stored only once and the size of an
+index line. Rates are measured on this machine. Prices are list prices, which may be replaced.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ RANKS = TENSOR_PARALLEL * PIPELINE * DATA
 PER_NODE = 8
 WIDTH = 2
 STORE_MONTH = 0.023
-"""Dollars per GB and month, and per 1000 files that are written (list price of S3, us-east-1)."""
+"""Dollars per GB and month (list price of S3, us-east-1)."""
 PUT_THOUSAND = 0.005
+"""Dollars per 1000 written files (list price of S3, us-east-1)."""
 NODE_HOUR = 40.0
-"""Dollars an hour for a node of 8 GPUs, and for a machine that compares, of 32 cores."""
+"""Dollars per hour of a node of 8 GPUs."""
 COMPARER_HOUR = 1.5
+"""Dollars per hour of a machine of 32 cores that compares dumps."""
 COMPARER_CORES = 32
 NETWORK = 1.25
 """GB/s from a node to the store: 10 Gbit/s."""
 
 
 class Rates(NamedTuple):
-    """What one core of a machine does.
+    """Rates of one core of a machine.
 
     Attributes:
-        write: GB/s of captured bytes on their way to the disk: copied, digested, written.
+        write: GB/s of captured bytes that are copied, digested and written to disk.
         digest: GB/s that are only digested.
-        summary: GB/s of bfloat16 that are summarised, sketch and digest included.
-        compare: GB/s of both sides that are compared.
-        line: Seconds to list a tensor.
-        pair: Seconds that a pair takes besides its bytes.
-        summary_line: Bytes of the index that a tensor with a summary takes.
-        plain_line: The same without one.
+        summary: GB/s of bfloat16 that are summarised, including sketch and digest.
+        compare: GB/s that are compared, counting both sides.
+        line: Seconds to list a tensor in the index.
+        pair: Seconds that a pair takes independent of its bytes.
+        summary_line: Bytes of the index line of a tensor with a summary.
+        plain_line: Bytes of the index line of a tensor without a summary.
     """
 
     write: float
@@ -66,9 +68,9 @@ class Dump(NamedTuple):
     """One step of all ranks.
 
     Attributes:
-        tensors: How many are listed.
-        listed: Their bytes.
-        stored: The bytes of those that are different.
+        tensors: Number of listed tensors.
+        listed: Bytes of all listed tensors.
+        stored: Bytes of the tensors that differ from each other.
     """
 
     tensors: int
@@ -77,13 +79,13 @@ class Dump(NamedTuple):
 
 
 def one_rank() -> Dump:
-    """What one rank of one pipeline stage captures in a step: names of bytes, and their bytes."""
+    """What one rank of one pipeline stage captures in a step."""
     wide = TOKENS * HIDDEN * WIDTH
     query = wide // TENSOR_PARALLEL
     keys = TOKENS * (HIDDEN // HEADS * KV_HEADS // TENSOR_PARALLEL) * WIDTH
     inner = TOKENS * INNER // TENSOR_PARALLEL * WIDTH
     size = {"wide": wide, "query": query, "keys": keys, "inner": inner}
-    # Module: what goes in, what comes out; tensors of one name are the same bytes.
+    # Input and output of each module; tensors of the same name have the same bytes.
     layer = (
         (("x", "wide"), ("normed", "wide")),  # input norm
         (("normed", "wide"), ("q", "query")),
@@ -97,7 +99,7 @@ def one_rank() -> Dump:
         (("gate", "inner"), ("act", "inner")),
         (("product", "inner"), ("down", "wide")),
         (("normed2", "wide"), ("down", "wide")),  # mlp
-        (("x", "wide"), ("y", "wide")),  # the layer; y is the next one's x
+        (("x", "wide"), ("y", "wide")),  # the layer; its y is the x of the next layer
     )
     listed = [each for pair in layer for each in pair]
     different = {name: kind for name, kind in listed if name != "x"}
@@ -110,7 +112,7 @@ def one_rank() -> Dump:
 
 
 def all_ranks() -> Dump:
-    """The same of all ranks; embeddings and logits are a hundredth of it and left out."""
+    """What all ranks capture in a step; embeddings and logits, a hundredth of it, are left out."""
     one = one_rank()
     return Dump(one.tensors * RANKS, one.listed * RANKS, one.stored * RANKS)
 
@@ -119,7 +121,7 @@ def all_ranks() -> Dump:
 
 
 def measured_rates() -> Rates:
-    """Rates of one core of this machine, each the best of a few rounds."""
+    """Rates of one core of this machine; all but `line` are the best of a few rounds."""
     from driftline import compare
     from driftline.numerics import kernel
     from driftline.numerics.dtypes import DTYPES
@@ -145,7 +147,7 @@ def measured_rates() -> Rates:
             begin = time.perf_counter()
             writer = RunWriter(place / f"run{number}", seal_at_exit=False)
             for at in range(16):
-                words[at] ^= 1 + number  # other bytes, or they would be stored once
+                words[at] ^= 1 + number  # changes the bytes, because equal ones are stored once
                 key = TensorKey.of(f"layer{at}", "output")
                 writer.put(Record(key, 0, "bfloat16", (words.size,)), data)
             writer.close()
@@ -189,16 +191,16 @@ def _best(act: Any, rounds: int = 3) -> float:
 
 
 class Cost(NamedTuple):
-    """One way to dump, two such dumps compared.
+    """The cost of one way to dump, and of comparing two such dumps.
 
     Attributes:
-        way: In words.
-        lying: GB of one dump, index included.
-        capture: Seconds that a rank's step takes longer, on one core beside the GPU.
-        sending: Seconds until it is in the store, per node.
-        comparing: Hours of one core to compare two of them.
-        month: Dollars that one dump costs in the store each month.
-        once: Dollars for one dump and one comparison: nodes that wait, files, cores.
+        way: The way, in words.
+        lying: GB of one dump in the store, including the index.
+        capture: Seconds by which a rank's step takes longer, on one core next to the GPU.
+        sending: Seconds until a node's part of the dump is in the store.
+        comparing: Hours of one core to compare two dumps.
+        month: Dollars per month that one dump costs in the store.
+        once: Dollars for one dump and one comparison: waiting nodes, files, cores.
     """
 
     way: str
@@ -225,7 +227,7 @@ def costs(rates: Rates) -> list[Cost]:
         seconds = rank.tensors * rates.line
         if full:
             seconds += (rank.stored if once else rank.listed) / rates.write / 1e9
-            if once:  # what is recognised is digested only
+            if once:  # repeated bytes are only digested
                 seconds += rank.listed * (1 - share) / rates.digest / 1e9
         else:
             seconds += rank.listed / rates.summary / 1e9

@@ -1,10 +1,11 @@
-"""Scoring saved logits against the documented formulas called token by token on one thread.
+"""Scoring saved logits, compared with the documented formulas token by token on one thread.
 
-128 tokens of 8 prompts over 128 256 entries, float32 against float16. The slow side is what the
-documents describe, written down plainly: per token and formula, both rows as float32, the
-reference's 20 greatest, the candidate there. It is timed on a few tokens, interleaved with ours,
-because all 1 024 would take seconds that say nothing more. Of each the least time counts: what
-others do on the machine only adds to it. Ours gives all companions, not the four alone.
+The data are 128 tokens of 8 prompts over 128 256 entries, float32 against float16. The slow side is
+a direct implementation of the documents: for each token and formula, it converts both rows to
+float32 and takes the reference's 20 largest values and the candidate's values at their places. It
+is timed on a few tokens, interleaved with `score`, because all 1 024 would take seconds without
+more information. The minimum time of each side counts, because other work on the machine only adds
+to it. `score` computes all its figures, not only these four.
 """
 
 from __future__ import annotations

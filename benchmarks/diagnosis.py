@@ -1,7 +1,7 @@
-"""What diagnosis costs: a table of 10 000 sites, alone and with the tables of two noise runs.
+"""Cost of diagnosis: a table of 10 000 sites, alone and with the tables of two noise runs.
 
-Times are of the process, the best of some rounds: other work on the machine is no part of them.
-What a replay costs is measured by `replay`.
+Times are processor times, the best of some rounds, so other work on the machine does not count. The
+cost of a replay is measured in `replay`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Measure everything; see the module's own words for how."""
+    """Measure all figures of this suite, as described in the module's docstring."""
     from driftline.diagnosis.api import diagnose_table
 
     table, trusted = _table(0, GUILTY), [_table(seed, SITES) for seed in (1, 2)]
@@ -45,7 +45,7 @@ def _best(call: Callable[[], Any], rounds: int) -> float:
 
 
 def _table(seed: int, guilty: int) -> Any:
-    """Sites in a chain, each with its input and output; from `guilty` on, forty times the error."""
+    """A chain of sites with inputs and outputs; from `guilty` on the error is 40 times as large."""
     import numpy as np
 
     from driftline.comparison.table.row import Row

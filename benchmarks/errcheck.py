@@ -1,8 +1,9 @@
-"""What the error watch costs: a 134M-parameter Llama on one CPU thread, watched and not, in turns.
+"""Cost of the error watch: a 134M-parameter Llama on one CPU thread, with and without the watch.
 
-Measured as `capture` is: rounds in a shuffled order, the median of their ratios. A watch begins
-once per program; so each round begins one, lets the first forward name the modules, and times the
-second. What the first one costs is a figure of its own.
+It is measured as in `capture`: variants run in a shuffled order in each round, and the median of
+the rounds' ratios counts. A program begins a watch only once. Therefore each round begins one, uses
+the first forward to name the modules, and times the second. The cost of the first forward is a
+separate figure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROUNDS = 15
 
 
 def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Measure everything; see the module's own words for how."""
+    """Measure all figures of this suite, as described in the module's docstring."""
 
     from benchmarks.programs.infer_llama import build, prompt
     from driftline.captures.torch.errcheck.api import watch_errors

@@ -1,9 +1,9 @@
-"""Twenty thousand small tensors: how long to write them all, and to open and read them all again.
+"""Time to write twenty thousand small tensors, and to open and read all of them again.
 
-Ours, one safetensors file and a folder of `.pt` files take turns in one process, on the same
-arrays, into the same file system. Reading copies every byte into memory, also from formats that
-only hand out views. One safetensors file is written in one call at the end, from tensors that all
-had to be kept in memory until then; a run is digested and journalled tensor by tensor.
+A run, one safetensors file and a folder of `.pt` files take turns in one process, with the same
+arrays and the same file system. Reading copies all bytes into memory, even from formats that only
+return views. The safetensors file is written in one call at the end, from tensors that must all be
+kept in memory until then; a run is digested and journalled tensor by tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from driftline.runs.writer import RunWriter
 
 COUNT = 20_000
 PT_COUNT = 2_000
-"""Files of their own are so slow that a tenth of them is measured and multiplied."""
+"""Separate files are so slow that only a tenth of them is measured; the times are multiplied."""
 ROUNDS = 3
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def make_arrays(count: int = COUNT) -> Arrays:
-    """About 109 MB of float32 in tensors of up to 11 kB, no two alike."""
+    """About 109 MB of float32 in tensors of up to 11 kB, all different."""
     rng = np.random.default_rng(0)
     return {
         f"model.layers.{i}.mlp": rng.standard_normal(int(rng.integers(1, 2724)), np.float32)
@@ -94,7 +94,7 @@ def read_pt(path: Path, into: np.ndarray[Any, Any]) -> int:
 
 
 def run() -> list[dict[str, Any]]:
-    """Measures; one dictionary per figure."""
+    """Measure the figures of this suite; returns one dictionary per figure."""
     arrays = make_arrays()
     total = sum(array.nbytes for array in arrays.values())
     few = dict(list(arrays.items())[:PT_COUNT])
@@ -124,7 +124,7 @@ def run() -> list[dict[str, Any]]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     size = f"{COUNT} tensors, {total / 1e6:.0f} MB, median of {ROUNDS}"
     middle = statistics.median
-    # Processor time beside wall time: on a machine shared with others only the first is ours.
+    # The notes have processor time too, because other work on the machine affects wall time.
     busy_write, busy_read = (middle(side) for side in zip(*cpu["run"], strict=True))
     wrote, got = f"{size}; {busy_write:.2f} s of CPU", f"{size}; {busy_read:.2f} s of CPU"
     figures = [

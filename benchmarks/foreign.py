@@ -1,9 +1,9 @@
-"""A dump of 100 000 small files: how long until it is open, and what a plain walk would take.
+"""Time to open a dump of 100 000 small files, compared with a plain walk over the files.
 
-Three trees: an ATB dump, two files for each of 50 000 operations in a few executions; a GE dump of
-10 000 operators and 10 steps with its graph's text; an FX dump of as many nodes. Opening one reads
-the header of every file. The yardstick walks the same folders and reads the first bytes of
-every file in plain Python, and does nothing with them.
+There are three trees: an ATB dump with two files for each of 50 000 operations in a few executions,
+a GE dump of 10 000 operators and 10 steps with the text of its graph, and an FX dump of 5 000 nodes
+and 10 steps with two files each. Opening a dump reads the header of each file. The plain walk
+visits the same folders and reads the first bytes of each file in Python, without using them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from driftline import open_run
 from driftline.formats.ascend.ge.graph_text import GraphNode
 
-# The writers of other tools' dumps belong to the tests, not to the installed package.
+# The writers of other tools' dumps are part of the tests, not of the installed package.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.atb import bin_bytes
 from support.ge import GeDump

@@ -1,15 +1,15 @@
-"""How fast the C kernel is: elements per second of one core, for the data that models make.
+"""Speed of the C kernel: elements per second of one core, for kinds of data that models produce.
 
-`python -m benchmarks.kernel` prints the rates. Times are this thread's own (CPU time); what counts
-is the least of several rounds in which all kinds of data take turns, because a neighbour that takes
-the core in the middle of a measurement would count against it.
+`python -m benchmarks.kernel` prints the rates. Times are CPU times of this thread. The minimum of
+several rounds counts, in which all kinds of data take turns, because another process that takes the
+core during a measurement would increase the time.
 
-Arrays begin at a multiple of 64 bytes, as tensors do in torch's memory and in the shards of a run.
+Arrays begin at a multiple of 64 bytes, like tensors in torch's memory and in the shards of a run.
 
-The data: "normal" is normal numbers against a candidate with errors of a thousandth, as other
-orders of summation leave them; "rounded" the reference rounded to the candidate's format; "masked"
-has -inf in half of its places on both sides; "smooth" is a ramp, whose blocks are far from zero
-against their spread. Masked and smooth tensors have a goal: half the rate of normal ones.
+The kinds of data: "normal" has normal numbers against a candidate with errors of a thousandth, as
+other orders of summation cause them; "rounded" has the reference rounded to the candidate's format;
+"masked" has -inf in half of the places of both sides; "smooth" is a ramp, whose blocks are far from
+zero relative to their spread. Masked and smooth tensors have a goal: half the rate of normal ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAIRS = (
     ("float16", "float16"),
     ("float32", "bfloat16"),
 )
-"""What `driftline compare` meets most."""
+"""The most frequent pairs of formats in `driftline compare`."""
 GOAL = 0.5
 Row = dict[str, Any]
 
@@ -47,7 +47,7 @@ def _best(action: Callable[[], object], times: int = 5) -> float:
 
 
 def _least(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Seconds of each action: the least of several rounds, in which all take turns."""
+    """Seconds of each action: the minimum of several rounds, in which all take turns."""
     best = dict.fromkeys(actions, float("inf"))
     for _ in range(ROUNDS):
         for name, action in actions.items():
@@ -56,7 +56,7 @@ def _least(actions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _encoded(values: np.ndarray, name: str) -> np.ndarray:
-    """The values in a format, at an address that is a multiple of 64."""
+    """The values in a format, at an address that is a multiple of 64 bytes."""
     if name == "bfloat16":
         bits = values.view(np.uint32)
         stored = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -100,7 +100,7 @@ def _row(what: str, value: float, goal: float | None, better: str, unit: str, no
 
 
 def run(count: int = COUNT) -> list[Row]:
-    """The rates of every path, and those of masked and smooth tensors against normal ones."""
+    """The rates of each code path, and those of masked and smooth tensors against normal ones."""
     paths = [path for path in kernel.available() if path != kernel.NUMPY]
     if not paths:
         return [_row("kernel", 0.0, 1.0, "higher", "", "the C kernel was not built")]

@@ -1,13 +1,13 @@
-"""Many ranks on one machine: runs written by one process per rank, compared on Ray under fire.
+"""Many ranks on one machine: runs written by one process per rank, compared on Ray with failures.
 
     python -m benchmarks.many_ranks               64 ranks of 10^4, 10^5 and 10^6 tensors
     python -m benchmarks.many_ranks 64 100000     ranks, and tensors of one run
 
-Each rank is a process of its own, as `torchrun` starts them, that computes nothing and writes what
-a capture would: small tensors through the writer that captures use. Both runs are then compared by
-one process, and on Ray with two workers, of which two are killed while they work. The files of the
-two tables must be equal to the byte; that is the result. Seconds are those of the wall and, for one
-process, of the processor: the slopes over the number of tensors.
+Each rank is a separate process, as with `torchrun`. It computes nothing and writes small tensors
+through the writer that captures use. Both runs are then compared by one process, and on Ray with
+two workers; two workers are killed while they work. The files of the two tables must be equal byte
+for byte. Wall times are printed, and for the single process also processor time, so that their
+growth with the number of tensors is visible.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FILES = ("table.json", "rows.csv", "rows.parquet")
 RANKS = 64
 COUNTS = (10_000, 100_000, 1_000_000)
 WRITERS = os.cpu_count() or 1
-"""Rank processes at a time: more would only wait for a core."""
+"""Number of simultaneous rank processes; more would only wait for a core."""
 KILLS = 2
 BUSY = 2.5
-"""Processor seconds after which a worker is at work: its imports take less."""
+"""Processor seconds after which a worker has begun its task; its imports take less."""
 
 
 def write_rank(place: Path, rank: int, world_size: int, count: int, scale: float) -> None:
-    """What one rank leaves: inputs and outputs of modules, no two tensors alike."""
+    """Write the files of one rank: inputs and outputs of modules, all tensors different."""
     base = np.random.default_rng(0).standard_normal(64 + count, np.float32)
     writer = RunWriter(place, rank=rank, world_size=world_size, seal_at_exit=False)
     for index in range(count):
@@ -53,7 +53,7 @@ def write_rank(place: Path, rank: int, world_size: int, count: int, scale: float
 
 
 def write_runs(ranks: int, count: int) -> tuple[Path, Path, float]:
-    """Both runs, and the seconds of the wall it took to write them."""
+    """Write both runs; returns their folders and the wall time in seconds."""
     sides = OUTPUT / "ranks_reference", OUTPUT / "ranks_candidate"
     begin = time.perf_counter()
     for place, scale in zip(sides, ("1", "1.0000001"), strict=True):
@@ -72,7 +72,7 @@ def write_runs(ranks: int, count: int) -> tuple[Path, Path, float]:
 
 
 def ray_workers(root: int) -> list[int]:
-    """Ray's workers that do our tasks, among the processes that `root` started."""
+    """Process ids of Ray's workers among the descendants of `root`."""
     parents: dict[int, int] = {}
     workers: list[int] = []
     for folder in Path("/proc").iterdir():
@@ -85,7 +85,7 @@ def ray_workers(root: int) -> list[int]:
             if (folder / "cmdline").read_bytes().startswith(b"ray::RayWorker"):
                 workers.append(int(folder.name))
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has ended meanwhile
 
     def is_ours(pid: int) -> bool:
         while pid > 1:
@@ -98,7 +98,7 @@ def ray_workers(root: int) -> list[int]:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process has computed so far; 0 if it is gone."""
+    """Processor seconds that a process has used so far; 0 if it has ended."""
     try:
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except OSError:
@@ -107,7 +107,7 @@ def processor_seconds(pid: int) -> float:
 
 
 class Killer(threading.Thread):
-    """Kills a worker of Ray, and after a while another one."""
+    """Kills a worker of Ray while it works, and later another one."""
 
     def __init__(self, root: int, busy: float) -> None:
         super().__init__(daemon=True)
@@ -120,7 +120,7 @@ class Killer(threading.Thread):
         while not self.over and len(self.killed) < KILLS:
             time.sleep(0.2)
             workers = ray_workers(self._root)
-            # A worker that has just been started has no task yet, and would not be missed.
+            # A worker that has just started has no task yet, so killing it would test nothing.
             busy = [pid for pid in workers if processor_seconds(pid) > self._busy]
             if not busy:
                 continue
@@ -133,7 +133,7 @@ class Killer(threading.Thread):
 
 
 def compare_on_ray(reference: Path, candidate: Path, table: Path) -> tuple[float, str]:
-    """Seconds of the wall, and what was said on stderr about lost workers."""
+    """Compare on Ray; returns the wall time, and a note on killed and lost workers."""
     words = [sys.executable, "-m", "driftline", "compare", str(reference), str(candidate)]
     options = ["--executor", "ray", "--jobs", "2", "-o", str(table), "--force"]
     begin = time.perf_counter()
@@ -153,7 +153,7 @@ def compare_on_ray(reference: Path, candidate: Path, table: Path) -> tuple[float
 
 
 def measure(ranks: int, count: int) -> bool:
-    """Print one row; True if the tables are equal to the byte."""
+    """Print one row; returns whether the tables are equal byte for byte."""
     reference, candidate, written = write_runs(ranks, count)
     alone, ray = OUTPUT / "ranks_alone", OUTPUT / "ranks_ray"
     one = measured(reference, candidate, "-q", "-o", str(alone), "--force")

@@ -1,9 +1,9 @@
-"""What describing a model costs: docs/model-facts.md, on whatever device this machine has.
+"""Cost of describing a model (docs/model-facts.md), on the CUDA device of this machine or its CPU.
 
-A Llama of 134 million parameters on a CPU, of 1.1 billion in bfloat16 on a CUDA device. The calls
-of the part that describes models are timed one by one inside a capture that takes no tensors, so no
-difference of two long forward passes has to be told from noise. What the clock itself takes is
-measured in the same places, and subtracted.
+The model is a Llama of 134 million parameters on a CPU, or of 1.1 billion in bfloat16 on a CUDA
+device. The calls of the code that describes models are timed individually inside a capture without
+tensors, because the difference between two long forward passes would be lost in noise. The time of
+the clock itself is measured at the same places and subtracted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CALLS = 48
-"""Forward passes under one capture."""
+"""Number of forward passes in one capture."""
 _RUNGS = 16
-"""Steps that are captured as a whole; later ones have digests of what the model takes and gives."""
+"""Steps captured completely; later steps have digests of the model's inputs and outputs."""
 _PARTS = ("before_root", "digests_call", "after_root")
 _DIGESTS = "note_tensors"
 _BLOCKS, _BLOCK = 200, 500
@@ -88,13 +88,13 @@ def run(rounds: int = 5, *, small: bool = False) -> list[dict[str, Any]]:
 
 
 class _Timed(NamedTuple):
-    """What one capture took.
+    """Times of one capture.
 
     Attributes:
-        calls: Seconds of each call's part for facts, with what the clock takes; of every other call
-            what the clock takes alone.
-        following: Seconds of the part where calls follow each other.
-        end: Seconds of the capture's end.
+        calls: Seconds of the code for facts in each call, including the time of the clock. In odd
+            calls only the time of the clock.
+        following: Seconds of the code for facts if its calls follow each other directly.
+        end: Seconds until the capture has ended.
     """
 
     calls: list[float]
@@ -102,7 +102,7 @@ class _Timed(NamedTuple):
     end: float
 
     def beyond_clock(self, steps: Iterable[int]) -> Iterator[float]:
-        """Seconds of these calls without the clock's."""
+        """Seconds of these calls without the time of the clock."""
         chosen = set(steps)
         empty = statistics.median(self.calls[step] for step in chosen if step % 2)
         yield from (self.calls[step] - empty for step in chosen if not step % 2)
@@ -121,7 +121,7 @@ def _captured(model: Any, tokens: Any, *, weights: bool) -> _Timed:
 
         def call(*args: Any) -> Any:
             is_empty = number[0] % 2
-            # Of this thread alone: weights are read on another, and machines have other work.
+            # Only this thread's time counts: weights are read on another thread.
             begin = time.thread_time()
             result = _nothing(*args) if is_empty else part(*args)
             spent[0] += time.thread_time() - begin
@@ -157,7 +157,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _following(parts: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> float:
-    """Seconds of these calls together, made again and again; the least, as others use the core."""
+    """Seconds of these calls together, repeated many times; the minimum of the repetitions."""
     empty = [(_nothing, args) for _, args in parts]
     return min(_block(parts) for _ in range(_BLOCKS)) - min(_block(empty) for _ in range(_BLOCKS))
 

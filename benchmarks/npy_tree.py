@@ -1,11 +1,11 @@
 """Two folders of 20 000 `.npy` files: `driftline.compare` against `np.load` and numpy per pair.
 
-The numpy side is what a careful script does: load both files, widen to float64, and measure what
-our table holds (ULPs and positions of non-finite elements left out, in its favour). Small files
-show the work per file, larger ones what one pass over the values is worth. Most are hard links to
-a hundred files: opening and reading them costs the same, and the disk stays free. The value is a
-ratio of wall times, the best of some rounds taken in turns; our side reads ahead on a second core.
-The note has the processor time of both sides too: on a busy machine it is the steadier figure.
+The numpy side is a careful script. It loads both files, widens them to float64 and measures most
+figures of driftline's table (it omits ULPs and the positions of non-finite elements). Small files
+show the work per file, larger ones the work per value. Most files are hard links to 140 files,
+which cost the same to open and read but save disk space. The value is a ratio of wall times, the
+best of some rounds in which both sides take turns. Driftline reads ahead on a second core. The note
+also has the processor time of both sides, which is more reliable on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 COUNT = 20_000
 SCRIPTED = 2_000
-"""Pairs that the numpy side measures; the rest is multiplied."""
+"""Number of pairs that the numpy side measures; its time is multiplied."""
 DISTINCT = 140
 SIZES = (("16 kB", 4096), ("256 kB", 65536))
 ROUNDS = 3
@@ -42,7 +42,7 @@ def make_tree(root: Path, count: int, elements: int, scale: float) -> None:
 
 
 def scripted(ours: Path, theirs: Path, count: int) -> list[tuple[Any, ...]]:
-    """The script that people write."""
+    """Figures of each pair, as a user's script would compute them."""
     rows: list[tuple[Any, ...]] = []
     for at in range(count):
         name = f"layers.{at // 20}/op{at % 20}.npy"

@@ -1,9 +1,10 @@
-"""Ours beside the peers: dump and compare of one 134M Llama in fp32 and bf16, whole commands.
+"""Driftline and its peers: dump and compare of one 134M Llama in fp32 and bf16, whole commands.
 
-Installs msprobe (`mindstudio-probe`) and polygraphy into `.bench-venv`, an environment of their
-own. The work is not the same to the last figure (msprobe also writes statistics and stacks,
-polygraphy also medians and histograms); the ratio is of the wall time a user waits for a table of
-differences. Both sides see the same tensors: every module's inputs and outputs, and the parameters.
+msprobe (`mindstudio-probe`) and polygraphy are installed into `.bench-venv`, a separate
+environment. The tools do not compute exactly the same figures (msprobe also writes statistics and
+stacks, polygraphy also medians and histograms). The ratio is that of the wall times until a user
+has a table of differences. All tools get the same tensors: inputs and outputs of all modules, and
+the parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PROGRAMS = ROOT / "benchmarks" / "programs"
 
 
 def install() -> None:
-    """The peers' own environment, made once; torch first, so that nothing pulls another build."""
+    """Make the peers' environment once; torch first, so that no package installs another build."""
     if (VENV / ".ready").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
@@ -81,7 +82,7 @@ def run() -> list[dict[str, object]]:
 
 
 def polygraphy(mine: float) -> list[dict[str, object]]:
-    """Polygraphy's simple comparison of the same dumps, as dictionaries of arrays."""
+    """Measure Polygraphy's simple comparison of the same dumps, as dictionaries of arrays."""
     script = str(PROGRAMS / "compare_with_polygraphy.py")
     took = timed([str(VENV / "bin" / "python"), script, "ours_ref", "ours_cand"], cwd=OUTPUT)
     return [

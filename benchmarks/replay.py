@@ -1,17 +1,21 @@
-"""What replay costs: the reference's forward with every module also applied to captured inputs.
+"""Cost of replay: the reference's forward with each module also applied to captured inputs.
 
-A Llama with random weights, 12 layers of width 768, 256 tokens, against a bfloat16 candidate. Goal:
-a whole replay takes at most three plain forwards and one reading of the candidate's run. Counted is
-all that a user waits for: the run is opened and read, the program's own forward runs, every module
-is applied again in both formats, both runs are written and sealed. A plain forward is the reference
-program's own, without Driftline; reading is every tensor of the run, once, into memory.
+The model is a Llama with random weights, 12 layers of width 768 and 256 tokens, against candidates
+in bfloat16 and float32. The goal: a whole replay takes at most the time of three plain forwards and
+of reading the candidate's run once. The time of a replay includes everything that a user waits for:
+opening and reading the run, the program's own forward, applying each module again in both formats,
+writing and sealing both runs. A plain forward is that of the reference program without Driftline;
+reading means reading each tensor of the run once into memory.
 
-All take turns on the same threads, and the least time of each counts: on one thread and on two by
-the clock, on one thread also by processor time (the writing thread's included). The same holds for
-a candidate from another device. One of an H200 had, replayed on a CPU, other bits in all linear
-layers, all attentions and a third of the norms, and the same in all else: here one in a hundred
-elements of every linear layer and every norm is the neighbouring value. Beside it, without a goal
-of their own: everything kept in both formats (`--keep-all`), written and not written.
+All of these take turns on the same threads, and the minimum time of each counts. Wall time is
+measured on one thread and on two, and on one thread also processor time (including the writing
+thread's).
+
+The same is measured for a candidate from another device. A candidate from an H200, replayed on a
+CPU, had other bits in all linear layers, all attentions and a third of the norms, and equal bits
+elsewhere. Here one in a hundred elements of each linear layer and each norm is the neighbouring
+value. Two figures without a goal are added: all values kept in both formats (`--keep-all`), written
+and not written.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ def _by_name(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 
 
 def _of_another_device(model: nn.Module) -> None:
-    """Of what linear layers and norms give, a hundredth is the neighbouring value."""
+    """Replace a hundredth of the outputs of linear layers and norms by neighbouring values."""
     chance = torch.Generator().manual_seed(3)
 
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +135,7 @@ class _Case:
         assert not replayer.report.faults
 
     def tidy(self) -> None:
-        """What earlier tries wrote is no part of the next one's time."""
+        """Remove the runs of earlier tries, so that this is not part of the next one's time."""
         for path in self._folder.iterdir():
             if path.name != "candidate":
                 shutil.rmtree(path)

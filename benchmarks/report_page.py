@@ -1,9 +1,9 @@
-"""The report in a real browser: 50 000 rows open, and scroll without a frame that a person notices.
+"""The report in a real browser: time to open 50 000 rows, and delays while they are scrolled.
 
-Drives Chromium as tests/browser does and reads its own trace: what the page's main
-thread was busy with while the table was scrolled, and how long frames were apart. Without Chromium
-it says so and measures nothing. `python -m benchmarks.report_page TRACE.json` also keeps the trace,
-for chrome://tracing.
+Chromium is driven as in tests/browser, and its own trace is read: the tasks of the page's main
+thread while the table is scrolled, and the time between frames. Without Chromium a message is
+printed and nothing is measured. `python -m benchmarks.report_page TRACE.json` also stores the
+trace, for chrome://tracing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 ROWS = 50_000
 ROUNDS = 3
 _SCROLLS = 8
-"""Traces of the same work: a busy neighbour only ever makes a frame longer."""
+"""Number of traces of the same work; the best counts, since other load only delays frames."""
 _MAIN = "CrRendererMain"
 _PARTS = (
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -30,7 +30,7 @@ _PARTS = (
 
 
 def big_table(rows: int = ROWS) -> Any:
-    """A judged table as a deep decoder gives it over many steps; drift starts in layer 40."""
+    """A judged table like that of a deep decoder over many steps; drift starts in layer 40."""
     from driftline.comparison.metrics.catalogue import STANDARD
     from driftline.comparison.table.row import Row
     from driftline.comparison.table.table import Side, Table
@@ -100,7 +100,7 @@ def _chromium() -> Any:
 
 
 def _opened(page: Any, path: Path) -> float:
-    """Seconds from the start of loading until the page is built, by the page's own clock."""
+    """Seconds from the start of loading until the page is ready, by the page's own clock."""
     page.goto("about:blank")
     page.goto(path.as_uri())
     page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
@@ -108,7 +108,7 @@ def _opened(page: Any, path: Path) -> float:
 
 
 def _trace(page: Any, selector: str) -> list[dict[str, Any]]:
-    """Chromium's trace of the table being scrolled: flicks of the wheel, then jumps of the bar."""
+    """Chromium's trace while the table is scrolled, first by the wheel, then by bar jumps."""
     x, y = _chromium().point(page, selector)
     browser = page.context.browser
     browser.start_tracing(
@@ -119,7 +119,7 @@ def _trace(page: Any, selector: str) -> list[dict[str, Any]]:
             *("latencyInfo", "blink.user_timing"),
         ],
     )
-    # By Chromium's own protocol: playwright turns the wheel in one jump.
+    # Chromium's own protocol is used, because playwright turns the wheel in one jump.
     page.context.new_cdp_session(page).send(
         "Input.synthesizeScrollGesture",
         {"x": x, "y": y, "yDistance": -6000, "speed": 6000, "gestureSourceType": "mouse"},
@@ -146,12 +146,12 @@ def _trace(page: Any, selector: str) -> list[dict[str, Any]]:
 
 
 def between_frames(trace: list[dict[str, Any]]) -> float:
-    """Longest time that somebody who scrolls waits for the next drawn frame, in ms.
+    """Longest wait of a scrolling user for the next drawn frame, in ms.
 
-    Counted from the first turn of the wheel to the last, and from the first jump to the last. What
-    lies before and between them is no wait: the page stands still and Chromium draws nothing (the
-    first gesture of a page begins 30 to 40 ms after the frame before it, which was drawn when the
-    table was brought into view).
+    It is measured from the first turn of the wheel to the last, and from the first jump to the
+    last. The time before and between them is not a wait: the page does not move and Chromium draws
+    nothing. (The first gesture of a page begins 30 to 40 ms after the frame before it, which was
+    drawn when the table was brought into view.)
     """
 
     def when(name: str, kinds: str) -> list[float]:
@@ -176,7 +176,7 @@ def between_frames(trace: list[dict[str, Any]]) -> float:
 
 
 def frames(trace: list[dict[str, Any]]) -> tuple[float, float, int]:
-    """Longest task of the page's main thread and its processor time, in ms; frames drawn."""
+    """Longest wall time and processor time of a main-thread task, in ms; number of frames."""
     names = {
         (event["pid"], event["tid"])
         for event in trace

@@ -1,23 +1,24 @@
-"""How time and memory of `driftline compare` grow: with bytes, and with tensors.
+"""Growth of time and memory of `driftline compare` with bytes and with tensors.
 
-    python -m benchmarks scale                    all of it
-    python -m benchmarks.scale bytes 1 10         some of it, in GB of both sides together
+    python -m benchmarks scale                    all figures
+    python -m benchmarks.scale bytes 1 10         some sizes, in GB of both sides together
     python -m benchmarks.scale tensors 1000 10000
-    python -m benchmarks.scale output 100000      tensors, with every way to write the table
-    python -m benchmarks.scale jobs 2             what --jobs 2 gives, against threads
-    python -m benchmarks.scale disk               what the disk and a cold page cache give
+    python -m benchmarks.scale output 100000      tensors, with each way to write the table
+    python -m benchmarks.scale jobs 2             --jobs 2 compared with threads
+    python -m benchmarks.scale disk               with a cold page cache
 
-Bytes: tensors of 256 MiB of float32. Each side is one file of 1 GiB, which a large run has many
-times, as hard links of other names: every byte is mapped and measured as often as it is listed, and
-comes from the page cache. So these figures are the work itself, and what it holds in memory; `disk`
-says what reading adds. Tensors: of 64 floats, 2000 per rank, so a million are 500 ranks.
-Seconds are those of the processor (user and system, both cores together), which neighbours disturb
-least, and of the wall. Memory is what the process holds beside mapped files (RssAnon), its page
-tables, and the mapped pages, each at its largest, every 20 ms.
+Bytes: tensors of 256 MiB of float32. Each side is one file of 1 GiB. A large run has it many times,
+as hard links with other names: each byte is mapped and measured as often as it is listed, and comes
+from the page cache. Thus these figures are the work itself and its memory; `disk` shows the cost of
+reading. Tensors: 64 floats each, 2000 per rank, so a million tensors are 500 ranks.
 
-Jobs: the ratio is that of the walls, so it means something on a machine with as many free cores
-only. What can be said on any: processor seconds of one process, of all together, and of
-the process that shares the work out, which nobody can help.
+Seconds are processor time (user and system, all cores together), which other load affects least,
+and wall time. Memory is that besides mapped files (RssAnon), the page tables, and the mapped pages;
+the maximum of each is sampled every 20 ms.
+
+Jobs: the ratio is that of wall times, so it is meaningful only on a machine with that many free
+cores. Meaningful on any machine are the processor seconds of one process, of all processes, and of
+the process that distributes the work, whose part cannot be shared.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 PER_RANK = 2_000
 TENSOR = 256 << 20
 LINEAR = 1.25
-"""Ten times as much may take so much more than ten times as long."""
+"""Allowed growth of time, relative to linear growth."""
 CONSTANT = 1.25
 HELD = 4_096
-"""Tensors up to which all of a comparison is held in memory."""
+"""Number of tensors up to which a whole comparison is held in memory."""
 
 
 class Measured(NamedTuple):
-    """One comparison."""
+    """Times in seconds and memory in bytes of one comparison."""
 
     wall: float
     processor: float
@@ -65,7 +66,7 @@ class Measured(NamedTuple):
 
 
 def run() -> list[dict[str, Any]]:
-    """All figures; see the module's text."""
+    """Measure all figures of this suite, as described in the module's docstring."""
     return [*_grown("GB", SIZES), *_grown("tensors", COUNTS), *jobs(2)]
 
 
@@ -87,7 +88,7 @@ def _grown(unit: str, amounts: tuple[int, ...]) -> list[dict[str, Any]]:
                 _figure(f"  time beyond {times:.0f}x of the last", growth, LINEAR, "x", "")
             )
             memory = found.memory / before[1].memory
-            held = unit == "tensors" and before[0] < HELD  # on purpose: that is faster
+            held = unit == "tensors" and before[0] < HELD  # intended, because it is faster
             goal = None if held else CONSTANT
             figures.append(_figure("  memory against the last", memory, goal, "x", ""))
         before = amount, found
@@ -112,7 +113,7 @@ def _figure(what: str, value: float, goal: float | None, unit: str, note: str) -
 
 
 def make_bytes(gigabytes: int) -> tuple[Path, Path]:
-    """Two runs of so many GB together, of which all shards of a side are one file."""
+    """Two runs of this many GB together; all shards of a side are links to one file."""
     count = round(gigabytes * 1e9 / 2 / TENSOR)
     sides: list[Path] = []
     for number, side in enumerate(("reference", "candidate")):
@@ -154,7 +155,7 @@ def _write_one(place: Path, number: int) -> None:
 
 
 def make_tensors(count: int) -> tuple[Path, Path]:
-    """Two runs of so many small tensors each, no two of a run alike."""
+    """Two runs of this many small tensors each; all tensors of a run are different."""
     sides = OUTPUT / f"{count}_reference", OUTPUT / f"{count}_candidate"
     per_rank = min(count, PER_RANK)
     base = np.random.default_rng(0).standard_normal(64 + per_rank, np.float32)
@@ -177,7 +178,7 @@ def make_tensors(count: int) -> tuple[Path, Path]:
 
 
 def measured(reference: Path, candidate: Path, *options: str) -> Measured:
-    """The whole command, as a user starts it."""
+    """Run and measure the whole command, as a user starts it."""
     words = [sys.executable, "-m", "driftline", "compare", str(reference), str(candidate)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
@@ -196,7 +197,7 @@ def measured(reference: Path, candidate: Path, *options: str) -> Measured:
 
 
 class _Watch(threading.Thread):
-    """The largest of what a process holds."""
+    """Samples the memory and the processor time of a process; keeps the largest values."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -238,7 +239,7 @@ WAYS: dict[str, list[str]] = {
 
 
 def output(count: int) -> list[dict[str, Any]]:
-    """What each way to write a table holds in memory."""
+    """Measure the memory of each way to write a table."""
     pair = make_tensors(count)
     figures: list[dict[str, Any]] = []
     for way, options in WAYS.items():
@@ -250,7 +251,7 @@ def output(count: int) -> list[dict[str, Any]]:
 
 
 class Shared(NamedTuple):
-    """Pairs that workers share."""
+    """A comparison whose pairs are distributed to workers."""
 
     called: str
     count: int
@@ -273,7 +274,7 @@ SHARED = (
 
 
 def jobs(workers: int) -> list[dict[str, Any]]:
-    """The wall of one process over that of several; see the module's text."""
+    """Measure the wall time of one process divided by that of several (see the module)."""
     figures: list[dict[str, Any]] = []
     OUTPUT.mkdir(parents=True, exist_ok=True)
     metric = OUTPUT / "own_metric.py"
@@ -297,7 +298,7 @@ def jobs(workers: int) -> list[dict[str, Any]]:
 
 
 def make_pairs(count: int, elements: int) -> tuple[Path, Path]:
-    """Two runs of one rank, of tensors of one size."""
+    """Two runs of one rank, with tensors of equal size."""
     sides = OUTPUT / "pairs_reference", OUTPUT / "pairs_candidate"
     base = np.random.default_rng(0).standard_normal(elements + count, np.float32)
     for number, place in enumerate(sides):
@@ -314,7 +315,7 @@ def make_pairs(count: int, elements: int) -> tuple[Path, Path]:
 
 
 def disk() -> None:
-    """Files that are in no cache: read plainly, and compared."""
+    """Measure files that are not in the page cache: a plain read, and a comparison."""
     paths = OUTPUT / "one_reference", OUTPUT / "one_candidate"
     make_bytes(1)
     files = [path / "rank0" / "tensors-00000.safetensors" for path in paths]

@@ -1,4 +1,4 @@
-"""How long before a command does anything: the price everybody pays every time."""
+"""Start-up time of commands, which each call of a command takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUNDS = 7
 
 
 def _seconds(*words: str) -> float:
-    """Shortest wall time of a fresh process: a busy neighbour only ever makes it longer."""
+    """Shortest wall time of a new process, because other load only makes it longer."""
     times: list[float] = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

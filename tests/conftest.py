@@ -1,11 +1,9 @@
-"""A Python for programs of tests; each test draws the same numbers and has an end of its own.
+"""Fixtures of a preloaded Python, seeds and time limits of all tests, and a list of skipped parts.
 
-What was left out of a run is said at its end.
-
-A test that never ends is ended twice. pytest-timeout raises an exception in it. That is not enough
-where the process waits in C, or for a thread or a child while the exception passes through, or
-between tests and at the end of all: then the process itself ends, with a traceback of every thread,
-and xdist reports the test and goes on with another worker.
+There are two time limits. First pytest-timeout raises an exception in the test. That is not enough
+if the process waits in C, or waits for a thread or a child while the exception is propagated, or
+hangs between tests or after the last one. Then the process itself ends, with a traceback of each
+thread, and xdist reports the test and continues with another worker.
 """
 
 from __future__ import annotations
@@ -28,50 +26,50 @@ if TYPE_CHECKING:
     from support.commands import Said
 
 SLOW_SECONDS = 1800
-"""How long a test may take that is marked as slow and does not say for itself."""
+"""Time limit of a test that is marked as slow and has no limit of its own."""
 SEED = 20240229
 GRACE_SECONDS = 180
-"""What a test may take beyond its own limit, and a process to end after its last test."""
+"""Seconds until a process ends that hangs after a test's limit, between tests or at its end."""
 
-# How long an example takes says more of a busy machine than of us.
+# The time of an example depends more on the load of the machine than on driftline.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
 
 IMPORTED = (
-    # An optimizer's first step imports dynamo: a second of each program that trains.
+    # An optimizer's first step imports dynamo, which takes a second in each program that trains.
     *("torch", "torch._dynamo"),
     *(f"driftline.cli.commands.{name}" for name in ("compare", "diagnose", "dump", "experiments")),
     *("driftline.cli.app", "driftline.comparison.pipeline", "driftline.diagnosis.api"),
     *("driftline.captures.launch.process", "driftline.captures.torch.framework"),
 )
-"""torch, and what most commands and captured programs import of us."""
+"""torch, and the modules of driftline that most commands and captured programs import."""
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[str]:
-    """Written for `python`: programs whose start is not the point find torch and us imported."""
+    """Path of a `python` that has imported torch and driftline, for tests that do not test that."""
     with warm(*IMPORTED) as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def warm_llama() -> Iterator[str]:
-    """The same, and a Llama of transformers is imported too."""
+    """Path of a `python` that has also imported the Llama of transformers."""
     with warm(*IMPORTED, "transformers.models.llama.modeling_llama") as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def warm_compiler() -> Iterator[str]:
-    """The same, and torch.compile with its own backends is imported too."""
+    """Path of a `python` that has also imported torch.compile with its own backends."""
     with warm(*IMPORTED, "torch._inductor.compile_fx") as python:
         yield python
 
 
 @pytest.fixture(scope="session")
 def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures of pages go: $DRIFTLINE_SCREENSHOTS, to look at them, or nowhere for long."""
+    """Folder for screenshots of pages: $DRIFTLINE_SCREENSHOTS, or a temporary one."""
     wanted = os.environ.get("DRIFTLINE_SCREENSHOTS")
     return Path(wanted) if wanted else tmp_path_factory.mktemp("screenshots")
 
@@ -94,9 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before any fixture: what a test draws depends neither on others nor on chance.
+    """Seed all random generators before any fixture, so that tests draw the same numbers each time.
 
-    torch starts with another seed in each process; who imports it in a test seeds it there.
+    torch starts with a different seed in each process, so a test that imports it first must seed
+    it.
     """
     del item
     random.seed(SEED)
@@ -122,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # While a test runs, descriptor 2 is a file that nobody sees if the process ends.
+    # During a test, descriptor 2 is a capture file, whose content is lost if the process ends.
     config.stash[_TERMINAL] = os.dup(2)
 
 
@@ -144,13 +143,14 @@ def _limit_of(item: pytest.Item) -> float:
 
 
 def pytest_collection() -> None:
-    gc.disable()  # all that is made stays: each search for what does not is in vain
+    gc.disable()  # objects made during collection stay alive, so garbage collection is wasted
 
 
 def pytest_collection_finish() -> None:
-    """Captures search the living objects, and so does every collection: not those of the suite.
+    """Freeze the objects of the suite, so that captures and garbage collection do not visit them.
 
-    Its modules and tests are two million, and stay; a search of them takes most of a second.
+    The modules and tests are two million objects that stay alive; visiting them takes most of a
+    second.
     """
     gc.collect()
     gc.freeze()
@@ -158,17 +158,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What is never collected would be reported as lost by the extensions that made it."""
+    """Unfreeze all objects: extensions would report objects that are never freed as leaks."""
     gc.unfreeze()
     if session.config.stash.get(_TERMINAL, None) is not None:
-        _end_process_after(session.config, 0)  # threads and handlers of the interpreter's end
+        _end_process_after(session.config, 0)  # threads or exit handlers may hang
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """The same after each file for what it has imported and left."""
+    """Limit the time of the process for each test, and freeze the objects that a file leaves."""
     _end_process_after(item.config, _limit_of(item))
     result = yield
     _end_process_after(item.config, 0)  # until the next test begins
@@ -179,12 +179,12 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Once more: pytest stops the clock of the process when a test fails."""
+    """Set the limit again, because pytest removes that of the process when a test fails."""
     _end_process_after(item.config, _limit_of(item))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tests of pages need a browser; a run without one must not look complete."""
+    """Report tests that were skipped without a browser or Node; the run must not look complete."""
     left_out = [
         report
         for report in terminalreporter.getreports("skipped")

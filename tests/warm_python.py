@@ -1,13 +1,13 @@
-"""A Python that has imported torch already, for tests to which a program's start means nothing.
+"""A Python that has already imported torch, for tests that do not test the start of programs.
 
-Importing torch takes two seconds of a core, and the suite starts some hundred programs. One process
-imports it; each program is then a copy of that process. What stands in for `python` is a small
-script: it hands its words, environment, folder and open files over, waits, and ends as the program
-ended. The program is a process of its own that is set up as Python's start would have set it up:
-PYTHONPATH, `sitecustomize` and all, so a launched one is woken as by any start, except that torch
-is there before.
+Importing torch takes two seconds of a core, and the suite starts some hundred programs. One server
+process imports it, and each program is a fork of that process. A small script replaces `python`: it
+sends its arguments, environment, folder and open files to the server, waits, and ends with the
+program's status. The program is a separate process that is set up as by a normal start, including
+PYTHONPATH and `sitecustomize`, so that launched programs are captured as usual. The only difference
+is that torch is already imported.
 
-Not for tests of how programs start, of what they import, or of signals: those start a Python.
+Tests of how programs start, of what they import, or of signals must start a normal Python.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ os._exit(status)
 
 @contextlib.contextmanager
 def warm(*modules: str) -> Iterator[str]:
-    """What to write for `python`, with these modules imported already."""
+    """Start a server that has imported these modules; yields the path that replaces `python`."""
     with tempfile.TemporaryDirectory(prefix="warm-") as name:
         place = Path(name)
         (place / "client.py").write_text(CLIENT)
@@ -63,7 +63,7 @@ def warm(*modules: str) -> Iterator[str]:
             [sys.executable, __file__, str(place / "line"), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Processes that a compiler starts at its import would be lost to the copies.
+            # Processes that a compiler starts at its import would not exist in the forks.
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             start_new_session=True,
         )
@@ -72,8 +72,8 @@ def warm(*modules: str) -> Iterator[str]:
             assert server.stdout.readline() == b"up\n"
             yield str(python)
         finally:
-            # Its input ends also when this process is killed: nothing stays behind. Killed all the
-            # same, because a child that a test forked and left holds the pipe open.
+            # The server ends when its input is closed, even if this process is killed. It is also
+            # killed, because a child that a test left running may keep the pipe open.
             server.stdin.close()
             server.kill()
             server.wait(timeout=60)
@@ -81,7 +81,10 @@ def warm(*modules: str) -> Iterator[str]:
 
 
 def serve(address: str, modules: list[str]) -> list[str] | None:
-    """Returns in the programs only, with their words; the server ends when its input does."""
+    """Fork a program for each request; returns its arguments in the program.
+
+    In the server it returns None when the input is closed.
+    """
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -97,7 +100,7 @@ def serve(address: str, modules: list[str]) -> list[str] | None:
                 program, line = running.pop(ended)
                 os.close(ended)
                 status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-                with line, contextlib.suppress(OSError):  # whoever asked is gone
+                with line, contextlib.suppress(OSError):  # the client may have ended
                     line.sendall(str(status).encode())
             if 0 in ready:
                 return None
@@ -118,7 +121,7 @@ def serve(address: str, modules: list[str]) -> list[str] | None:
 
 
 def asked(line: socket.socket) -> tuple[list[int], dict[str, Any]]:
-    """The open files of a program, and what was said of it."""
+    """Receive the open files and the description of a program."""
     _, files, _, _ = socket.recv_fds(line, 1, 3)
     text = b""
     while part := line.recv(1 << 16):
@@ -127,25 +130,25 @@ def asked(line: socket.socket) -> tuple[list[int], dict[str, Any]]:
 
 
 def enter(files: list[int], said: dict[str, Any]) -> list[str]:
-    """Take over the files, folder and environment of who asked; the words of the program."""
+    """Take over the files, folder and environment of the client; returns the arguments."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environment"])
-    # The one thing that we remember of a start.
+    # The only state of driftline that depends on the start of a process.
     if owned_file := sys.modules.get("driftline.runs.files.owned_file"):
         owned_file._STDERR = owned_file._stderr_identity()
     return said["words"]
 
 
 def become(words: list[str]) -> None:
-    """Set up what an interpreter's start sets up, and run the program."""
+    """Set up the process as an interpreter's start does, and run the program."""
     sys.orig_argv = [sys.executable, *words]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        # Streams remember what kind of file they were opened on.
+        # Streams remember the kind of file on which they were opened, so new ones are needed.
         stream = open(number, mode, buffering=1 if number == 2 else -1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -177,14 +180,14 @@ def become(words: list[str]) -> None:
 
 
 def fresh_main() -> ModuleType:
-    """Not runpy's: what a program registered for its end must find its names then."""
+    """A new `__main__`; unlike runpy's, it still exists when the program's exit handlers run."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__builtins__ = __builtins__
     return main
 
 
 def run(words: list[str]) -> int:
-    """Run the program; what an interpreter would end with."""
+    """Run the program; returns the status with which an interpreter would end."""
     try:
         become(words)
     except SystemExit as end:
@@ -195,7 +198,7 @@ def run(words: list[str]) -> int:
     except BaseException as trouble:
         trace = trouble.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # the program alone, as where it was started cold
+            trace = trace.tb_next  # only frames of the program, as after a normal start
         sys.last_type, sys.last_value, sys.last_traceback = type(trouble), trouble, trace
         sys.excepthook(type(trouble), trouble.with_traceback(trace), trace)
         return -signal.SIGINT if isinstance(trouble, KeyboardInterrupt) else 1
@@ -203,15 +206,15 @@ def run(words: list[str]) -> int:
 
 
 def leave(status: int) -> None:
-    """End as an interpreter does, but let the modules be.
+    """End the process as an interpreter does, but without clearing the modules.
 
-    To take them down touches every object of torch, each in a page that must be copied first: more
-    work than most of these programs are.
+    Clearing them would touch all objects of torch, whose memory pages would have to be copied
+    first. That is more work than most of these programs do.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
     if (main := sys.modules["__main__"].__dict__) is not globals():
-        main.clear()  # closes what the program left open
+        main.clear()  # closes files that the program left open
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

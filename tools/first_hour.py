@@ -2,8 +2,8 @@
 
     make dist && python tools/first_hour.py dist/*.whl -o docs/first-hour.md
 
-Every command is run as it is shown; what it prints goes into the page. `--without-torch` and
-`--python` are for the tests of the wheel; then only the tour is taken.
+Each command is run as shown, and its output goes into the page. `--without-torch` and `--python`
+are for the tests of the wheel; with `--without-torch` only the tour is run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# One command may not take longer: nothing may hang.
+# Time limit of one command.
 SECONDS = 900
-# A page is read: of long outputs its beginning and its end.
+# Lines that are shown of a long output: its beginning and its end.
 HEAD, TAIL = 28, 10
 TEST = """import torch
 import driftline
@@ -37,7 +37,7 @@ def build(activation):
 def test_the_port_agrees():
     driftline.assert_no_drift(build(torch.nn.SiLU()), build(torch.nn.GELU()), torch.ones(1, 8))
 """
-# The command, its exit code, and what is said before it.
+# The command, its expected exit code, and the text before it.
 Step = tuple[str, int, str]
 TOUR: list[Step] = [
     ("driftline --help", 0, "What is there?"),
@@ -72,7 +72,7 @@ HOUR: list[Step] = [
 
 
 class Environment:
-    """An empty HOME and an empty virtual environment, in a folder of their own."""
+    """An empty HOME and an empty virtual environment in one folder."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ class Environment:
         self.home.mkdir(parents=True)
         subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True, timeout=SECONDS)
         bin_folder = folder / "venv" / "bin"
-        # What a shell has, and no compiler: only the tools that commands name are on the path.
+        # The path has only the tools that the commands need, and no compiler.
         tools = folder / "tools"
         tools.mkdir()
         for name in ("sh", "env", "git", "cat"):
@@ -93,17 +93,17 @@ class Environment:
             "COLUMNS": "100",
             "OMP_NUM_THREADS": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            "PIP_QUIET": "2",  # its warnings name the places of this machine's packages
-            # Where packages come from is the machine's business.
+            "PIP_QUIET": "2",  # pip's warnings name the package sources of this machine
+            # The sources of packages are settings of the machine.
             **{name: value for name, value in os.environ.items() if name.startswith("PIP_")},
         }
-        # A user's own settings of pip lie in the HOME that is not theirs here.
+        # pip would not find the user's own settings, because HOME is another folder here.
         for config in (Path.home() / ".pip" / "pip.conf", Path.home() / ".config/pip/pip.conf"):
             if config.is_file():
                 self.variables["PIP_CONFIG_FILE"] = str(config)
 
     def run(self, command: str) -> tuple[int, str, float]:
-        """Exit code, what was printed, and how long it took."""
+        """Run a command; returns its exit code, its output and its time in seconds."""
         begun = time.monotonic()
         done = subprocess.run(
             shlex.split(command),
@@ -121,13 +121,13 @@ class Environment:
 def play(
     environment: Environment, wheel: Path, steps: Sequence[Step], torch: bool
 ) -> Iterator[str]:
-    """The page, block by block.
+    """Run the steps and yield the page, block by block.
 
     Raises:
-        SystemExit: A command ended with another exit code than it should.
+        SystemExit: A command ended with an unexpected exit code.
     """
     packages = [str(wheel), "torch"] if torch else [str(wheel)]
-    # The pin keeps the big download the same as the one the tests use.
+    # The constraints select the same version of torch as in the tests.
     pin = f"-c {ROOT / 'constraints.txt'} " if torch else ""
     code, text, seconds = environment.run(f"pip install --quiet {pin}{shlex.join(packages)}")
     if code:
@@ -153,7 +153,7 @@ def block(command: str, text: str, seconds: float, remark: str) -> str:
 
 
 def cleaned(text: str, environment: Environment) -> str:
-    """Without the folders of this machine, and without colours."""
+    """The text without the folders of this machine and without colour codes."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return text.replace(str(environment.home), "~").replace(str(environment.folder), "…")
 

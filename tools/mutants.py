@@ -1,19 +1,20 @@
-"""Plants small mistakes, one at a time, into a copy of the tree and asks whether tests notice.
+"""Plant small mistakes, one at a time, into a copy of the tree and check whether tests fail.
 
     python tools/mutants.py --package alignment --sample 40 --seed 1
 
-A mistake (a mutant) is a comparison turned round, a constant off by one, `and` for `or`, a
-condition that always holds, a statement left out. Tests that fail, or that no longer end, have
-noticed it; a mutant that all tests pass with is a survivor, and shows a hole in them, or that the
-line says nothing (it is then listed as equivalent, with the reason, in `equivalent_mutants.txt`).
+A mistake (a mutant) is, for example, a changed comparison, a constant that is off by one, `and`
+instead of `or`, a condition that always holds, or a removed statement. Tests notice it if they fail
+or no longer end. A mutant with which all tests pass is a survivor. It shows a gap in the tests, or
+that the code has no visible effect; in the latter case it is listed as equivalent, with the reason,
+in `equivalent_mutants.txt`.
 
-Which tests are asked: `TESTS` names the folders of each package; they are run once, and every
-line of `src` that a test reaches is noted. A mutant is shown to the tests that reach its statement,
-the quickest first. What tests do in processes of their own is not seen by this.
+Selection of tests: `TESTS` has the folders of each package. These tests are run once, and the lines
+of `src` that each test reaches are recorded. A mutant is tested by the tests that reach its
+statement, the fastest first. Lines that run in subprocesses of tests are not recorded.
 
-Nothing here is part of the installed package, and the tree itself is never changed: the copy lies
-in `mutants-output`, with its own bytecode and the compiled libraries of the environment this runs
-in. Results are kept there and asked first, so that a run that was ended goes on where it stopped.
+This tool is not part of the installed package, and it never changes the tree itself. The copy is in
+`mutants-output`, with its own bytecode and the compiled libraries of the current environment.
+Results are stored there and used first, so that an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/runs",
         "tests/stores",
         "tests/captures/test_capture_entry.py",
-        # Facts beside the tensors, states of a training, and sinks before the disk.
+        # Facts about models, states of a training, and sinks.
         "tests/captures/test_model_facts.py",
         "tests/comparison/test_model_differences.py",
         "tests/launch/test_launch_reasons.py",
@@ -87,15 +88,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "runs/stores": ("tests/stores",),
 }
-"""The one place that says which tests belong to a package of `src/driftline`."""
+"""The tests of each package of `src/driftline`."""
 
 PRELOADED = ("numpy", "torch", "transformers", "hypothesis", "pyarrow", "safetensors", "fsspec")
-"""Imported once, before the processes that run tests are forked; never the package itself."""
+"""Packages imported before the processes that run tests are forked; never driftline itself."""
 MOST_TESTS = 150
 MOST_SECONDS = 60.0
-"""What the tests of one mutant may take together, by how long they took without it."""
+"""Largest total time of one mutant's tests, measured without the mutant."""
 PATIENCE = 30.0
-"""Seconds beyond three times that after which a mutant counts as one that never ends."""
+"""Seconds that are added to three times that total; after them a mutant counts as never ending."""
 MAP_SECONDS = 1500
 
 
@@ -105,15 +106,16 @@ class Mutant:
 
     Attributes:
         path: The file, relative to the root.
-        line: Where it begins.
-        statement: Where the statement around it begins: a test that reaches a line from there to
-            `line` runs it. None outside of functions, where importing the file is enough.
-        function: The function it is in, by its qualified name; empty at the top of a module.
-        kind: What was done.
-        start: First byte of what is replaced.
-        stop: First byte behind it.
-        text: What stands there instead.
-        key: What it is known by while lines move: file, function, kind, both texts, and a number.
+        line: Its first line.
+        statement: First line of the statement around it. A test that reaches a line from there to
+            `line` runs the mutant. None outside of functions, where importing the file is enough.
+        function: Qualified name of the function it is in; empty at the top level of a module.
+        kind: The kind of mistake.
+        start: Position of the first replaced byte.
+        stop: Position after the last replaced byte.
+        text: The replacement.
+        key: A name that does not depend on line numbers: file, function, kind, both texts, and a
+            number.
     """
 
     path: str
@@ -130,7 +132,7 @@ class Mutant:
         return source[: self.start] + self.text.encode() + source[self.stop :]
 
     def diff(self, source: bytes) -> str:
-        """The lines it changes, as a diff without context."""
+        """The changed lines, as a diff without context."""
         before = source.decode().splitlines()
         after = self.applied(source).decode().splitlines()
         lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[3:]
@@ -193,7 +195,7 @@ class Planter(ast.NodeVisitor):
         place = (node.lineno, self._statement)
         self.found.append(Mutant(self.path, *place, function, kind, start, stop, text, key))
 
-    # --- what is walked, and what is left out
+    # --- nodes that are visited, and nodes that are left out
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, ast.stmt) and self._statement is not None:
@@ -205,7 +207,7 @@ class Planter(ast.NodeVisitor):
         outside = self._statement
         self._statement = None
         if not isinstance(node, ast.ClassDef):
-            # A call notes the first line of a function, where its decorators begin.
+            # A call records the first line of a function, which is that of its decorators.
             self._statement = min([node.lineno, *(part.lineno for part in node.decorator_list)])
             for default in (*node.args.defaults, *node.args.kw_defaults):
                 if default is not None:
@@ -229,10 +231,10 @@ class Planter(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Positions inside are not those of the file before Python 3.12."""
+        """Skipped: before Python 3.12, positions inside an f-string are not those of the file."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Says what is so, for readers and type checkers."""
+        """Skipped: an assertion is for readers and type checkers."""
 
     # --- kinds of mistakes
 
@@ -327,7 +329,7 @@ class Planter(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        # To leave out the first assignment of a name only raises NameError.
+        # Removing an assignment to a name would often only raise NameError.
         if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
             self.plant(node, "statement", "pass")
         self.generic_visit(node)
@@ -338,7 +340,7 @@ class Planter(ast.NodeVisitor):
 
     def visit_Raise(self, node: ast.Raise) -> None:
         self.plant(node, "statement", "pass")
-        # What an error says is words; whether it is raised is what tests can ask.
+        # The message of an error is not changed; tests check whether the error is raised.
 
     def visit_Continue(self, node: ast.Continue) -> None:
         self.plant(node, "statement", "break")
@@ -352,7 +354,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """All mutants of a file that are Python, in the order of its lines."""
+    """All mutants of a file, in the order of their positions."""
     source = path.read_bytes()
     planter = Planter(path.relative_to(ROOT).as_posix(), source)
     planter.visit(ast.parse(source))
@@ -363,7 +365,7 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class Copy:
-    """The tree as it is, elsewhere: tracked and new files, and the compiled libraries."""
+    """A copy of the working tree: tracked files, new files and the compiled libraries."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -379,7 +381,7 @@ class Copy:
         for library in (_installed_package()).rglob("*.so"):
             self._take(library, place / SOURCE / library.relative_to(_installed_package()))
         self._forget(names)
-        # Times of files are kept, so bytecode made here stays good while one of them is changed.
+        # Files keep their times, so this bytecode stays valid when a file is changed and restored.
         compileall.compile_dir(str(place / "src"), quiet=2)
 
     @staticmethod
@@ -402,7 +404,7 @@ class Copy:
         path = self.place / mutant.path
         changed = mutant.applied((ROOT / mutant.path).read_bytes())
         path.write_bytes(changed)
-        later = (ROOT / mutant.path).stat().st_mtime + 60  # than its bytecode
+        later = (ROOT / mutant.path).stat().st_mtime + 60  # makes the bytecode out of date
         os.utime(path, (later, later))
 
     def restore(self, mutant: Mutant) -> None:
@@ -416,11 +418,11 @@ def _installed_package() -> Path:
     return Path(spec.origin).parent
 
 
-# --- tests, in processes of their own
+# --- tests, in separate processes
 
 
 class Notes:
-    """A plugin of pytest that notes which lines of a tree each test reaches, and how long."""
+    """A pytest plugin that records which lines of a tree each test reaches, and its time."""
 
     def __init__(self, source: Path) -> None:
         self._source = f"{source}{os.sep}"
@@ -445,7 +447,7 @@ class Notes:
         if event == "line" and lines is not None:
             lines.add(frame.f_lineno)
             if len(lines) >= self._size(frame.f_code):
-                frame.f_trace_lines = False  # a loop that has shown all its lines runs as ever
+                frame.f_trace_lines = False  # code with all lines recorded runs without tracing
         return self._line
 
     def _size(self, code: CodeType) -> int:
@@ -471,7 +473,7 @@ class Notes:
         about["good"] = about["good"] and report.passed
         if report.when == "call":
             about["reaches"] = {name: sorted(lines) for name, lines in self._by_file().items()}
-        else:  # a fixture that several tests share is made for the first of them
+        else:  # a shared fixture is set up only once, by its first test
             for name, lines in self._by_file().items():
                 self.setups[report.nodeid.partition("::")[0]][name] |= lines
         self._lines = {}
@@ -489,7 +491,10 @@ class Notes:
 
 
 def forked(copy: Copy, words: list[str], log: Path, limit: float, noted: Path | None) -> int | None:
-    """Run pytest on the copy in a fork of this process; its exit status, None past the limit."""
+    """Run pytest on the copy in a fork of this process.
+
+    Returns its exit status; None if it exceeded the time limit.
+    """
     pid = os.fork()
     if pid:
         return _awaited(pid, limit)
@@ -526,10 +531,10 @@ def _awaited(pid: int, limit: float) -> int | None:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 ended, pid = pid, 0
-                _end_group(ended)  # what a test left running
+                _end_group(ended)  # processes that a test left running
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.02)
-    finally:  # past the limit, or this program is to end
+    finally:  # the limit was exceeded, or this program was interrupted
         if pid:
             _end_group(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -556,10 +561,10 @@ class Map:
 
     @classmethod
     def of(cls, copy: Copy, paths: Iterable[str], *, again: bool) -> Map:
-        """Read from the work folder, or made by running those tests once.
+        """Read the map from the work folder, or make it by running the tests once.
 
-        Only a test file that changed itself is run again. Lines move when a source is edited, so
-        that a test which reached any line of it then counts as one that reaches them all.
+        Only test files that have changed are run again. If a source file has changed, its lines may
+        have moved, so a test that reached any of its lines counts as reaching all of them.
         """
         sources = {
             path.relative_to(ROOT).as_posix(): path.read_bytes()
@@ -603,7 +608,7 @@ class Map:
         return json.loads(kept.read_text())
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Those that reach its statement, the quickest first, as many as there is time for."""
+        """Tests that reach a mutant's statement, the fastest first, within the limits."""
         lines = self.reached_by.get(mutant.path, {})
         if mutant.statement is None:
             names = {name for tests in lines.values() for name in tests}
@@ -634,7 +639,7 @@ def _test_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 class Results:
-    """What became of mutants, one line of JSON each; those known already are not tried again."""
+    """Outcomes of mutants, one line of JSON each; known mutants are not tried again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -651,7 +656,7 @@ class Results:
 
 
 def equivalent() -> dict[str, str]:
-    """Mutants that change nothing anybody could see, with the reason, by their keys."""
+    """Reasons by key of the mutants that have no visible effect."""
     found: dict[str, str] = {}
     if EQUIVALENT.is_file():
         for line in EQUIVALENT.read_text().splitlines():
@@ -662,7 +667,7 @@ def equivalent() -> dict[str, str]:
 
 
 def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Path) -> str:
-    """`noticed`, `never ended` or `survived`."""
+    """The outcome of a mutant: `not reached`, `never ended`, `noticed` or `survived`."""
     if not tests:
         return "not reached"
     copy.plant(mutant)
@@ -673,7 +678,7 @@ def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Pat
         copy.restore(mutant)
     if status is None:
         return "never ended"
-    if status == _NOT_FOUND:  # a file that cannot be imported any more, or a test of another name
+    if status == _NOT_FOUND:  # a test file cannot be imported with the mutant, or a test is gone
         status = int(forked(copy, [*tests, *USUAL], log, limit + 10, None) == 0)
         if not status:
             raise SystemExit(f"tests are not as they were noted: --again; see {log}")
@@ -720,7 +725,7 @@ def run(options: argparse.Namespace) -> int:
     for name in PRELOADED:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that tests end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that tests are ended too
     results = Results(work / "results.jsonl")
     same = equivalent()
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Write docs/python-api.md from the docstrings of the public functions; a test compares.
+"""Write docs/python-api.md from the docstrings of the public functions; a test checks the page.
 
 python tools/python_api.py
 """
@@ -61,7 +61,7 @@ def _function(name: str, function: object) -> str:
 
 
 def _signature(function: object) -> str:
-    """The parameters, one to a line where they would not fit on one."""
+    """The signature; on several lines, with one parameter each, if it is too long for one."""
     try:
         signature = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -81,7 +81,7 @@ def _signature(function: object) -> str:
 
 
 def _about(parameter: inspect.Parameter) -> str:
-    """Annotation and default of a parameter."""
+    """The annotation and the default of a parameter."""
     text = ""
     if parameter.annotation is not parameter.empty:
         text = f": {_words(parameter.annotation)}"

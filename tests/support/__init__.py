@@ -1,1 +1,1 @@
-"""Shared by tests: writers of other tools' dumps, and small models made with them."""
+"""Code shared by tests: writers of other tools' dumps, small models, commands and browsers."""

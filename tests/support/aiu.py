@@ -1,6 +1,6 @@
-"""A stand-in for the AIU: a package `torch_sendnn` whose backend runs graphs, rightly or wrongly.
+"""A stand-in for the AIU: a package `torch_sendnn` whose backend can compute with faults.
 
-A factor for linear layers or embeddings is the fault that a layer debugger must find.
+The fault is a factor on linear layers or embeddings, which a layer debugger must find.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def sendnn(graph, inputs, **options):
 
 
 def write_package(folder: Path, *, linear: float = 1.0, embedding: float = 1.0) -> Path:
-    """The package, in a folder that belongs on `sys.path`."""
+    """Write the package; returns the folder, which must be added to `sys.path`."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Bytecode of another fault, as long and of the same second, would be taken for this one's.
+    # Bytecode of a package with another fault would be used if size and second are equal.
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     (folder / "torch_sendnn.py").write_text(PACKAGE.format(linear=linear, embedding=embedding))
     return folder
@@ -50,7 +50,7 @@ def write_package(folder: Path, *, linear: float = 1.0, embedding: float = 1.0) 
 
 @contextmanager
 def installed(folder: Path, *, linear: float = 1.0, embedding: float = 1.0) -> Iterator[None]:
-    """The package can be imported in this process, and is forgotten afterwards."""
+    """Make the package importable in this process, and remove it afterwards."""
     import torch
     from torch._dynamo.backends import registry
 

@@ -1,6 +1,6 @@
 """A writer of ATB tensor files and dump trees, for tests and for twins of a model.
 
-Files are what the probes of each generation write, byte for byte as far as a reader can tell:
+The files equal those of the probes of each generation, as far as a reader can see:
 
     matmul = Operation("LinearOperation", inputs=[Value("x", x), Value("w", w)],
                        outputs=[Value("y", y)], param={"transposeB": True})
@@ -10,7 +10,7 @@ Files are what the probes of each generation write, byte for byte as far as a re
     dump.topology("ToyModel", [layer], first_id=1)      # model/ and layer/
     dump.operation_csv([layer], execution=0, first_id=1)
 
-`support.atb_twins` makes whole dumps of a small model with it. Knows no reader.
+`support.atb_twins` uses it to write whole dumps of a small model. This file knows no reader.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class AtbDump:
     """The dump of one process.
 
     Attributes:
-        output: The folder a user would give as output.
-        generation: Which probe: see the table in docs/formats.md.
+        output: The output folder, as a user would pass it.
+        generation: The generation of the probe; see the table in docs/formats.md.
         device: Device number.
         pid: Process id.
-        stamp: Time in the root's name, for generations that have one.
+        stamp: Time in the name of the root folder, for generations that have one.
         time: 0 before, 1 after, 2 both, 3 inputs before and outputs after.
         keep: Whether values, descriptions or statistics are written.
     """
@@ -146,7 +146,7 @@ class AtbDump:
                 for moment in self._moments(side):
                     content = value.values
                     if side == "out" and moment == "before":
-                        content = np.zeros_like(content)  # whatever the memory held
+                        content = np.zeros_like(content)  # the memory's content is arbitrary
                     path = folder / moment / f"{name}.bin"
                     if self.generation != "G4" or self.keep == "data":
                         write_bin(path, content, keep=self.keep, layout=value.layout)
@@ -164,7 +164,7 @@ class AtbDump:
         path.write_text(_compact(value))
 
     def tiling(self, folder: str, content: bytes, execution: int = 0) -> Path:
-        """Raw tiling bytes of a kernel: `folder` is the kernel's."""
+        """Write raw tiling bytes of a kernel, whose folder is `folder`."""
         base = self.execution(execution)
         if self.generation == "G3":
             base = self.root / "tiling" / f"{self.device}_{self.pid}" / str(execution)
@@ -184,15 +184,15 @@ class AtbDump:
         weights: Sequence[str] = (),
         first_node: int | None = None,
     ) -> None:
-        """Write the layer file of every outermost operation, and the model file.
+        """Write the layer file of each outermost operation, and the model file.
 
         Args:
-            model: Name of the model; empty writes layer files only.
-            operations: The outermost ones.
-            first_id: Id of the first.
-            weights: Which tensor names are weights.
-            first_node: Number that the model file gives the first operation, when it is not its id
-                (an operation that the model does not know shifts the ids, not these).
+            model: Name of the model; if it is empty, only layer files are written.
+            operations: The outermost operations.
+            first_id: Id of the first operation.
+            weights: Names of the tensors that are weights.
+            first_node: Number of the first operation in the model file, if it differs from its id
+                (an operation that the model does not know shifts only the ids).
         """
         for index, operation in enumerate(operations):
             name = f"{operation.kind}_{first_id + index}"
@@ -233,7 +233,7 @@ class AtbDump:
     def operation_csv(
         self, operations: Sequence[Operation], execution: int = 0, first_id: int = 0
     ) -> Path:
-        """Write the list of leaf operations, with the faults that its paths really have."""
+        """Write the list of leaf operations; its paths have the same errors as the probe's."""
         lines = [CSV_HEADER]
         when = "before" if self.time in (0, 2, 3) else "after"
         for operation, ids, folder in placed(operations, first_id):
@@ -254,7 +254,7 @@ class AtbDump:
         return path
 
     def profile(self, text: str, execution: int = 0) -> Path:
-        """Raw text of cpu_profiling, as given."""
+        """Write raw text of cpu_profiling."""
         path = self._beside("cpu_profiling") / f"operation_statistic_{execution}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -270,7 +270,7 @@ class AtbDump:
         index: int,
         values: AnyArray,
     ) -> None:
-        """One more row of the newest probe's statistic.csv, which is written anew."""
+        """Add a row to the newest probe's statistic.csv, which is written again as a whole."""
         figures = statistics(values).values() if self.keep == "statistics" else ["N/A"] * 4
         name = path.parent.parent.relative_to(self.execution(execution)).as_posix()
         dtype = CSV_NAMES.get(values.dtype.name, values.dtype.name)

@@ -1,6 +1,6 @@
-"""Single files of an ATB dump, and the operations they come from: what `testing.atb` builds with.
+"""Single files of an ATB dump, and the operations they come from; used by `support.atb`.
 
-Knows the bytes of a tensor file and the names that topology files give tensors; no folders.
+This file knows the bytes of a tensor file and the tensor names of topology files, but no folders.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ACL_CODES: dict[str, int] = {
     "float8_e4m3fn": 36,
     "float8_e8m0fnu": 37,
 }
-"""aclDataType of numpy's and ml_dtypes' types; give `code` for any other."""
+"""aclDataType of numpy's and ml_dtypes' types; for other types pass `code`."""
 
 
 class Value(NamedTuple):
-    """A tensor under way: the name that topology files give it, its values, how it is stored."""
+    """A tensor of an execution: its name in topology files, its values, and its layout."""
 
     name: str
     values: AnyArray
@@ -53,16 +53,16 @@ class Value(NamedTuple):
 
 @dataclass
 class Operation:
-    """One operation of a program, with what went in and came out.
+    """One operation of a program, with its inputs and outputs.
 
     Attributes:
         kind: Its type, which is also its name in folders.
-        inputs: In order.
-        outputs: In order.
-        param: What `op_param.json` says; None for a container.
+        inputs: The inputs, in order.
+        outputs: The outputs, in order.
+        param: Content of `op_param.json`; None for a container.
         children: Operations inside; a container has no kernels.
         kernels: Names of the kernels that a leaf runs; each is dumped with the leaf's tensors.
-        parameters: Names of the inputs, for files called `intensor0_{name}.bin` (from 2026-05).
+        parameters: Names of the inputs, for files named `intensor0_{name}.bin` (since 2026-05).
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Operation:
 
 
 class Placed(NamedTuple):
-    """An operation with its place: ids from the outermost inwards, and its folder."""
+    """An operation with its ids, from the outermost to its own, and its folder."""
 
     operation: Operation
     ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Placed(NamedTuple):
 
 
 def placed(operations: Sequence[Operation], first_id: int = 0) -> Iterator[Placed]:
-    """Every operation with ids and folder, parents first."""
+    """Yield all operations with their ids and folders, parents first."""
 
     def below(operation: Operation, ids: tuple[int, ...], parent: str) -> Iterator[Placed]:
         folder = f"{parent}{ids[-1]}_{operation.kind}"
@@ -111,12 +111,12 @@ def bin_bytes(
     """The bytes of one tensor file.
 
     Args:
-        values: What to store; uint8 payload bytes when `code` is of a packed or unknown type.
-        keep: All of it, or the header with or without statistics.
+        values: What to store; uint8 payload bytes if `code` is that of a packed or unknown type.
+        keep: Whether to store the data, or only the header with or without statistics.
         layout: aclFormat; `values` must already be in that order.
-        code: aclDataType, when it is not the one of `values`.
-        dims: Sizes, when they are not those of `values`.
-        points_to: Write no data but the name of the file that has them.
+        code: aclDataType, if it differs from that of `values`.
+        dims: Sizes, if they differ from those of `values`.
+        points_to: Write the name of the file that has the data, and no data.
     """
     sizes = values.shape if dims is None else dims
     payload = np.ascontiguousarray(values).tobytes() if keep == "data" and not points_to else b""
@@ -136,7 +136,7 @@ def bin_bytes(
 
 
 def statistics(values: AnyArray) -> dict[str, str]:
-    """max, min, mean and l2norm with six decimals, as the probe prints them."""
+    """max, min, mean and l2norm, each with six decimals as in the probe's files."""
     wide = values.astype(np.float64).reshape(-1)
     if not wide.size:
         return dict.fromkeys(("max", "min", "mean", "l2norm"), "N/A")
@@ -148,7 +148,10 @@ def statistics(values: AnyArray) -> dict[str, str]:
 
 
 def write_bin(path: Path, values: AnyArray, **how: Any) -> Path:
-    """`bin_bytes` into a file; folders are made. The probe appends, so this refuses to."""
+    """Write `bin_bytes` into a new file, with its folders.
+
+    An existing file is an error, because the probe would append to it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as stream:
         stream.write(bin_bytes(values, **how))
@@ -158,7 +161,7 @@ def write_bin(path: Path, values: AnyArray, **how: Any) -> Path:
 def graph_json(
     operation: Operation, ids: tuple[int, ...], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Tensor names and nodes of an operation as topology files have them; empty lists left out."""
+    """Tensor names and nodes of an operation, as in topology files; without empty lists."""
     own = "_".join((operation.kind, *map(str, ids)))
     inner = {**names, **_internal_names(own, operation, names)}
     content: dict[str, Any] = {
@@ -211,7 +214,7 @@ def model_names(
 
 
 def nd_to_nz(matrix: AnyArray, width: int = 16) -> AnyArray:
-    """A tensor → `(batch, N1, M, C0)`, padded with zeros: what ATB would store."""
+    """A tensor in ATB's layout `(batch, N1, M, C0)`, padded with zeros."""
     *batch, rows, columns = matrix.shape
     padded = np.zeros(
         (math.prod(batch), -(-rows // ROWS) * ROWS, -(-columns // width) * width), matrix.dtype

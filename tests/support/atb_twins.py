@@ -1,14 +1,14 @@
-"""Dumps of one small model as two programs would leave them: as torch modules, as ATB operations.
+"""Dumps of one small model by two programs: as torch modules, and as ATB operations.
 
     model = toy_decoder(layers=12)
     torch_twin(folder / "torch", model, prompt)                     # an `ait` torch dump
-    atb_twin(folder / "atb", model, prompt)                         # the same numbers, ATB's way
+    atb_twin(folder / "atb", model, prompt)                         # the same model as ATB dump
     atb_twin(folder / "bad", model, prompt, error=Error(layer=7))   # wrong from one operation on
     atb_twin(folder / "int8", model, prompt, quantised=True)        # int8 matrices with scales
 
-The ATB side is computed by itself, in numpy, in its own precision, from the model's weights. It can
-fuse the projections, answer a prompt token by token (`then`), run once before that to warm up, and
-have an operation that the topology does not know. Nothing here is anybody's model.
+The ATB side is computed separately, in numpy and in its own precision, from the model's weights. It
+can fuse the projections, answer a prompt token by token (`then`), run once before that to warm up,
+and have an operation that the topology does not know.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Error(NamedTuple):
     """A planted fault: the output of one operation of one layer is multiplied.
 
     Attributes:
-        layer: Counted from 0.
+        layer: Index of the layer, from 0.
         kind: Type of the operation.
-        nth: Which operation of that type inside the layer.
-        factor: By how much.
+        nth: Index among the operations of that type in the layer.
+        factor: The factor.
     """
 
     layer: int
@@ -55,7 +55,7 @@ def torch_twin(
     pid: int = 4300,
     root: str = "ait_dump",
 ) -> Path:
-    """Write what the torch hooks of `ait` leave of a prompt and the tokens after it.
+    """Write the dump of the torch hooks of `ait` for a prompt and the tokens after it.
 
     Returns:
         The dump's root.
@@ -121,32 +121,33 @@ def atb_twin(
     pid: int = 4242,
     stamp: str = "20240701_120000",
 ) -> AtbDump:
-    """Write what an ATB program that does the same would leave.
+    """Write the dump of an ATB program that computes the same model.
 
     Args:
         folder: The output folder.
-        model: Whose weights.
+        model: The model whose weights are used.
         prompt: Token ids, one sequence or a batch of them.
-        then: Tokens that follow, one execution of a second graph each.
-        generation: Which probe writes.
-        dtype: What it computes in.
-        quantised: int8 matrices, with the scales as further inputs.
-        packed: Those scales as words of 64 bits with a float32 in the low half.
+        then: Tokens that follow; each is one execution of a second graph.
+        generation: The generation of the probe.
+        dtype: The number format of the computation.
+        quantised: Use int8 matrices, with their scales as further inputs.
+        packed: Store those scales as words of 64 bits with a float32 in the low half.
         scaled: Where the input's scale is: the `parameter` of the operator that quantises, an
-            `input` of it (its parameter then has the default), or per `token` an output of it.
-        fused: One matrix for q, k and v, and one for gate and up, then a split.
-        flat: All tokens on one axis, as ATB models have them.
-        order: In which the projections of an attention are computed, and lie in a fused matrix.
-        swapped: A fault: the matrices of q and k are taken for each other.
-        turned: Matrices lie as [in, out], and parameters say so.
-        warm_up: Both graphs run once before, with other tokens; that takes execution 0.
+            `input` of it (its parameter then has the default), or, with a scale per `token`, an
+            output of it.
+        fused: Use one matrix for q, k and v and one for gate and up, followed by a split.
+        flat: Put all tokens on one axis, as ATB models do.
+        order: Order of an attention's projections, in execution and in a fused matrix.
+        swapped: Plant a fault: exchange the matrices of q and k.
+        turned: Store matrices as [in, out], which the parameters say.
+        warm_up: Run both graphs once before, with other tokens, as execution 0.
         error: A fault to plant.
-        extra_operation: An operation before all others that the model file does not know.
-        time: When tensors are taken: see `AtbDump`.
+        extra_operation: Add an operation before all others that the model file does not know.
+        time: When tensors are captured; see `AtbDump`.
         keep: Values, descriptions or statistics.
         device: Device number.
         pid: Process id.
-        stamp: Time in the root's name.
+        stamp: Time in the name of the root folder.
     """
     dump = AtbDump(folder, generation, device, pid, stamp, time, keep)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -206,13 +207,13 @@ class _Program:
     _shape: tuple[int, ...] = ()
 
     def swap(self, one: str, other: str) -> None:
-        """Take the weights of all projections of two names for each other."""
+        """Exchange the weights of all projections of two names."""
         for name in [name for name in self.weights if one in name]:
             twin = name.replace(one, other)
             self.weights[name], self.weights[twin] = self.weights[twin], self.weights[name]
 
     def execute(self, tokens: AnyArray) -> list[Operation]:
-        """All operations of one execution, outermost ones."""
+        """The outermost operations of one execution."""
         self._shape = tokens.shape
         ids = Value("tokens", tokens.reshape(-1) if self.flat else tokens)
         table = self._weight("embed_tokens.weight")
@@ -302,7 +303,7 @@ class _Program:
     def _coded(
         self, leaves: list[Operation], name: str, x: Value
     ) -> tuple[Value, AnyArray, list[Value]]:
-        """The codes of an input, their scale, and what a product takes of it beside them."""
+        """The codes of an input, their scale, and further inputs of the product with them."""
         wide = x.values.astype(np.float32)
         largest = np.abs(wide).max(-1, keepdims=True) if self.scaled == "token" else abs(wide).max()
         scale = np.asarray(largest / np.float32(127) + np.float32(1e-12))
@@ -383,7 +384,7 @@ class _Program:
 
 
 def _around(kind: str, leaves: Sequence[Operation]) -> Operation:
-    """A container: what its leaves take from outside goes in, what the last makes comes out."""
+    """A container; its inputs are the leaves' inputs from outside, its outputs the last leaf's."""
     made = {value.name for leaf in leaves for value in leaf.outputs}
     inputs: dict[str, Value] = {}
     for leaf in leaves:

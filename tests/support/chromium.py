@@ -1,4 +1,4 @@
-"""The system's Chromium, driven by playwright: for the tests of pages and for their benchmark."""
+"""The system's Chromium, driven by playwright, for the tests of pages and their benchmark."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FLAGS = (
 
 
 class NoChromium(Exception):
-    """There is no playwright, no Chromium, or one that does not start."""
+    """playwright or Chromium is missing, or Chromium does not start."""
 
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """A browser of playwright. Its own downloaded browsers are not used.
+    """Launch the system's Chromium with playwright, whose own downloads are not used.
 
     Raises:
-        NoChromium: Nothing can be opened here.
+        NoChromium: No browser can be started.
     """
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     program = next(filter(None, map(shutil.which, filter(None, names))), None)
@@ -52,11 +52,11 @@ def launched() -> Iterator[Any]:
 
 
 class Traffic:
-    """What a page asks the network for, and what it says on its console.
+    """Records the network requests of a page and the complaints on its console.
 
     Attributes:
-        requests: Every address that was asked for, but what the page holds itself.
-        complaints: Errors and warnings of its console, exceptions nobody caught, blocked resources.
+        requests: All requested addresses, except those of content in the page itself.
+        complaints: Errors and warnings of the console, uncaught exceptions, blocked resources.
     """
 
     def __init__(self, page: Any) -> None:
@@ -77,9 +77,9 @@ class Traffic:
 
 
 def until(page: Any, expression: str, seconds: float = 30.0) -> Any:
-    """Wait until a JavaScript expression is true; its value.
+    """Wait until a JavaScript expression is true; returns its value.
 
-    `page.wait_for_function` needs `unsafe-eval`, which the policy of our pages forbids.
+    `page.wait_for_function` needs `unsafe-eval`, which the policy of driftline's pages forbids.
     """
     end = time.monotonic() + seconds
     while not (value := page.evaluate(expression)):
@@ -89,7 +89,7 @@ def until(page: Any, expression: str, seconds: float = 30.0) -> Any:
 
 
 def point(page: Any, selector: str, across: float = 0.5, down: float = 0.5) -> tuple[float, float]:
-    """A place inside an element, given in parts of it, for `page.mouse`; scrolled into view."""
+    """Scroll an element into view; returns a point in it, given by fractions, for `page.mouse`."""
     element = page.locator(selector).first
     element.scroll_into_view_if_needed()
     box = element.bounding_box()
@@ -98,7 +98,7 @@ def point(page: Any, selector: str, across: float = 0.5, down: float = 0.5) -> t
 
 
 def drag(page: Any, start: tuple[float, float], stop: tuple[float, float]) -> None:
-    """Press the mouse at one place, as `point` gives it, and let it go at another."""
+    """Press the mouse at one point and release it at another; see `point`."""
     page.mouse.move(*start)
     page.mouse.down()
     page.mouse.move(*stop, steps=3)

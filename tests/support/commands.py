@@ -1,4 +1,4 @@
-"""Run a command line in the process of a test, and what it answered."""
+"""Run a command line in the process of a test, and return its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from driftline.cli.main import main
 
 
 class Said(NamedTuple):
-    """What a command answered."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -19,18 +19,18 @@ class Said(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The verdict that the first line begins with."""
+        """The first word of the output, which is the verdict, in capitals."""
         return self.out.split(maxsplit=1)[0].rstrip(":").upper() if self.out.strip() else ""
 
 
 def caller(
     streams: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Said]:
-    """A function that runs a command, for a wide terminal whatever started the tests.
+    """A function that runs a command, with the width of a wide terminal.
 
     Args:
-        streams: `capsys`, or `capfd` where other libraries write, too.
-        monkeypatch: Of the same test.
+        streams: `capsys`, or `capfd` if other libraries write too.
+        monkeypatch: The fixture of the same test.
     """
     monkeypatch.setenv("COLUMNS", "160")
 

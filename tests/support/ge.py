@@ -1,10 +1,10 @@
-"""Writers of GE dumps, their graph texts and FX dumps: what tests read back, and twins to compare.
+"""Writers of GE dumps, their graph texts and FX dumps, for tests and for twins of a model.
 
     dump = GeDump(folder)
     dump.operator("Add", "Add_2", [x, y], [x + y])
     dump.graph_text([GraphNode("Add_2", "Add", (("x", 0), ("y", 0)), ("add-aten.add.OUTPUT.0",))])
 
-Bytes and layouts are those of the programs that write such dumps; nothing here reads any.
+Bytes and layouts are those of the programs that write such dumps. This file reads no dumps.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ CODES = {
     "float8_e5m2": 34,
     "float8_e4m3fn": 35,
 }
-"""The graph engine's numbers for numpy's (and ml_dtypes') names."""
+"""The graph engine's dtype numbers, by the names of numpy and ml_dtypes."""
 ND, NCHW, NC1HWC0, FRACTAL_NZ = 2, 0, 3, 29
 
 
 class GeValue(NamedTuple):
-    """One tensor as a file holds it.
+    """One tensor in the form of a dump file.
 
     Attributes:
         data: Its bytes.
         data_type: Number of the element type.
-        shape: As stored; None to leave it out.
+        shape: Stored shape; None to leave it out.
         format: Number of the layout.
         original: Shape before the layout was changed; None to leave it out.
         padding: Zero bytes after the data.
@@ -67,14 +67,14 @@ class GeValue(NamedTuple):
 
 
 def ge_value(array: Array, *, padding: int = 0) -> GeValue:
-    """An array as it is."""
+    """An array in its plain layout."""
     plain = np.ascontiguousarray(array)
     shape = tuple(array.shape)
     return GeValue(plain.tobytes(), CODES[plain.dtype.name], shape, ND, shape, padding)
 
 
 def ge_tiles(matrix: Array) -> GeValue:
-    """A matrix (or a stack of them) as FRACTAL_NZ: tiles of 16 by 16, 16 by 32 for bytes."""
+    """A matrix or a stack of matrices as FRACTAL_NZ, in tiles of 16 by 16 (16 by 32 for bytes)."""
     width = 32 if matrix.dtype.itemsize == 1 else 16
     *lead, rows, columns = matrix.shape
     padded = np.zeros((*lead, -(-rows // 16) * 16, -(-columns // width) * width), matrix.dtype)
@@ -95,16 +95,16 @@ def ge_bytes(
     bare: bool = False,
     buffers: Iterable[bytes] = (),
 ) -> bytes:
-    """A GE dump file.
+    """The bytes of a GE dump file.
 
     Args:
-        op_name: Of the operator.
+        op_name: Name of the operator.
         inputs: Its inputs.
         outputs: Its outputs.
-        dump_time: As the header has it.
-        version: As the header has it.
-        bare: The old form, with the data inside the message.
-        buffers: Bytes of buffers behind the tensors.
+        dump_time: Time in the header.
+        version: Version in the header.
+        bare: Whether to use the old form, with the data inside the message.
+        buffers: Bytes of buffers after the tensors.
     """
     values = [[_value(one) for one in side] for side in (inputs, outputs)]
     spare = list(buffers)
@@ -159,7 +159,7 @@ def _bytes_field(number: int, value: bytes) -> bytes:
 
 
 def graph_text(nodes: Iterable[GraphNode], name: str = "graph_1") -> str:
-    """Operators as a `dynamo_original_graph_*.txt` has them."""
+    """The text of operators in a `dynamo_original_graph_*.txt`."""
     lines = [f"name: {json.dumps(name)}"]
     for node in nodes:
         lines += [
@@ -191,15 +191,15 @@ class GeDump:
         session: str = "20240130064151",
         world: tuple[int, int] | None = None,
     ) -> None:
-        """Say where.
+        """Set the place of the dump.
 
         Args:
-            folder: The dump's; made if need be.
+            folder: The folder of the dump; made if it does not exist.
             graph: Name of the graph.
-            graph_id: Its number.
+            graph_id: Number of the graph.
             device: Number of the device.
-            session: When it began, YYYYmmddHHMMSS.
-            world: Size and rank, for the layout that has them.
+            session: Start time of the session, YYYYmmddHHMMSS.
+            world: World size and rank, for the layout that has them.
         """
         self.folder = folder
         self.graph = graph
@@ -218,7 +218,7 @@ class GeDump:
         step: int = 0,
         suffix: str = "",
     ) -> Path:
-        """One operator's call; later calls have later stamps. Gives the file."""
+        """Write one call of an operator, with a later stamp than the last; returns the file."""
         self.stamp += 1000
         self.task += 1
         flat = op_name.translate(str.maketrans("./\\ ", "____"))
@@ -229,7 +229,7 @@ class GeDump:
         return path
 
     def graph_text(self, nodes: Iterable[GraphNode], *, graph_id: int = 1) -> Path:
-        """The graph text, beside the dump's first folder."""
+        """Write the graph text into the folder of the dump; returns the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"dynamo_original_graph_{graph_id}_rank_0_pid_1_ts_20240130064150123456.txt"
         path = self.folder / name
@@ -246,15 +246,15 @@ def write_fx(
     *,
     stamp: int = 20240130064201000001,
 ) -> None:
-    """One node of an FX dump, into the folder of its step.
+    """Write one node of an FX dump into the folder of its step.
 
     Args:
-        folder: `…/{step}` or `…/{step}/gm_{stamp}_dump`, as the layout wants it.
-        node: Its name.
-        target: What it calls.
+        folder: `…/{step}` or `…/{step}/gm_{stamp}_dump`, depending on the layout.
+        node: Name of the node.
+        target: The function that it calls.
         inputs: Its arguments: arrays, numbers, strings, lists of arrays; None is left out.
         outputs: Its results.
-        stamp: When.
+        stamp: The time in the file names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for at, given in enumerate(inputs):

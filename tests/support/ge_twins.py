@@ -1,8 +1,8 @@
-"""A torch model run twice, dumped as torchair would: its FX graph, and the same as GE operators.
+"""A torch model that is run twice and dumped as by torchair: as FX graph and as GE operators.
 
-The numbers are real: both are executions of the traced model. GE operators have other names, other
-orders of inputs, helpers of their own and, where asked, several FX nodes in one fused operator. An
-error can be planted in one node; it flows on to whatever depends on it.
+Both dumps are executions of the traced model. The GE operators have other names, other orders of
+inputs and additional helpers; on request, several FX nodes are one fused operator. An error can be
+planted in a node, and it propagates to all nodes that depend on it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Plant = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class Twins(NamedTuple):
-    """Where the dumps are.
+    """The dumps of both executions.
 
     Attributes:
-        fx: The FX dump.
-        ge: The GE dump.
-        names: GE operator by FX node, fused ones under the name of the whole.
+        fx: Folder of the FX dump.
+        ge: Folder of the GE dump.
+        names: Name of the GE operator by FX node; for fused nodes, that of the fused operator.
     """
 
     fx: Path
@@ -45,7 +45,7 @@ class _Call(NamedTuple):
 
 
 class _Ge(NamedTuple):
-    """One operator: its name, class, inputs with their producers, outputs."""
+    """A GE operator: its name, class, inputs with their producers, outputs and FX tensors."""
 
     name: str
     class_name: str
@@ -56,7 +56,7 @@ class _Ge(NamedTuple):
 
 
 def traced(model: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-    """The model as calls of ATen operators."""
+    """The model as a graph of ATen operators."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
@@ -75,12 +75,12 @@ def write_twins(
     """Run a traced model twice and dump both executions.
 
     Args:
-        graph: As `traced` gives it.
+        graph: A graph that `traced` returned.
         inputs: Its arguments.
-        folder: Gets `fx` and `ge`.
-        fused: FX nodes that become one GE operator each, in the order of the graph.
-        plant: FX node → what goes wrong there in the GE execution.
-        steps: How many steps to dump; each scales the inputs a little.
+        folder: Folder in which `fx` and `ge` are written.
+        fused: Groups of FX nodes, each of which becomes one GE operator, in the graph's order.
+        plant: Functions by FX node that falsify the node's result in the GE execution.
+        steps: Number of steps; each scales the inputs a little.
     """
     names: dict[str, str] = {}
     dump = GeDump(folder / "ge")
@@ -126,7 +126,7 @@ def _run(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], plant: Plant) ->
 
 
 def _lowered(graph: fx.GraphModule, calls: Sequence[_Call]) -> tuple[list[_Ge], list[str]]:
-    """GE operators for the calls, and the names of what they read from outside."""
+    """GE operators for the calls, and the names of the graph's inputs and attributes."""
     made: dict[str, tuple[str, int]] = {}
     outside = [node.name for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")]
     made.update({name: (name, 0) for name in outside})
@@ -150,7 +150,7 @@ def _lowered(graph: fx.GraphModule, calls: Sequence[_Call]) -> tuple[list[_Ge], 
         ]
         word = "".join(part.capitalize() for part in call.target.split(".")[1].split("_") if part)
         outputs = [v for v in _results(call.result) if isinstance(v, torch.Tensor)]
-        if word == "Addmm":  # the bias goes last
+        if word == "Addmm":  # the bias is the last input of a GE operator
             word, read = "MatMulV2", [*read[1:], read[0]]
         if word == "Silu":  # two operators for one node; the first has no FX tensor of its own
             inner, (source, value) = named("Sigmoid"), read[0]
@@ -177,7 +177,7 @@ def _flat(arguments: Any, values: Any) -> list[tuple[Any, Any]]:
 
 
 def _fuse(operators: Sequence[_Ge], groups: Sequence[Sequence[str]]) -> list[_Ge]:
-    """Groups of operators as one each, where the last of them stood."""
+    """Replace each group of operators by one operator, at the place of the group's last."""
     group_of = {name: group for group in groups for name in group}
     by_name = {one.name: one for one in operators}
     written: list[_Ge] = []

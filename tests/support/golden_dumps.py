@@ -1,11 +1,11 @@
-"""Writes the golden dumps of `tests/data/seeds`: one archive per format, made by our own writers.
+"""Write the golden dumps of `tests/data/seeds`: one archive per format.
 
-    python -c "from support.golden_dumps import write_all; write_all(Path('tests/data/seeds'))"
+    cd tests && python -c "from support.golden_dumps import *; write_all(Path('data/seeds'))"
 
-Each archive holds what the formats of the seeds' tools look like on disk where it matters: a module
-tree in the order of registration, device folders, a hook's tree of a recurrent layer, operators of
-one time stamp, descriptions without values. Numbers are drawn from fixed seeds. Nothing here calls
-a writer of driftline: what the documents say is written out by hand.
+Each archive has the essential features of a format of the seeds' tools: a module tree in the order
+of registration, device folders, a hook's tree of a recurrent layer, operators of one time stamp,
+descriptions without values. Numbers are drawn from fixed seeds. No writer of driftline is called:
+the documented formats are written by code of the tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIXTURES = Path(__file__).parents[1] / "data" / "aiu" / "fixtures"
 
 
 def ait_and_atb(folder: Path) -> None:
-    """A torch tree as transformers registers its modules, its ATB twin, one with a fault, a map."""
+    """A torch tree in transformers' registration order, two ATB twins (one faulty), and a map."""
     model = in_library_order(toy_decoder(layers=2, hidden=8, vocabulary=16))
     torch_twin(folder / "torch", model, PROMPT)
     atb_twin(folder / "atb", model, PROMPT)
@@ -42,7 +42,7 @@ def ait_and_atb(folder: Path) -> None:
 
 
 def ait_statistics(folder: Path) -> None:
-    """A torch tree of descriptions: types and shapes, no figures."""
+    """A torch tree of descriptions and statistics instead of values."""
     base = folder / "ait_dump" / "torch_tensors" / "cpu_7"
     place = base / "0" / "root.linear"
     place.mkdir(parents=True)
@@ -58,7 +58,7 @@ def ait_statistics(folder: Path) -> None:
 
 
 def atb_devices(folder: Path) -> None:
-    """Two devices, the second with a fault on one side."""
+    """Dumps of two devices, without a fault and with a fault on the second device."""
     model = toy_decoder(layers=1, hidden=8, vocabulary=16)
     for name, error in (("clean", None), ("faulty", Error(0))):
         atb_twin(folder / name, model, PROMPT, device=0, pid=1)
@@ -69,7 +69,7 @@ GENERATIONS: tuple[Generation, ...] = ("G0", "G1", "G2", "G2t", "G3", "G4")
 
 
 def atb_generations(folder: Path) -> None:
-    """One addition, as the probe of each generation lays it down, and its line of the csv."""
+    """One addition in the layout of each generation of the probe, and its line of the csv."""
     a, b = np.arange(6, dtype=np.float16).reshape(2, 3), np.ones((2, 3), np.float16)
     add = Operation("AddOperation", [Value("a", a), Value("b", b)], [Value("y", a + b)], param={})
     for generation in GENERATIONS:
@@ -79,7 +79,7 @@ def atb_generations(folder: Path) -> None:
 
 
 def atb_lists(folder: Path) -> None:
-    """Beside the tensors: topologies, operations, kernels, and times as written and rewritten."""
+    """Tensors with their topologies, lists of operations and kernels, and times in two forms."""
     x, w = np.arange(6, dtype=np.float16).reshape(2, 3), np.eye(3, dtype=np.float16)
     linear = Operation(
         "LinearOperation",
@@ -109,7 +109,7 @@ def atb_lists(folder: Path) -> None:
 
 
 def ait_by_hand(folder: Path) -> None:
-    """What `dump_data` leaves of two tokens, and the list of what they are to be compared with."""
+    """The dump of `dump_data` for two tokens, and the list of their partners in a comparison."""
     import torch
 
     place = folder / "ait_dump" / "4242_1" / "golden_tensor"
@@ -121,7 +121,7 @@ def ait_by_hand(folder: Path) -> None:
 
 
 def ge_and_fx(folder: Path) -> None:
-    """Two nodes as GE and as FX record them; the second sum of the faulty GE dump is wrong."""
+    """Two nodes as GE dumps and as FX dump; the sum in the faulty GE dump is wrong."""
     a = np.arange(6, dtype=np.float32).reshape(2, 3)
     doubled, sums = a * 2, a * 2 + a
     for name, wrong in (("ge", 0.0), ("faulty", 1.0)):
@@ -144,7 +144,7 @@ def ge_and_fx(folder: Path) -> None:
 
 
 def ge_one_stamp(folder: Path) -> None:
-    """Operators of one time stamp whose task numbers are the other way round."""
+    """Operators with equal time stamps, whose task numbers are in reverse order."""
     dump = GeDump(folder)
     value = np.arange(4, dtype=np.float32).reshape(2, 2)
     for task, name in enumerate(("Last", "Middle", "First")):
@@ -161,7 +161,7 @@ def ge_one_stamp(folder: Path) -> None:
 
 
 def paddle_hook(folder: Path) -> None:
-    """Gradients of a recurrent layer over two micro steps, and a layer's activations."""
+    """Gradients of a recurrent layer in two micro steps, and a layer's activations."""
     rng = np.random.default_rng(0)
     for kind in ("tensors", "grads"):
         (folder / kind / "rank_0").mkdir(parents=True)
@@ -179,7 +179,7 @@ SHAPE = "max-new-tokens-4_batch-size-1"
 
 
 def layer_metrics(folder: Path) -> None:
-    """Two csv files per layer and their thresholds: as documented, and as newer versions write."""
+    """Two csv files per layer and their thresholds, as documented and as in newer versions."""
     rng = np.random.default_rng(1)
     documented, newer = folder / "documented", folder / "newer"
     documented.mkdir()
@@ -190,11 +190,11 @@ def layer_metrics(folder: Path) -> None:
         differences = rng.uniform(0.0, 0.01, 5)
         for metric, values in (("abs_diff", differences), ("cos_sim", 1.0 - differences**2)):
             lines = [repr(float(value)) for value in values]
-            # The length is not known to the documented version, which writes 0.
+            # The documented version does not know the length and writes 0.
             stem = f"acme--toy_{SHAPE}_seq-length-0_dtype-float16--{layer}"
             text = "\n".join([metric, *lines]) + "\n"
             (documented / f"{stem}.{metric}.csv").write_text(text)
-            # Newer versions: two more lines of heading, and a file per call after the first.
+            # Newer versions have two more heading lines, and an extra file for each later call.
             shape = "torch.Size([1, 4, 8])"
             heading = [
                 metric,
@@ -205,10 +205,10 @@ def layer_metrics(folder: Path) -> None:
             for suffix, part in (("", lines[:4]), (".iter-57", lines[4:])):
                 text = "\n".join([*heading, *part]) + "\n"
                 (newer / f"{stem}{suffix}.{metric}.csv").write_text(text)
-        # What the original calls the average difference is the norm of all values.
+        # The original's "average difference" is the norm of all values.
         norms[layer] = float(np.linalg.norm(differences))
         averages[layer] = float(np.mean(1.0 - differences**2))
-    # The documented file has lists of single entries, a later one mappings and other names.
+    # The documented file has lists of single entries; later files have mappings and other names.
     contents = {
         documented: {"abs_diff": entries(norms), "cos_sim": entries(averages)},
         newer: {"abs_diff": norms, "cos_sim_avg": averages, "cos_sim_mean": averages},
@@ -246,7 +246,7 @@ def decoder_metrics(folder: Path) -> None:
             for prompt in range(2):
                 content = {"tokens": saved_tokens(reference, prompt), "logits": logits[prompt]}
                 save_tensors(saved / f"{prompt}.pt", content)
-        if version != "newest":  # nothing tells whose a csv file under a hash is
+        if version != "newest":  # the model of a csv file cannot be told from a hash
             for metric, values in figures.items():
                 text = "\n".join([metric, *(repr(float(value)) for value in values)]) + "\n"
                 (place / f"{stem}.{metric}.csv").write_text(text)
@@ -256,7 +256,7 @@ def decoder_metrics(folder: Path) -> None:
 
 
 def saved_tokens(logits: Any, prompt: int) -> Any:
-    """Two pads, a prompt of six tokens, and what the reference says next."""
+    """Two pads, a prompt of six tokens, and the reference's next tokens."""
     said = logits[prompt].argmax(axis=1)
     return np.array([0, 0, *range(5 + prompt, 11 + prompt), *said], dtype=np.int64)
 
@@ -268,7 +268,7 @@ def save_tensors(path: Path, content: dict[str, Any]) -> None:
 
 
 def token_figures(reference: Any, device: Any, top: int = 20) -> dict[str, Any]:
-    """The four metrics as the document prints them, in float64, over the reference's largest."""
+    """The four documented metrics, in float64, over the reference's largest logits."""
     order = np.argsort(-reference.astype(np.float64), axis=-1, kind="stable")[..., :top]
     p, q = (
         softmax(np.take_along_axis(logits.astype(np.float64), order, axis=-1))
@@ -289,7 +289,7 @@ def softmax(values: Any) -> Any:
 
 
 def expectations(folder: Path) -> None:
-    """Signature and weight keys of a decoder: 60 tokens behind four pads, in float16."""
+    """Signature and weight keys of a decoder for 60 tokens after four pads, in float16."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -312,9 +312,9 @@ def expectations(folder: Path) -> None:
 
 
 def labels(folder: Path) -> None:
-    """A round of labels of two processes: values on both sides, a file of the library, a lone one.
+    """A round of labels of two processes: values of both, a library's file, and an unpaired one.
 
-    The library's file lies where its first generation dumped, `tensors/{pid}/{task}`.
+    The library's file is where the library's first generation dumped it, `tensors/{pid}/{task}`.
     """
     store = folder / "cmp_dump_data"
     golden = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -342,7 +342,7 @@ def labels(folder: Path) -> None:
 
 
 def label_line(source: str, name: str, pid: int, process: str, number: int) -> dict[str, Any]:
-    # Each process has begun the first round of its own.
+    # Each process has begun its own first round.
     return {
         "task": f"{pid}_1",
         "source": source,
@@ -355,7 +355,7 @@ def label_line(source: str, name: str, pid: int, process: str, number: int) -> d
 
 
 def safetensors_file(value: Any) -> bytes:
-    """One tensor, by the letter of the format: length of the heading, heading, bytes."""
+    """A safetensors file with one tensor: length of the heading, heading, bytes."""
     kind = {"float32": "F32", "float16": "F16"}[value.dtype.name]
     entry = {"dtype": kind, "shape": list(value.shape), "data_offsets": [0, value.nbytes]}
     heading = json.dumps({"value": entry}).encode()
@@ -381,12 +381,12 @@ FORMATS: dict[str, Callable[[Path], None]] = {
 
 
 def archive(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """What a writer writes, by the name of the file."""
+    """The files that a writer writes, by name."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write(folder)
         return {
-            # A csv of the newest probe names its files by their full paths.
+            # A csv of the newest probe has full paths of files.
             str(path.relative_to(folder)): path.read_bytes().replace(name.encode(), b"/elsewhere")
             for path in sorted(folder.rglob("*"))
             if path.is_file()
@@ -394,12 +394,12 @@ def archive(write: Callable[[Path], None]) -> dict[str, bytes]:
 
 
 def write_all(target: Path) -> None:
-    """Make every archive anew."""
+    """Write all archives again."""
     for name, write in FORMATS.items():
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as file:
             for path, data in archive(write).items():
-                # A fixed date: the same content gives the same archive.
+                # With a fixed date, equal content gives equal archives.
                 entry = zipfile.ZipInfo(path, (2026, 1, 1, 0, 0, 0))
                 file.writestr(entry, data, zipfile.ZIP_DEFLATED)
         (target / f"{name}.zip").write_bytes(content.getvalue())

@@ -1,4 +1,4 @@
-"""Programs that a test talks to while they run, and that never outlive it."""
+"""Programs that a test communicates with while they run, and that end with the test."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @contextlib.contextmanager
 def running(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A program, killed at the latest when the block is left.
+    """Run a program that is killed, if it still runs, when the block is left.
 
-    `with subprocess.Popen` waits instead, also for a program that no longer gets what it waits for,
-    because the test failed or its time was over; nothing ends that wait a second time.
+    `with subprocess.Popen` would wait for the program instead. If the test failed or exceeded its
+    time limit, the program may wait for input that never comes, and nothing would end that wait.
     """
     with subprocess.Popen(words, **options) as process:
         try:
             yield process
         finally:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # does nothing if the program has ended

@@ -1,4 +1,4 @@
-"""A small decoder in torch, the model behind the twins: random weights, a cache, nothing else."""
+"""A small decoder in torch with random weights and a cache: the model of the twins."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ToyLayer(nn.Module):
 
 
 class ToyDecoder(nn.Module):
-    """Embedding, layers, norm, head; `forward` continues the sequence that is in the cache."""
+    """Embedding, layers, norm and head; `forward` continues the sequence in the cache."""
 
     def __init__(self, layers: int, hidden: int, vocabulary: int) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ def toy_decoder(
 
 
 def in_library_order(model: ToyDecoder) -> ToyDecoder:
-    """The same model with its modules registered as transformers registers those of a Llama.
+    """Register the model's modules in the order of transformers' Llama; returns the model.
 
-    Registration is not execution there: attention and mlp come before the norms, the activation
-    last, the final norm before the head as usual.
+    That is not the order of execution: attention and mlp come before the norms, and the activation
+    is the last in the mlp. The final norm comes before the head as usual.
     """
     for layer in model.layers:
         _register(layer, ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"))

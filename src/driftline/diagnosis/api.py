@@ -1,7 +1,7 @@
 """The Python interface of diagnosis: two runs and other evidence become one finding.
 
-Works with what it is given and says what more it would need. Starts no program; everything may be
-in memory.
+It uses the evidence that is supplied and says which further evidence would help. It starts no
+program, and all its arguments may be in memory.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def diagnose(
 
 
 class GatheredEvidence(NamedTuple):
-    """Evidence, opened and brought to the reference's names.
+    """Opened evidence, with its sites renamed to the reference's names.
 
     Attributes:
-        evidence: What the judgement of sites takes.
-        replay: The replay, for whoever reads its tensors.
-        variants: The trusted runs, measured.
-        proof: The bisection.
+        evidence: Evidence in the form that the judgement of sites expects.
+        replay: The opened replay, with its tensors.
+        variants: The trusted runs and their comparisons with the reference.
+        proof: The result of a bisection.
     """
 
     evidence: SiteEvidence
@@ -107,21 +107,21 @@ NOTHING_GATHERED = GatheredEvidence(SiteEvidence())
 
 
 def gather_evidence(comparison: Comparison, sources: EvidenceSources) -> GatheredEvidence:
-    """Open evidence about two runs, and judge what a replay says of each site.
+    """Open evidence about two runs and judge each site by the replay.
 
     Args:
         comparison: The two runs.
         sources: Where the evidence is.
 
     Raises:
-        DriftlineError: Evidence that cannot be read, or is of other runs.
+        DriftlineError: Evidence cannot be read, or is about other runs.
     """
     replay = None if sources.replay is None else open_replay(sources.replay)
-    # Trusted runs are no subject of thresholds: what they do is what is normal.
+    # Thresholds do not apply to trusted runs: their errors define what is normal.
     by_default = replace(comparison.options, tolerance=Tolerance())
     variants = compare_noise(comparison.reference, sources.noise, by_default)
     proof = None if sources.bisect is None else open_bisection(sources.bisect)
-    # Findings use the reference's names, an experiment those of the candidate's program.
+    # Findings use the reference's names; an experiment uses those of the candidate's program.
     if proof is not None:
         proof = renamed(proof, comparison.plan)
     replayed = {} if replay is None else judge_replay(comparison, replay)
@@ -138,15 +138,15 @@ def gather_evidence(comparison: Comparison, sources: EvidenceSources) -> Gathere
 def compare_noise(
     reference: Run, noise: Sequence[Evidence], options: CompareOptions
 ) -> list[Variant]:
-    """Trusted runs compared with the reference as the candidate is: what they show is normal.
+    """Compare trusted runs with the reference in the same way as the candidate.
 
     Args:
-        reference: What is right.
-        noise: What `driftline noise` wrote, or plain runs.
-        options: As for the candidate.
+        reference: The run that is right.
+        noise: Folders that `driftline noise` wrote, or plain runs.
+        options: The options of the candidate's comparison.
 
     Raises:
-        DriftlineError: A path that is no run, or one that has nothing in common with the reference.
+        DriftlineError: A path is not a run, or a run has nothing in common with the reference.
     """
     variants: list[Variant] = []
     for trusted in open_noise(noise):
@@ -160,10 +160,10 @@ def compare_noise(
 
 
 def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
-    """The same from a comparison that was made before: no tensor is read, so no cause is named.
+    """Diagnose from an existing comparison; no tensor is read, so no cause is named.
 
     Args:
-        table: What `driftline.compare` gave, or `open_table` read.
+        table: A table from `driftline.compare` or `open_table`.
         noise: Comparisons of trusted runs with the same reference.
     """
     variants = [
@@ -178,7 +178,7 @@ def diagnose_table(table: Table, *, noise: Sequence[Table] = ()) -> Diagnosis:
 
 
 def with_differences(diagnosis: Diagnosis, table: Table) -> Diagnosis:
-    """The diagnosis with what differs between the models, seen from its own first site."""
+    """The diagnosis with the differences between the models, placed relative to its first site."""
     if table.differences is None:
         return diagnosis
     home = diagnosis.first_site

@@ -1,7 +1,8 @@
-"""How sure a finding is: halves of the tokens, false-alarm rates, what the devices explain.
+"""Confidence in a finding: halves of the tokens, false-alarm rates, effects of devices.
 
-The comparison has acquitted sites whose error only one half of the tokens shows; here the halves
-say how sure the others are, and how often a clean site would be suspected. Decides no status.
+The comparison has already acquitted sites whose error appears in only one half of the tokens. Here
+the halves show how certain the other findings are, and how often a clean site would be suspected.
+This file does not decide the status of a site.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from driftline.runs.run import Run
 
 
 class Confirmation(NamedTuple):
-    """What a second look says of a culprit.
+    """The result of a second look at a culprit.
 
     Attributes:
-        halves: How far outside each half of the tokens is, in units of the limit.
-        effect: The effect on all tokens that were looked at.
+        halves: Error of each half of the tokens, in units of the limit.
+        effect: The effect on all tokens that were read.
     """
 
     halves: tuple[float, float]
@@ -50,12 +51,12 @@ class Confirmation(NamedTuple):
 def confirmed(
     look: Look | None, standing: SiteStatus, floor: NoiseFloor | None
 ) -> Confirmation | None:
-    """What a second look at the tensor that made a site suspect says in units of its limit.
+    """The second look at the tensor that made a site suspect, in units of its limit.
 
     Args:
         look: The second look; None if the tensor's values are missing.
-        standing: How the site stands.
-        floor: What trusted runs do there.
+        standing: The status of the site.
+        floor: The noise of trusted runs at each tensor.
     """
     if look is None:
         return None
@@ -63,30 +64,32 @@ def confirmed(
     if standing.leaning:
         key = standing.call.worst.key
         return Confirmation((lean_of(first, key, floor), lean_of(second, key, floor)), look.effect)
-    # An infinite ratio is not made less certain by halves.
+    # If the ratio is infinite, that of both halves counts as infinite too.
     if not math.isfinite(standing.ratio):
         return Confirmation((standing.ratio, standing.ratio), look.effect)
     limit = standing.call.error / standing.ratio if standing.ratio > 0.0 else math.inf
     return Confirmation((first.error / limit, second.error / limit), look.effect)
 
 
-# False-alarm rates: counted on halves of the tokens, never assumed.
+# False-alarm rates. They are counted on halves of the tokens, never assumed.
 
 
 _TENSORS = 256
 _ELEMENTS = 1 << 14
-"""Elements read of one tensor: enough rows to compare its halves."""
+"""Number of elements read of one tensor: enough rows to compare its halves."""
 
 
 class Rate(NamedTuple):
-    """How often a clean site would be called guilty, and on how many tests that rests.
+    """How often a clean site would be called guilty, and the number of tests behind that rate.
 
     Attributes:
-        rate: Per clean site.
-        by: replay, or noise runs.
-        tested: How many tests were made.
-        screened: How many were outside on one half or the other.
-        confirmed: How many were outside on both; None where those are findings.
+        rate: False alarms per clean site.
+        by: Source of the tests: replay, or noise runs.
+        tested: Number of tests.
+        screened: Number of tests that were outside the limit; by replay on exactly one half, by
+            noise runs on at least one.
+        confirmed: Number of tests that were outside on both halves; None by replay, where those are
+            findings.
     """
 
     rate: float
@@ -105,15 +108,15 @@ class Rate(NamedTuple):
 
 
 def by_replay(judged: Iterable[ReplayResult]) -> Rate | None:
-    """Rate from replays: a site outside on exactly one half is a false suspicion.
+    """Rate from replays, in which a site that is outside on exactly one half is falsely suspected.
 
-    A false alarm needs both halves, so the rate of one half is squared.
+    A false alarm requires both halves, so the rate of one half is squared.
     """
     tested = [judgement for judgement in judged if not judgement.trouble]
     if not tested:
         return None
     split = sum((judgement.halves[0] > 1.0) != (judgement.halves[1] > 1.0) for judgement in tested)
-    # One is added, so that no test without an accident claims a rate of zero.
+    # One is added, so that the rate is not zero if no site was falsely suspected.
     once = (split + 1) / (2 * len(tested))
     return Rate(_rounded(min(once * once, 1.0)), "replay", len(tested), split)
 
@@ -121,12 +124,12 @@ def by_replay(judged: Iterable[ReplayResult]) -> Rate | None:
 def by_noise(floor: NoiseFloor, variants: Sequence[Variant], reference: Run) -> Rate | None:
     """Rate from noise runs: each trusted run is tested against the others, on halves of the tokens.
 
-    The margin is learnt from the others alone, so that the run under test has no influence on its
-    own limit. None with a single run.
+    The margin is computed from the others only, so that the run under test has no influence on its
+    own limit. None if there is only one run, or if a run's tensors cannot be read.
     """
     used = [variant for variant in variants if variant.name in floor.used]
     trusted = [(variant, variant.run) for variant in used if variant.run is not None]
-    # A run whose tensors are not at hand cannot be tested, and a rate of a part of the runs would
+    # A run whose tensors are not available cannot be tested, and the rate of some of the runs would
     # be misleading.
     if len(trusted) < 2 or len(trusted) < len(used):
         return None
@@ -159,8 +162,8 @@ def by_noise(floor: NoiseFloor, variants: Sequence[Variant], reference: Run) -> 
             continue
         for number, (_, first, second) in enumerate(seen):
             others = max(error for other, (error, _, _) in enumerate(seen) if other != number)
-            # The same quarter of a unit that `NoiseFloor.excess` allows; the rate must use the
-            # limit that is used in earnest.
+            # `NoiseFloor.excess` allows the same quarter of a unit; the rate must use the limit
+            # with which sites are judged.
             limit = margins[number] * others + 0.25 * units[number]
             over = first > limit, second > limit
             tested += 1
@@ -179,7 +182,7 @@ def _errors(r: F64, c: F64) -> tuple[float, float, float]:
 
 
 def _partners(plan: Plan | None) -> dict[TensorKey, Record]:
-    """Reference key -> record of the same tensor in a trusted run, if neither is transformed."""
+    """Records of a trusted run by the reference's key, of pairs without a transformation."""
     if plan is None:
         return {}
     return {
@@ -190,13 +193,13 @@ def _partners(plan: Plan | None) -> dict[TensorKey, Record]:
 
 
 def _chosen(reference: Run, keys_by_run: Sequence[set[TensorKey]]) -> list[Record]:
-    """Outputs that every trusted run has, each tensor once; an even sample if there are many."""
+    """Outputs that all trusted runs have, each tensor once; an even sample if there are many."""
     seen: set[str] = set()
     chosen: list[Record] = []
     for record in reference.records:
         if record.key.port != "output" or not all(record.key in keys for keys in keys_by_run):
             continue
-        # Equal bytes under several names (views, tied outputs) would count one accident several
+        # Equal bytes under several names (views, tied outputs) would count one exceedance several
         # times.
         if not is_readable(reference, record) or record.digest in seen:
             continue
@@ -215,7 +218,7 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-# Devices on which runs were made, and TF32, which CUDA uses for float32 on its own account.
+# Devices of runs, and TF32, which torch may use for float32 on CUDA.
 
 
 _SWITCHES = {
@@ -225,7 +228,7 @@ _SWITCHES = {
 
 
 def devices_of(run: Run) -> frozenset[str]:
-    """Kinds of devices on which a run's results lay; empty where it does not say."""
+    """Kinds of devices that held a run's outputs; empty if the run does not name them."""
     return frozenset(
         record.device.partition(":")[0]
         for record in run.records
@@ -234,10 +237,10 @@ def devices_of(run: Run) -> frozenset[str]:
 
 
 def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[str]) -> str:
-    """Advice where no noise run was made on the candidate's device; empty where one was.
+    """Advice if no noise run was made on the candidate's device; empty otherwise.
 
-    Kernels of another device add in other orders and fuse other operations: their noise is not
-    inside the interval of such runs.
+    Kernels of different devices add in different orders and fuse different operations, so the noise
+    of the candidate's device may be outside the interval of such runs.
     """
     candidate_devices = devices_of(candidate)
     trusted_devices = [
@@ -259,7 +262,7 @@ def noise_elsewhere(candidate: Run, variants: Sequence[Variant], used: Sequence[
 
 
 def by_device(naming: NamedCause, runs: Runs, row: Row) -> NamedCause:
-    """A named cause, with a remark if torch's own choice of TF32 explains the missing digits."""
+    """The named cause, with a remark if torch's use of TF32 explains the missing digits."""
     if naming.cause != "low-precision" or naming.detail not in TF32:
         return naming
     pair = next((pair for pair in runs.plan.pairs if pair.reference.key == row.key), None)
@@ -274,7 +277,7 @@ def by_device(naming: NamedCause, runs: Runs, row: Row) -> NamedCause:
         )
         if record.device.startswith("cuda") and what in _allowed(run)
     ]
-    if len(sides) != 1:  # both do it, or neither is known to
+    if len(sides) != 1:  # TF32 explains a difference only if exactly one side allows it
         return naming
     why = (
         f"the {sides[0]} ran on CUDA with {_SWITCHES[what]} on, and torch then rounds what its "

@@ -1,6 +1,7 @@
-"""A stand-alone script for the guilty module: its weights, its input, both results.
+"""A stand-alone script for the guilty module, with its weights, its input and both results.
 
-Written as plain text and .npy files; the script needs numpy, and torch only to rebuild the module.
+They are written as text and .npy files. The script needs numpy, and torch only to rebuild the
+module.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from driftline.runs.run import Run
 if TYPE_CHECKING:
     from _typeshed import StrPath
 
-# A guard against filling the disk: a tensor of this many elements takes one gigabyte as float32.
+# A larger tensor could fill the disk: one of this many elements takes one gigabyte as float32.
 _MOST = 1 << 28
-"""Elements of one tensor that are written."""
+"""Largest number of elements of one tensor that is written."""
 
 
 def write_repro(
@@ -37,7 +38,7 @@ def write_repro(
     replay: Replay | StrPath | None = None,
     force: bool = False,
 ) -> str:
-    """Write the folder; returns one sentence about it.
+    """Write the folder and return one sentence about it.
 
     Raises:
         AlreadyThere: The folder exists and `force` was not given.
@@ -46,29 +47,28 @@ def write_repro(
     target = Path(folder)
     if target.exists() and not force:
         raise AlreadyThere(f"{target} exists", hint="give another folder, or force")
-    # Without a culprit any module would do, and the script would mislead.
+    # Without a culprit the script would show an arbitrary module.
     if not diagnosis.first_site:
         raise BadInput(
             "no site is guilty, so there is nothing to reproduce",
             hint="leave --repro out, or give more evidence: --replay",
         )
     site = diagnosis.first_site
-    # The step and visit of the first wrong tensor select one call; without them the first call is
-    # taken.
+    # The step and visit of the first wrong tensor select one call; if they are unknown, the first
+    # call is used.
     first = next((r for r in candidate.records if str(r.key) == diagnosis.first_key), None)
     step, visit = (first.key.step, first.key.visit) if first is not None else (0, 0)
     call = (site, step, visit)
     tensors = [
         *_tensors_of(candidate, call, "candidate", ("input", "output")),
-        # Weights of the reference are the right ones; the candidate's may be what is wrong.
+        # The reference's weights are used, because the candidate's may be the fault.
         *_tensors_of(reference, call, "reference", ("input", "output", "param")),
     ]
     if replay is not None:
         tensors += _tensors_of(open_replay(replay).exact, call, "exact", ())
     arrays = {name: (read_whole(run, r, _MOST), r) for name, run, r in tensors}
     kept = {name: (a, r) for name, (a, r) in arrays.items() if a is not None}
-    # The script's purpose is the error of the candidate's output: without that there is nothing to
-    # show.
+    # The script shows the error of the candidate's output, so that output is required.
     if not any(name.startswith("candidate.output") for name in kept):
         raise BadInput(
             f"no values of '{site}' were kept", hint="dump both runs with --keep full first"
@@ -97,7 +97,10 @@ def write_repro(
 def _tensors_of(
     run: Run, call: tuple[str, int, int], side: str, ports: Sequence[str]
 ) -> list[tuple[str, Run, Record]]:
-    """Tensors of one call (site, step, visit) under the names the script uses; no ports: all."""
+    """Tensors of one call (site, step, visit) by the names that the script uses.
+
+    If `ports` is empty, all ports are included.
+    """
     site, step, visit = call
     tensors: list[tuple[str, Run, Record]] = []
     for record in run.records:
@@ -113,7 +116,7 @@ def _tensors_of(
 
 
 def _saved(arrays: Mapping[str, tuple[F64, Record]], target: Path) -> dict[str, dict[str, object]]:
-    """Save every array as a file of its own; name -> file, dtype and shape."""
+    """Save each array in its own file; returns file, dtype and shape by name."""
     listed: dict[str, dict[str, object]] = {}
     for number, (name, (array, record)) in enumerate(arrays.items()):
         file = f"tensor-{number:03d}.npy"

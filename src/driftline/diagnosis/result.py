@@ -1,6 +1,7 @@
-"""The result of a diagnosis: a verdict, a first site, a cause, and a status for every site.
+"""The result of a diagnosis: a verdict, a first site, a cause, and a status for each site.
 
-Plain values and their JSON form (docs/diagnosis.md). Does not know how they are determined.
+This file has plain values and their JSON form (docs/diagnosis.md). It does not know how they are
+determined.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from driftline.comparison.verdict.status import Status
 SCHEMA = "driftline.diagnosis/1"
 
 STATUSES: tuple[Status, ...] = (
-    # Unknown stands before clean: what could not be judged deserves attention.
+    # `unknown` comes before `clean`: a site that could not be judged deserves attention.
     *("introduced", "amplified", "inherited", "masked", "unknown", "clean"),
 )
-"""Worst first, as reports list them."""
+"""All statuses, the worst first, in the order of reports."""
 Verdict: TypeAlias = Literal["pass", "fail", "incomplete", "incomparable"]
 Direction: TypeAlias = Literal["forward", "backward", "optimizer", "param"]
 
@@ -34,21 +35,22 @@ class SiteFinding(NamedTuple):
 
     Attributes:
         site: Its name in the reference.
-        order: Its place among all sites, by when its first output was made.
+        order: Its place among all sites, in the order of their first outputs.
         status: introduced, amplified, inherited, masked, clean or unknown.
-        direction: forward, or backward for its gradients; param for weights that differ.
+        direction: forward; backward or optimizer for its gradients; param for weights that differ.
         class_name: Class of the module.
         error: Relative error of its output against the reference.
-        error_in: The same of what it was given; NaN when not known.
-        noise: Relative error that trusted arithmetic has there: by replay of this very module, by
-            noise runs, or expected from formats and siblings.
-        ratio: What it errs by (by itself, where it was replayed) over what is allowed; above 1 is
-            outside.
-        projection: `<e, r> / <r, r>` of that error.
-        z: Projection over its standard error, clustered by token; NaN when values were not read.
-        cause: For a site that introduces error: what kind it is, as far as known.
-        inside: For a container that errs because of a part of it: which part.
-        reason: In words.
+        error_in: Relative error of its input against the reference; NaN if not known.
+        noise: Relative error of trusted arithmetic at this site: measured by replay of the module
+            or by noise runs, or expected from formats and siblings.
+        ratio: Its error (that of the module itself, if it was replayed) divided by the allowed
+            error; above 1 it is outside.
+        projection: `<e, r> / <r, r>` of its error.
+        z: Projection divided by its standard error, clustered by token; NaN if values were not
+            read.
+        cause: The kind of error, if the site introduces error and the kind is known.
+        inside: The part that causes the error of a container.
+        reason: The reason for the status, in words.
     """
 
     site: str
@@ -67,7 +69,7 @@ class SiteFinding(NamedTuple):
     reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """As docs/diagnosis.md has it; a number that is not known is null."""
+        """The JSON object of docs/diagnosis.md; a number that is not known is null."""
         return {
             "site": self.site,
             "order": self.order,
@@ -130,8 +132,8 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """0 pass, 1 fail, 2 too little or nothing could be judged."""
-        # Scripts rely on these codes.
+        """0 for pass, 1 for fail, 2 if too little or nothing could be judged."""
+        # Scripts depend on these codes.
         return EXIT_CODES[self.verdict]
 
     def site(self, name: str, direction: Direction = "forward") -> SiteFinding:
@@ -140,7 +142,7 @@ class Diagnosis:
         Raises:
             KeyError: There is none.
         """
-        # A linear search: reports ask for few sites, and most findings are never looked up.
+        # A linear search suffices: reports look up only a few sites.
         for finding in self.sites:
             if finding.site == name and finding.direction == direction:
                 return finding
@@ -177,7 +179,7 @@ class Diagnosis:
         return " ".join(self.sentences)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """The HTML that a notebook displays."""
         from driftline.reporting.notebook import diagnosis_html
 
         return diagnosis_html(self)
@@ -188,11 +190,11 @@ def _number(value: float) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Evidence as JSON has it: non-finite numbers as words, NaN as null."""
+    """Evidence as JSON values: infinite numbers become words, NaN becomes null."""
     if isinstance(value, float):
         return _number(value)
     if isinstance(value, Mapping):
-        # JSON has no NaN or Inf, so every number inside the evidence goes through `_number` too.
+        # JSON has no NaN or Inf, so all numbers inside the evidence are converted too.
         return {str(key): _plain(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType,reportUnknownArgumentType]
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]  # pyright: ignore[reportUnknownVariableType]

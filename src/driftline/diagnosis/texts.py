@@ -1,6 +1,6 @@
 """The texts of a diagnosis: its three sentences, its evidence document, and what to run next.
 
-Only words and layout; every number and verdict is given by the caller.
+This file has only words and layout; the caller passes all numbers and verdicts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WHERE = {
 
 
 _DROWNED = 0.3
-"""Relative error from which on noise hides whatever there is."""
+"""Noise above this relative error hides any error of a site."""
 
 
 def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "") -> str:
@@ -43,16 +43,16 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
 
     Args:
         site: The site.
-        by: The evidence.
-        statistic: What was measured.
-        limit: What it is compared with.
+        by: Name of the evidence.
+        statistic: The measured statistic, in words.
+        limit: The limit of the statistic, in words.
         fused: The operations that one kernel or node computes together with the site's own.
     """
     name = _name(site.site)
     of = f" ({site.class_name})" if site.class_name else ""
     of += f", inside the fusion of {fused}," if fused else ""
     off = f"{site.ratio:.3g}" if math.isfinite(site.ratio) else "infinitely many"
-    # Weights differ or they do not: no ratio is needed.
+    # Weights are equal or they differ, so no ratio is needed.
     if site.direction == "param":
         return f"{name}{of} is the first that is off: its weights differ from the reference's."
     what = _WHERE[site.direction]
@@ -73,7 +73,7 @@ def where(site: SiteFinding, by: str, statistic: str, limit: str, fused: str = "
 
 def kind(cause: str, sentence: str) -> str:
     """The second sentence: what kind of error it is."""
-    # An unknown cause is said plainly: a guess would send the reader to the wrong code.
+    # An unknown cause is reported as unknown: a guess would send the reader to the wrong code.
     if cause == "unknown":
         return f"What kind of error it is stays unknown: {sentence or 'nothing known fits'}."
     noun = CAUSES[cause].noun if cause in CAUSES else ""
@@ -81,12 +81,12 @@ def kind(cause: str, sentence: str) -> str:
 
 
 def share(explains: float | None, final: float, noise: float) -> str:
-    """The third sentence: how much of the final output's error goes back to it."""
+    """The third sentence: how much of the final output's error the site causes."""
     if explains is None:
         return "How much of the final output's error it explains is not known."
     if not math.isfinite(final):
         return "The final output is not finite: all of that goes back to it, by order of execution."
-    # Noise as large as the result itself explains nothing; it hides everything.
+    # Noise that is about as large as the result hides the effect of the site.
     if explains < 0.05 and noise > _DROWNED:
         return (
             f"How much of the final output's error ({final:.2g}) it explains is not known: noise "
@@ -103,9 +103,9 @@ def share(explains: float | None, final: float, noise: float) -> str:
 
 
 def proven(proof: Substitution, site: str, culprits: Sequence[Place]) -> tuple[float | None, str]:
-    """Share and third sentence where substitution has measured it."""
+    """Share and third sentence if a bisection has measured the share."""
     runs = f"`driftline bisect`, {proof.executions} executions"
-    # Two outcomes name no block and are reported as they are.
+    # Two of the outcomes name no block.
     if proof.verdict == "same":
         return 0.0, f"The final output has no error ({runs})."
     if proof.verdict == "spread":
@@ -128,7 +128,7 @@ def proven(proof: Substitution, site: str, culprits: Sequence[Place]) -> tuple[f
 
 
 def undecided(site: str, trouble: str) -> tuple[str, ...]:
-    """Two sentences when only a site that does not agree with itself is off."""
+    """Two sentences if a site is off beyond noise and its evidence is inconclusive."""
     return (
         "No site can be called guilty, and none of the error be called noise.",
         f"{_name(site)} is off beyond noise, but nothing can be concluded from it: {trouble}.",
@@ -136,10 +136,10 @@ def undecided(site: str, trouble: str) -> tuple[str, ...]:
 
 
 def clean(judged: int, unknown: int, worst: SiteFinding | None, by: str, final: float) -> list[str]:
-    """Three sentences when no site is guilty."""
+    """One to three sentences if no site is guilty."""
     first = f"No site of {judged} introduces error beyond noise"
-    # How many sites could not be judged belongs into the first sentence, or a pass would claim too
-    # much.
+    # The first sentence includes the number of sites that could not be judged; otherwise a pass
+    # would claim too much.
     first += f" ({unknown} more could not be judged)." if unknown else "."
     second = ""
     if worst is not None and math.isfinite(worst.ratio) and worst.ratio > 0.0:
@@ -155,7 +155,7 @@ def _name(site: str) -> str:
     return "the model itself" if site in ("(root)", "") else f"'{site}'"
 
 
-# The `evidence` of a diagnosis, as a document.
+# The `evidence` entry of a diagnosis.
 
 
 def of_all(
@@ -262,7 +262,7 @@ def needs(
     has_inputs = any(row.key.port == "input" for row in rows)
     # Replay is the strongest evidence, so it is suggested before noise runs.
     if not judged:
-        # Without inputs a replay is impossible, so the advice how to dump them comes first.
+        # Without inputs a replay is impossible, so the advice to dump them comes first.
         if runs is not None and not has_inputs:
             sentences.append(
                 "no inputs were captured, so nothing can be replayed and what goes into a site is "
@@ -272,7 +272,7 @@ def needs(
     if floor is None and not judged:
         sentences.append(f"noise runs tell what the number format alone does: {_NOISE}")
     if floor is not None:
-        # An excluded noise run weakens the interval; the reader should know why and replace it.
+        # An excluded noise run weakens the interval, so the reader should replace it.
         for name, why in floor.excluded:
             sentences.append(f"another noise run for '{name}', which was left out: {why}")
         if len(floor.used) == 1:
@@ -286,7 +286,7 @@ def needs(
             f"{unknown[0].trouble}"
         )
     summaries = sum(row.basis in ("summary", "digest", "describe") for row in rows)
-    # Summaries suffice for sizes, but no detector can work without values.
+    # Summaries suffice for sizes of errors, but detectors of causes need values.
     if summaries:
         sentences.append(
             f"{summaries} of {len(rows)} tensors were compared without their values: sizes and "

@@ -1,7 +1,7 @@
 """Trends: how a statistic of each site develops over the steps of a run, or over several runs.
 
-Uses stored summaries where a run has nothing else, and computes them from values where it has.
-Says since when a site has grown; does not say why.
+Stored summaries are used if a run has them; otherwise they are computed from values. A trend says
+since when a site has grown or shrunk, but not why.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from driftline.runs.views import only
 SCHEMA = 1
 FIGURES = ("rms", "max_abs", "mean", "std", "nonfinite", "zeros")
 GREW = 2.0
-"""A site has grown (or shrunk) when it is this many times (or this fraction of) its usual size."""
+"""A site has grown (or shrunk) at this multiple of its usual size (or at the inverse of it)."""
 
 
 class Series(NamedTuple):
     """One tensor's figure over all points.
 
     Attributes:
-        site: Where.
-        port: Which side of it.
-        slot: Which tensor.
-        values: One per point; None where there is none.
-        ratio: The last value over the usual one of the beginning.
-        since: Index of the first point that is out of the usual and is not followed by a usual one;
-            None if there is no such point.
+        site: The site.
+        port: The port of the site, such as `output`.
+        slot: The slot of the port.
+        values: One value per point; None if the point has none.
+        ratio: The last value divided by the usual one at the beginning.
+        since: Index of the point from which all values are unusual; None if there is none.
     """
 
     site: str
@@ -53,12 +52,12 @@ class Trend(NamedTuple):
 
     Attributes:
         figure: The statistic.
-        over: steps or runs.
+        over: What the points are: steps or runs.
         points: Names of the points.
-        series: One per tensor, in execution order.
-        notes: What could not be taken into account.
-        faults: What is wrong with the runs themselves, the gravest first: a program that did not
-            end well, NaN and infinity, tensors that cannot be read.
+        series: One series per tensor, in execution order.
+        notes: Tensors that were left out, and why.
+        faults: Problems of the runs themselves, the most serious first: a program that did not end
+            normally, NaN and infinity, tensors that cannot be read.
     """
 
     figure: str
@@ -69,7 +68,7 @@ class Trend(NamedTuple):
     faults: tuple[str, ...] = ()
 
     def moved(self) -> list[Series]:
-        """Series that left their usual size: the earliest first, then in execution order."""
+        """Series that left their usual size; the earliest first, then in execution order."""
         departed = [series for series in self.series if series.since is not None]
         order = {id(series): position for position, series in enumerate(self.series)}
         return sorted(departed, key=lambda series: (series.since or 0, order[id(series)]))
@@ -103,25 +102,26 @@ def trend(
     ports: Sequence[str] = ("output",),
     sites: Sequence[str] = (),
 ) -> Trend:
-    """Follow one figure of every tensor.
+    """Follow one figure of each tensor over the points.
 
     Args:
-        runs: One run: its steps are the points. Several: each run is one, its steps taken together.
+        runs: One run, whose steps are the points, or several runs, each of which is a point for all
+            its steps.
         figure: rms, max_abs, mean, std, nonfinite or zeros.
-        ports: Which sides.
-        sites: Globs; only sites that match one of them. All, when none is given.
+        ports: Ports of the sites.
+        sites: Globs; only sites that match one of them are followed. All sites by default.
 
     Raises:
-        BadInput: A figure that does not exist, one point only, or nothing to follow.
+        BadInput: The figure does not exist, there is only one point, or there is no tensor.
     """
     if figure not in FIGURES:
         raise BadInput(f"there is no figure '{figure}'", hint=did_you_mean(figure, FIGURES))
     if sites:
-        # Filtering comes first, so that steps which only other sites have are no points.
+        # Sites are filtered first, so that steps that only other sites have do not become points.
         runs = [only(run, lambda r: any(fnmatchcase(r.key.site, g) for g in sites)) for run in runs]
     over = "steps" if len(runs) == 1 else "runs"
-    # Steps are points only within one run; several runs are compared as wholes, because their steps
-    # need not correspond.
+    # Steps are points only within one run. Several runs are compared as a whole, because their
+    # steps need not correspond.
     points: list[Any] = (
         sorted({record.key.step for record in runs[0].records})
         if over == "steps"
@@ -140,7 +140,7 @@ def trend(
     if faults and not gathered:
         raise BadInput(f"there is nothing to follow: {faults[0]}", hint="dump it again")
     if not gathered:
-        # If every tensor was skipped, the first reason explains the failure best.
+        # If all tensors were skipped, the first reason is reported.
         why = next(iter(notes), f"no floating-point tensor of {', '.join(ports)}")
         raise BadInput(f"there is nothing to follow: {why}", hint="dump with --keep summary")
     return Trend(
@@ -154,7 +154,7 @@ def trend(
 
 
 class _Poisoned(NamedTuple):
-    """A tensor with NaN or infinity in it: at which point, where, how many of how many."""
+    """A tensor with NaN or infinity: its point, its place, the number of such elements."""
 
     point: int
     order: int
@@ -164,7 +164,7 @@ class _Poisoned(NamedTuple):
 
 
 def _endings(runs: Sequence[Run]) -> Iterator[str]:
-    """Programs that did not end well."""
+    """Yield a sentence for each program that did not end normally."""
     for run in runs:
         scope = scope_of(run)
         for words in (scope.ending, *(f"left {step} unfinished" for step in scope.unfinished)):
@@ -175,7 +175,7 @@ def _endings(runs: Sequence[Run]) -> Iterator[str]:
 def _poison_sentences(
     poisoned: Sequence[_Poisoned], points: Sequence[str], over: str
 ) -> Iterator[str]:
-    """Who has the first NaN or infinity, and how far it went."""
+    """Yield a sentence that names the first NaN or infinity, and how many tensors have one."""
     if not poisoned:
         return
     first = min(poisoned, key=lambda tensor: (tensor.point, tensor.order))
@@ -191,7 +191,7 @@ def _poison_sentences(
 
 
 def _losses(runs: Sequence[Run]) -> Iterator[str]:
-    """Tensors that were captured and cannot be read."""
+    """Yield a sentence for each run with captured tensors that cannot be read."""
     for run in runs:
         losses = list(run.losses)
         if losses:
@@ -207,7 +207,7 @@ def _gathered(
     notes: dict[str, int],
     poisoned: list[_Poisoned],
 ) -> dict[tuple[str, str, str], list[list[float]]]:
-    """Site, port and slot -> the values at every point, which are steps or, without them, runs."""
+    """Values at each point by site, port and slot; points are steps, or runs if `steps` is None."""
     index = {step: position for position, step in enumerate(steps or ())}
     count = len(runs) if steps is None else len(steps)
     gathered: dict[tuple[str, str, str], list[list[float]]] = {}
@@ -219,7 +219,7 @@ def _gathered(
             if summary is None:
                 continue
             position = number if steps is None else index[record.key.step]
-            # Figures leave these out, so a run that has blown up would look like any other.
+            # Figures leave these out, so without this list a run with overflow would look normal.
             bad = summary.nan + summary.pos_inf + summary.neg_inf
             if bad:
                 poisoned.append(_Poisoned(position, record.order, record.key, bad, summary.count))
@@ -228,7 +228,7 @@ def _gathered(
                 continue
             key = (record.key.site, record.key.port, record.key.slot)
             gathered.setdefault(key, [[] for _ in range(count)])[position].append(value)
-        # Tensors that were read are dropped run by run; many runs together may not fit into memory.
+        # Memory is released after each run, because many runs together may not fit.
         run.release()
     return gathered
 
@@ -250,7 +250,7 @@ def _summary(run: Run, record: Record, notes: dict[str, int]) -> Summary | None:
 
 
 def figure_of(summary: Summary, figure: str) -> float | None:
-    """One statistic of a summary; None if it is not known."""
+    """One statistic of a summary; None if it is NaN."""
     if figure == "rms":
         finite = summary.count - summary.nan - summary.pos_inf - summary.neg_inf
         value = summary.l2 / math.sqrt(finite) if finite > 0 else math.nan
@@ -269,13 +269,13 @@ def figure_of(summary: Summary, figure: str) -> float | None:
 
 
 def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figure: str) -> Series:
-    """One series; several tensors of one point (visits, ranks, steps) count as their largest."""
+    """One series; of several values at one point (visits, ranks, steps), the largest counts."""
     values = tuple(
         max(point_values, key=abs) if point_values else None for point_values in gathered
     )
     usual, since = _departure(values, grows_from_nothing=figure in ("nonfinite", "zeros"))
     last = next((v for v in reversed(values) if v is not None), math.nan)
-    # A first value of zero makes every growth infinite; two zeros are no growth.
+    # If the usual value is zero, any growth is infinite, and a last value of zero is no growth.
     ratio = abs(last) / usual if usual else (1.0 if not last else math.inf)
     return Series(*key, values, ratio, since)
 
@@ -283,7 +283,7 @@ def _series(key: tuple[str, str, str], gathered: Sequence[Sequence[float]], figu
 def _departure(
     values: Sequence[float | None], *, grows_from_nothing: bool
 ) -> tuple[float, int | None]:
-    """The usual size at the beginning, and where the values leave it for good.
+    """The usual size at the beginning, and the point from which all values are unusual.
 
     The usual size is the median of the first third, at least one point and at most twenty.
     """
@@ -292,12 +292,12 @@ def _departure(
         return 0.0, None
     head = sizes[: max(1, min(20, len(sizes) // 3))]
     usual = median(size for _, size in head)
-    # A statistic that starts at zero has no size to grow from, except counts, where zero is the
-    # usual.
+    # If a statistic is usually zero, the smallest other size is the usual one. For counts zero
+    # itself is usual.
     if not usual and not grows_from_nothing:
         usual = min((size for _, size in sizes if size), default=0.0)
     since: int | None = None
-    # From the end backwards: only a departure that lasts to the last point counts.
+    # The search runs backwards, because only a departure that lasts to the last point counts.
     for position, size in reversed(sizes):
         away = size > 0 if not usual else not usual / GREW < size < usual * GREW
         if not away:

@@ -1,4 +1,5 @@
-"""Kinds of bugs, one family per file: each detector examines one site's error and scores its fit.
+"""Kinds of bugs, one family per file.
 
-A detector sees arrays only; which site is guilty was decided before. `registry.py` lists them all.
+Each detector examines one site's error and scores how well its kind of bug explains it. A detector
+sees only arrays; the guilty site was determined before. `registry.py` lists all detectors.
 """

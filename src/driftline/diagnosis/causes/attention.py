@@ -1,8 +1,8 @@
-"""Mistakes inside an attention, found by computing it again from what its parts gave.
+"""Mistakes inside an attention, found by recomputing it from the outputs of its parts.
 
-Once the attention is read (`attention_model`), every parameter of it (factor, cap, slopes, mask,
-window, rotation, grouping) is changed by itself, and the change that gives the candidate's output
-is the mistake.
+Once the attention is identified (`attention_model`), each of its parameters (factor, cap, slopes,
+mask, window, rotation, grouping) is changed separately. The change that gives the candidate's
+output is the mistake.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from driftline.diagnosis.causes.attention_model import (
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 from driftline.diagnosis.causes.linear_solve import solve
 
-# Two sequences of so many tokens show every mistake; the cost grows with the square of the tokens.
+# Two sequences of this many tokens show every mistake; the cost is quadratic in the tokens.
 _SEQUENCES, _TOKENS = 2, 96
 _EXPLAINS = 0.9
-# A reading is recognised by less.
+# Fewer are enough to identify the attention.
 _SEQUENCES_READ, _TOKENS_READ = 1, 48
 
 
@@ -44,11 +44,11 @@ class _Mistake(NamedTuple):
 
 
 def attention(case: Case) -> Clue | None:
-    """The mistake that turns the right attention into the candidate's."""
-    # Small ratios are noise, for which any mistake fits as well as another.
+    """The mistake that turns the correct attention into the candidate's."""
+    # Small ratios are noise, which all mistakes fit equally well.
     if case.r.ndim != 3 or not case.parts or case.ratio < 1.5 or case.r.shape[1] < 4:
         return None
-    # Only what both sides have is read, so that the same reading means the same on either.
+    # Only tensors that both sides have are used, so that a reading means the same on both sides.
     paired = case.right_parts or case.parts
     parts = {name: values for name, values in case.parts.items() if name in paired}
     right_parts = {name: paired[name] for name in parts}
@@ -60,8 +60,8 @@ def attention(case: Case) -> Clue | None:
     if right is None:
         return None
     r, c = (values[:sequences, :tokens] for values in (case.r, case.c))
-    # What is right is what comes of the candidate's own parts; errors of recomputing, which the
-    # reference's parts show, are taken off.
+    # The correct output is the attention of the candidate's own parts. The error of recomputing,
+    # which is measured on the reference's parts, is subtracted.
     exact = reading.of(Reader(case, sequences, tokens, right_parts))
     if exact is not None:
         r = right.output() + r - exact.output()
@@ -79,13 +79,13 @@ def attention(case: Case) -> Clue | None:
 
 
 def _other_distances(case: Case, right: Attention) -> Clue | None:
-    """Scores that are moved by other amounts at some distances, whatever these are."""
+    """Scores to which other amounts are added at some distances, whatever the amounts are."""
     base = right.output()
     made = with_distances(right, case.c - case.r + base)
     if made is None or made.by_distance is None:
         return None
     had = np.zeros_like(made.by_distance) if right.by_distance is None else right.by_distance
-    # One amount for all distances is none.
+    # The softmax cancels an amount that is equal for all distances.
     apart = made.by_distance - had
     apart = np.abs(apart - np.median(apart, axis=1, keepdims=True)).max(axis=0)
     middle = (apart.size - 1) // 2
@@ -102,8 +102,8 @@ def _other_distances(case: Case, right: Attention) -> Clue | None:
 def _single_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
     base = right.output()
     for mistake in _mistakes(right):
-        # The difference to the recomputed attention is added to the reference, so that errors of
-        # recomputing cancel.
+        # Adding the difference of two recomputed attentions to the reference cancels the error of
+        # recomputing.
         score = case.explained(case.r + mistake.made.output() - base)
         yield Clue(mistake.cause, score, mistake.what, RECOMPUTED)
 
@@ -113,7 +113,7 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
     base = right.output()
 
     def left(made: Attention) -> float:
-        # Not the score: that is cut off at 1, where a search would lose its way.
+        # The score is not used here: it is limited to 1, so it would not guide a search.
         rest = np.where(case.finite, case.c - case.r - made.output() + base, 0.0)
         return float(np.sum(rest * rest))
 
@@ -136,7 +136,7 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
         where = f"of {right.cap:.4g}" if right.cap else "of none"
         what = f"it is the attention with a soft cap of {capped.cap:.4g} in place {where}"
         other = clue("soft-cap", capped, what)
-        # A very large cap is none.
+        # A very large cap has no effect, so the attention without a cap is preferred.
         if other.score > plain.score + 0.005:
             yield other
     shown = replace(right, seen=_unwindowed(right))
@@ -171,7 +171,7 @@ def _unwindowed(right: Attention) -> Flags:
 
 
 def _reach(made: Attention) -> int:
-    """How many tokens back the last query sees, itself included."""
+    """Number of tokens that the last query sees, counted back from itself, itself included."""
     row: Flags = np.any(made.seen, axis=0)[-1]
     return row.size - int(np.argmax(row))
 
@@ -283,11 +283,12 @@ def _wrong_turns(right: Attention, turn: Turn) -> Iterator[_Mistake]:
         )
 
 
-# Dropout of weights: solved from the output, where there are fewer keys than channels of a head.
+# Dropout of weights. The weights are solved from the output of tokens that see at most half as many
+# keys as a head has channels.
 
 
 def _dropped(case: Case, right: Attention) -> Clue | None:
-    """Weights of which some are zero and all others larger by one factor."""
+    """Attention weights of which some are zero and all others larger by one factor."""
     if right.k.shape[1] != right.q.shape[1]:
         return None
     weights, heads = right.weights(), right.q.shape[2]
@@ -316,7 +317,7 @@ def _dropped(case: Case, right: Attention) -> Clue | None:
     alike = np.abs(kept - factor) < 0.1 * factor
     none = np.abs(measured[np.abs(measured) <= 0.3]) < 0.1
     agree = float((np.count_nonzero(alike) + np.count_nonzero(none)) / len(measured))
-    # The factor makes up for what was dropped.
+    # Dropout scales the remaining weights by 1 / (1 - share).
     if abs(factor * (1.0 - share) - 1.0) > 0.1:
         return None
     what = (

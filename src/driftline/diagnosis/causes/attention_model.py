@@ -1,8 +1,9 @@
-"""The attention that a module computes, read out of tensors whose roles are not known.
+"""The attention that a module computes, identified from tensors whose roles are not known.
 
-Which of them are queries, keys and values, how wide a head is, and which two are tables of a
-rotation (their squares add up to one) is tried out: a reading counts if the attention that it
-describes equals what the reference has. No name is asked.
+The roles are found by trying: which tensors are queries, keys and values, how wide a head is, and
+which two tensors are tables of a rotation (their squares add up to one). Such a choice of roles is
+called a reading. A reading is accepted if its attention equals the reference's output. Names are
+not used.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ import numpy as np
 from driftline.diagnosis.causes.case import F64, Case, Flags
 
 RECOMPUTED = "attention"
-"""Detail of clues that rest on an attention which was computed again."""
+"""Detail of clues that were found by recomputing an attention."""
 _FITS = 0.02
 """Relative error of the recomputed attention that still counts as the same."""
 _WIDTHS = (64, 128, 32, 16, 8, 12, 24, 40, 48, 80, 96, 256, 4)
-"""Widths of heads, common ones first."""
+"""Widths of heads, the common ones first."""
 _FACTORS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
 CAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
 _SLOPES = (0.0, *(sign * 2.0**-power for power in range(9) for sign in (1.0, -1.0)))
 _MOST_READINGS, _MOST_FITTED = 96, 2
 _NEARER = 0.5
-"""Share of what is left that the best of a few values must do away with to be worth a search."""
+"""A search is worthwhile if the best of a few values leaves at most this share of the error."""
 _STEPS, _FIRST_STEPS, _SLOW = 25, 5, 0.5
 _ENOUGH = 3
-"""Outputs that there must be for each amount by distance."""
+"""Required number of output elements for each amount by distance."""
 _HIDDEN = -1e4
-"""What an additive mask has at most where nothing may be seen."""
+"""Largest value of an additive mask that counts as hiding a key."""
 
 
 class Turn(NamedTuple):
     """A rotation of heads by position.
 
     Attributes:
-        cos: [tokens, width]; every pair's number twice.
-        sin: The same.
-        pairs: Which features turn together: `halves`, `neighbours`, or `whole` where halves of the
-            whole head are paired though only a part of it turns.
-        late: By how many tokens the keys' positions are late.
-        sides: What is turned: queries, keys, or both.
+        cos: Cosines, [tokens, width]; the value of each pair of features occurs twice.
+        sin: Sines, in the same form.
+        pairs: Which features are rotated together: `halves`, `neighbours`, or `whole` if the halves
+            of the whole head are paired although only a part of it is rotated.
+        late: Number of tokens by which the keys' positions are late.
+        sides: Which tensors are rotated: queries (`q`), keys (`k`), or both.
     """
 
     cos: F64
@@ -55,7 +56,7 @@ class Turn(NamedTuple):
     sides: str = "qk"
 
     def of(self, x: F64, side: str, first: int) -> F64:
-        """Heads [sequences, tokens, heads, width], turned; `first` is their first position."""
+        """Rotated heads, [sequences, tokens, heads, width]; `first` is their first position."""
         if side not in self.sides:
             return x
         late = self.late if side == "k" else 0
@@ -83,15 +84,15 @@ class Attention:
 
     Attributes:
         q: Queries, [sequences, tokens, heads, width].
-        k: Keys, with as many or fewer heads, and as many or more tokens.
+        k: Keys, with the same number of heads or fewer, and the same number of tokens or more.
         v: Values.
-        scale: Of the scores.
-        seen: Which key each query may see, [sequences or 1, queries, keys].
+        scale: Factor of the scores.
+        seen: Which keys each query may see, [sequences or 1, queries, keys].
         turn: Rotation by position; None without one.
-        tiled: Queries share keys in turns rather than in blocks.
+        tiled: Whether query heads share key heads in turns rather than in blocks.
         cap: Largest score that a soft cap lets through; 0 without one.
-        slopes: What is taken off the scores of every head for each token of distance.
-        by_distance: What is added to them, [heads, distances].
+        slopes: Amount subtracted from the scores of each head per token of distance.
+        by_distance: Amounts added to the scores, [heads, distances].
     """
 
     q: F64
@@ -106,7 +107,7 @@ class Attention:
     by_distance: F64 | None = None
 
     def weights(self) -> F64:
-        """What every query takes of every key, [sequences, heads, queries, keys]."""
+        """Attention weights after the softmax, [sequences, heads, queries, keys]."""
         q, k = self.q, self.k
         behind = k.shape[1] - q.shape[1]
         if self.turn is not None:
@@ -121,13 +122,13 @@ class Attention:
             scores = scores - self.slopes[:, None, None] * apart
         if self.by_distance is not None:
             scores = scores + at_distances(self.by_distance, q.shape[1], k.shape[1])
-        # Finite, so that a row in which everything is hidden gives a mean and not NaN.
+        # A finite number, so that a row in which every key is hidden gives a mean and not NaN.
         scores = np.where(self.seen[:, None], scores, -1e30)
         raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
         return raised / raised.sum(axis=-1, keepdims=True)
 
     def output(self) -> F64:
-        """Heads joined, [sequences, queries, heads x width]."""
+        """Output with the heads joined, [sequences, queries, heads x width]."""
         made = np.matmul(self.weights(), self._shared(self.v).transpose(0, 2, 1, 3))
         return made.transpose(0, 2, 1, 3).reshape(*self.q.shape[:2], -1)
 
@@ -138,7 +139,7 @@ class Attention:
         return np.concatenate([x] * groups, axis=2) if self.tiled else np.repeat(x, groups, axis=2)
 
     def by_head(self, left: F64) -> F64:
-        """Energy in every head of something that has the output's shape."""
+        """Sum of squares per head of an array that has the output's shape."""
         squares = (left * left).reshape(-1, *self.q.shape[2:])
         return squares.sum(axis=(0, 2))
 
@@ -148,17 +149,17 @@ class Attention:
         return not bool(shown[0, -1])
 
 
-# Which attention the reference has.
+# The attention that the reference computes.
 
 
 class Reading(NamedTuple):
-    """An attention that was read out of tensors, to be read out of others of the same kind.
+    """Roles of tensors and parameters of an attention; applicable to other tensors of its kind.
 
     Attributes:
-        number: Which of the heads that the tensors allow.
-        turn: Which rotation; 0 for none.
-        mask: Which mask, by name.
-        changed: Parameters that are not the usual ones, by name.
+        number: Index of its queries, keys and values in `Reader.heads`.
+        turn: Number of its rotation in `Reader.turns`, from 1; 0 for none.
+        mask: Name of its mask in `Reader.masks`.
+        changed: Parameters that differ from the usual ones, by name.
     """
 
     number: int
@@ -167,7 +168,7 @@ class Reading(NamedTuple):
     changed: Mapping[str, Any]
 
     def of(self, reader: Reader) -> Attention | None:
-        """The same attention of a reader's tensors; None if it lacks some of them."""
+        """The attention of a reader's tensors; None if the reader lacks one that it needs."""
         try:
             q, k, v = next(itertools.islice(reader.heads(), self.number, None))
             turn = [None, *reader.turns()][self.turn]
@@ -183,13 +184,13 @@ class Reading(NamedTuple):
 
 
 class Reader:
-    """Reads an attention out of tensors whose roles are not known.
+    """Finds the attention that tensors of unknown roles describe.
 
     Args:
-        case: What it should give.
-        sequences: How many sequences are looked at.
-        tokens: How many tokens.
-        parts: The tensors.
+        case: The case whose reference output the attention must give.
+        sequences: Largest number of sequences that are used.
+        tokens: Largest number of tokens that are used.
+        parts: The tensors, by name.
     """
 
     def __init__(self, case: Case, sequences: int, tokens: int, parts: Mapping[str, F64]) -> None:
@@ -202,7 +203,7 @@ class Reader:
         self.enough = max(_FITS, 3.0 * case.noise) ** 2 * float(np.sum(self.r**2))
 
     def read(self) -> Reading | None:
-        """The first reading that gives what the reference has; None if there is none."""
+        """The first reading that gives the reference's output; None if there is none."""
         turns = [None, *self.turns()]
         rated: list[tuple[float, Reading]] = []
         for (number, (q, k, v)), (which, turn) in itertools.product(
@@ -221,7 +222,8 @@ class Reader:
                     return reading
                 rated.append((left, reading))
         rated.sort(key=lambda entry: entry[0])
-        # Not a plain one: the nearest readings are tried with other factors, caps and slopes.
+        # No reading with the usual parameters fits: the nearest ones are tried with other factors,
+        # caps, windows and slopes.
         for _, reading in rated[:_MOST_FITTED]:
             for changed in self._changes(reading):
                 other = reading._replace(changed=changed)
@@ -257,16 +259,16 @@ class Reader:
         return float(self._rests(made).sum())
 
     def _rests(self, made: Attention) -> F64:
-        """What an attention leaves of the reference in every head."""
+        """Squared error against the reference, per head."""
         left = made.output() - self.r
         if self.case.pads is not None:
-            # What padding tokens give is nobody's concern and differs between implementations.
+            # Outputs of padding tokens are not used and differ between implementations.
             pads = self.case.pads[: self.sequences, : self.tokens]
             left = np.where(pads[..., None], 0.0, left)
         return made.by_head(left)
 
     def heads(self) -> Iterator[tuple[F64, F64, F64]]:
-        """Queries, keys and values as the tensors at hand allow."""
+        """Candidates for queries, keys and values, split into heads."""
         count = 0
         for q, k, v in self._projections():
             for width in _WIDTHS:
@@ -281,15 +283,16 @@ class Reader:
                     return
 
     def _contradicts(self, v: F64) -> bool:
-        """Whether the first token, which in a causal attention has its own value, is another.
+        """Whether the first token's output is too large to be made of these values.
 
-        An attention that sees everything has a mean of values there: no larger than all of them.
+        In a causal attention the first token has its own value; in one that sees everything it has
+        a mean of the values, which is no larger than the largest.
         """
         first = self.r[:, 0].reshape(self.sequences, -1, v.shape[-1])
         return float(np.abs(first).max()) > 1.05 * float(np.abs(v).max()) + 1e-6
 
     def _copies(self, v: F64) -> bool:
-        """Whether the reference is nothing but these values: no attention is needed for that."""
+        """Whether the reference's output equals these values, so that no attention is needed."""
         last = v[:, -self.tokens :].reshape(*self.r.shape[:2], -1)
         if last.shape != self.r.shape:
             return False
@@ -316,7 +319,7 @@ class Reader:
                 everything[..., ends[1] :],
             )
             yield q, k, v
-            # Head by head: queries, keys and values of the first head, then of the second.
+            # Another order: queries, keys and values of the first head, then those of the second.
             for width in _WIDTHS:
                 if rest == 2 * self.width and self.width % width == 0:
                     parts = [
@@ -328,10 +331,11 @@ class Reader:
                     yield parts[0], parts[1], parts[2]
 
     def _as_rows(self, values: F64) -> F64 | None:
-        """[sequences, tokens, channels] of a tensor that may have its heads apart; else None."""
-        # Asked of the whole case, so that every reader counts the same tensors.
+        """A tensor as [sequences, tokens, channels], heads joined; None if it has another shape."""
+        # Shapes are compared with the whole case, so that every reader counts the same tensors.
         sequences, tokens = self.case.r.shape[:2]
-        # Heads may stand before tokens; where both are as many, tokens are taken to come first.
+        # The axis of heads may precede that of tokens. If both have the same size, tokens are
+        # assumed to come first.
         if values.ndim == 4 and values.shape[1] != tokens == values.shape[2]:
             values = values.transpose(0, 2, 1, 3)
         if values.ndim == 4:
@@ -341,14 +345,14 @@ class Reader:
         return values[: self.sequences, : self.tokens]
 
     def _with_past(self, name: str, values: F64) -> F64:
-        """Keys and values with those of earlier calls before them, where a cache holds these."""
+        """Keys or values, preceded by those of earlier calls if a cache holds them."""
         past = self.case.past.get(name)
         if past is None or past.ndim != 3 or past.shape[0] < self.sequences:
             return values
         return np.concatenate([past[: self.sequences], values], axis=1)
 
     def masks(self, keys: int) -> dict[str, Flags]:
-        """What may be seen: as an input says, what came before, or everything; pads never."""
+        """Possible masks by name: an input's, a causal one, or all keys; the last two hide pads."""
         behind = keys - self.tokens
         pads = np.zeros((1, 1, keys), dtype=np.bool_)
         if self.case.pads is not None and not behind:
@@ -361,8 +365,8 @@ class Reader:
         return masks if supplied is None else {"supplied": supplied, **masks}
 
     def _supplied_mask(self, keys: int) -> Flags | None:
-        """What an input lets be seen that holds nothing but zeros and very negative numbers."""
-        # The reference's own: the candidate's may be what is wrong.
+        """The mask that an input of zeros and very negative numbers describes; None without one."""
+        # The reference's inputs are used, because the candidate's mask may be the fault.
         for values in (self.case.right_parts or self.parts).values():
             if values.ndim < 2 or values.shape[-2:] != (self.tokens, keys):
                 continue
@@ -384,9 +388,10 @@ class Reader:
 
 
 def _tables(parts: Mapping[str, F64], tokens: int) -> Iterator[tuple[F64, F64]]:
-    """Cosines and sines of positions: two tensors of one shape whose squares add up to one.
+    """Yield cosines and sines of positions.
 
-    Or one tensor that holds both as pairs, as complex numbers and their views do.
+    They are two tensors of one shape whose squares add up to one, or one tensor that holds both as
+    pairs, as complex numbers and their views do.
     """
     for values in parts.values():
         pairs = _on_the_circle(values, tokens)
@@ -400,13 +405,14 @@ def _tables(parts: Mapping[str, F64], tokens: int) -> Iterator[tuple[F64, F64]]:
             continue
         a, b = (x.reshape(-1, *x.shape[-2:])[0] for x in (first, second))
         a, b = (x if tokens == 1 else x[:tokens] for x in (a, b))
-        # Angles begin near zero or change slowly in some feature: cosines are near one there.
+        # Angles begin near zero or change slowly in some feature; cosines are near one there, so
+        # the table with the larger mean magnitude has the cosines.
         cos, sin = (a, b) if np.abs(a).mean() >= np.abs(b).mean() else (b, a)
         yield _doubled(cos, sin)
 
 
 def _on_the_circle(values: F64, tokens: int) -> F64 | None:
-    """[tokens, features, 2] of a tensor whose numbers are pairs of length one; else None."""
+    """A tensor of pairs of length one as [tokens, features, 2]; None for any other tensor."""
     shape = [size for size in values.shape if size > 1]
     if shape and shape[-1] != 2:
         shape[-1:] = [shape[-1] // 2, 2] if shape[-1] % 2 == 0 else []
@@ -419,11 +425,11 @@ def _on_the_circle(values: F64, tokens: int) -> F64 | None:
 
 
 def _doubled(cos: F64, sin: F64) -> tuple[F64, F64]:
-    """Tables in which every pair's number stands twice, in one half and in the other."""
+    """Tables in which the value of each pair of features occurs once in each half."""
     width = cos.shape[-1]
     if width % 2 == 0 and np.array_equal(cos[:, : width // 2], cos[:, width // 2 :]):
         return cos, sin
-    # Some have it twice side by side, some once.
+    # Some tables hold each value twice in succession, others only once.
     step = 2 if width % 2 == 0 and np.array_equal(cos[:, ::2], cos[:, 1::2]) else 1
     return np.tile(cos[:, ::step], 2), np.tile(sin[:, ::step], 2)
 
@@ -432,7 +438,10 @@ Left = Callable[[Attention], float]
 
 
 def with_scale(reading: Attention, left: Left, *, sure: bool = False) -> Attention | None:
-    """Another factor of the scores, if it helps much; with `sure`, whatever helps."""
+    """The attention with the best factor of the scores.
+
+    None if the factor helps little; with `sure`, it is returned in any case.
+    """
     return searched(
         lambda factor: replace(reading, scale=reading.scale * factor),
         (1.0, *_FACTORS, math.sqrt(reading.q.shape[-1])),
@@ -442,7 +451,7 @@ def with_scale(reading: Attention, left: Left, *, sure: bool = False) -> Attenti
 
 
 def _with_cap(reading: Attention, left: Left) -> Attention | None:
-    """A soft cap together with a factor: each is searched with the other held, in turns."""
+    """Search a soft cap and a factor in turns, each with the other one held fixed."""
     made = reading
     for _ in range(3):
         capped = searched(lambda cap, made=made: replace(made, cap=cap), CAPS, left, math.inf)
@@ -452,11 +461,13 @@ def _with_cap(reading: Attention, left: Left) -> Attention | None:
 
 
 def with_slopes(reading: Attention, rests: Callable[[Attention], F64]) -> F64 | None:
-    """The best slope of every head; heads do not depend on each other, so all are searched at once.
+    """The best slope of each head; None if all are zero.
+
+    Heads do not depend on each other, so all are searched at once.
 
     Args:
         reading: The attention without slopes.
-        rests: What an attention leaves unexplained in every head.
+        rests: Function that returns an attention's squared error per head.
     """
     heads = reading.q.shape[2]
 
@@ -477,7 +488,10 @@ def with_slopes(reading: Attention, rests: Callable[[Attention], F64]) -> F64 | 
 
 
 def with_distances(reading: Attention, wanted: F64) -> Attention | None:
-    """What is added to the scores for every distance so that an output comes out."""
+    """The attention whose amounts by distance bring its output nearest to `wanted`.
+
+    None if they cannot be solved for.
+    """
     sequences, queries, heads, width = reading.q.shape
     table = reading.by_distance
     if table is None:
@@ -495,7 +509,7 @@ def with_distances(reading: Attention, wanted: F64) -> Attention | None:
 
 
 def best_window(reading: Attention, left: Left) -> int:
-    """How many tokens, itself included, every query sees at most."""
+    """The window with the smallest error: the number of tokens a query sees, itself included."""
     queries, keys = reading.seen.shape[1], reading.k.shape[1]
 
     def rest(width: int) -> float:
@@ -515,13 +529,14 @@ def searched(
     left: Left,
     unchanged: float,
 ) -> Attention | None:
-    """The best of some values of a parameter, refined by a search over thirds.
+    """The attention with the best value of a parameter, refined by a ternary search.
 
     Args:
-        made: The attention with a value of the parameter.
-        starts: The values to begin with.
-        left: What an attention leaves unexplained.
-        unchanged: The same of the attention as it is; a parameter that hardly helps is given up.
+        made: Function that returns the attention for a value of the parameter.
+        starts: Values that are tried first.
+        left: Function that returns an attention's squared error.
+        unchanged: Squared error of the unchanged attention. If the parameter hardly reduces it,
+            None is returned.
     """
     rest = {value: left(made(value)) for value in starts}
     best = min(rest, key=lambda value: rest[value])
@@ -537,13 +552,16 @@ def searched(
     return made((low + high) / 2)
 
 
-# What is added to the scores for every distance (learned tables, buckets, slopes) is solved for: an
-# attention is smooth in these amounts, and there are many more outputs than distances. What moves
-# all scores of a head alike makes no difference.
+# Amounts added to the scores by distance (learned tables, buckets, slopes). They can be solved for,
+# because an attention is smooth in them and there are many more outputs than distances. An amount
+# added to all scores of a head makes no difference.
 
 
 def at_distances(table: F64, queries: int, keys: int) -> F64:
-    """[heads, queries, keys] of amounts by distance, whose middle is that of no distance."""
+    """Amounts by distance expanded to [heads, queries, keys].
+
+    The table's middle column holds the amount of distance zero.
+    """
     middle = (table.shape[1] - 1) // 2
     apart = np.arange(keys)[None] - np.arange(keys - queries, keys)[:, None]
     return table[:, np.clip(apart + middle, 0, table.shape[1] - 1)]
@@ -552,19 +570,22 @@ def at_distances(table: F64, queries: int, keys: int) -> F64:
 def solved_distances(
     weigh: Callable[[F64], F64], values: F64, target: F64, table: F64
 ) -> F64 | None:
-    """The amounts by distance that bring an attention nearest to an output; None with too few.
+    """The amounts by distance that bring an attention nearest to an output.
+
+    None if there are too few outputs, or if the first steps hardly reduce the error.
 
     Args:
-        weigh: The attention's weights, [sequences, heads, queries, keys], with some amounts.
-        values: What is weighed, [sequences, heads, keys, width].
+        weigh: Function that returns the attention's weights for some amounts,
+            [sequences, heads, queries, keys].
+        values: The values, [sequences, heads, keys, width].
         target: The output, [sequences, heads, queries, width].
-        table: Where the search begins, [heads, distances].
+        table: The first estimate, [heads, distances].
     """
     if target[:, 0].size < _ENOUGH * table.shape[1]:
         return None
 
     def off(amounts: F64) -> tuple[F64, F64, F64]:
-        """Weights, what they leave of the target, and the energy of that in every head."""
+        """Weights, their residual against the target, and its sum of squares per head."""
         weights = weigh(amounts)
         left = target - np.matmul(weights, values)
         return weights, left, np.sum(left * left, axis=(0, 2, 3))
@@ -591,7 +612,7 @@ def solved_distances(
 
 
 def _step(weights: F64, values: F64, left: F64, damping: F64) -> F64:
-    """How the amounts of every head must change, to first order."""
+    """The damped Gauss-Newton step of each head's amounts."""
     sequences, heads, queries, keys = weights.shape
     middle, count = keys - 1, 2 * keys - 1
     changes = np.zeros((heads, count))

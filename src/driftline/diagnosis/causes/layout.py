@@ -1,4 +1,4 @@
-"""Right numbers in wrong places: permutations, transposes, and shifts along tokens or positions."""
+"""Correct values in wrong places: permutations, transposes, and shifts of tokens or positions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy.typing as npt
 from driftline.diagnosis.causes.case import F64, Case, Clue
 from driftline.diagnosis.causes.linear_solve import solved
 
-# Matching costs the square of the columns; wider tensors are not searched.
+# The cost of matching is quadratic in the columns; wider tensors are not searched.
 _WIDEST_PERMUTATION = 2048
 _ALIKE = 0.2
-"""Share of its error that a column may leave after it is matched."""
+"""Largest share of a column's error that may remain after it is matched."""
 _FITS = 0.9
 Places = npt.NDArray[np.intp]
 
 
 def permutation(case: Case) -> Clue | None:
-    """Columns (or sequences) of the candidate are those of the reference in another order."""
+    """Channels, sequences or rows in another order, or the output of another site."""
     clues = [_of_channels(case), _of_sequences(case), _of_sites(case), _of_weight_rows(case)]
     clues.append(_of_halves(case))
     return max((clue for clue in clues if clue is not None), key=lambda c: c.score, default=None)
@@ -38,7 +38,8 @@ def _of_channels(case: Case) -> Clue | None:
     if order is not None:
         score = case.explained(r[:, order].reshape(shape))
     elif len(r) >= 16:
-        # Weights in another order and a bias that is not: only what varies between tokens moved.
+        # The weights may be in another order while the bias is not. Then only the part that varies
+        # between tokens has moved.
         r, e, rest = r - r.mean(axis=0), e - e.mean(axis=0), ", but for a constant each"
         order = _matched(r, r + e, case.noise)
         if order is None:
@@ -59,7 +60,10 @@ def _of_channels(case: Case) -> Clue | None:
 
 
 def _of_halves(case: Case) -> Clue | None:
-    """Channels in one of a few orders that people confuse; nothing is fitted: one row will do."""
+    """Channels in one of a few orders that are often confused.
+
+    Nothing is fitted, so one row is enough.
+    """
     width = case.r.shape[-1] if case.r.ndim else 0
     if width < 8 or width % 2 or case.ratio < 2.0:
         return None
@@ -77,7 +81,7 @@ def _of_halves(case: Case) -> Clue | None:
 
 
 def _matched(r: F64, c: F64, noise: float) -> Places | None:
-    """The column of r that each column of c equals; None if c is no rearrangement of r."""
+    """Index of the column of r that each column of c equals; None if c is no permutation of r."""
     width = r.shape[1]
     energy = np.einsum("ij,ij->j", r, r)
     off = np.einsum("ij,ij->j", c - r, c - r)
@@ -85,14 +89,15 @@ def _matched(r: F64, c: F64, noise: float) -> Places | None:
     if not 2 <= len(moved) <= _WIDEST_PERMUTATION:
         return None
     reference, candidate = r[:, moved], c[:, moved]
-    # By distance: columns that hardly vary between tokens all point the same way.
+    # Columns are matched by distance, not by angle: all columns that hardly vary between tokens
+    # have nearly the same direction.
     apart = energy[moved][:, None] + np.einsum("ij,ij->j", candidate, candidate)[None, :]
     apart -= 2.0 * (reference.T @ candidate)
     order = np.arange(width, dtype=np.intp)
     free = np.ones(len(moved), dtype=bool)
-    # Rounding moves every column a little; that much may be left of any of them.
+    # Rounding changes each column a little; this much error may remain in each.
     enough = _ALIKE * off[moved] + 16.0 * noise**2 * np.maximum(energy[moved], energy.mean())
-    # The most certain columns choose first, so that doubtful ones cannot take their place.
+    # The most certain columns are matched first, so that doubtful ones cannot take their partners.
     for column in np.argsort(apart.min(axis=0) / np.maximum(off[moved], 1e-300)):
         choices = np.where(free, apart[:, column], math.inf)
         source = int(np.argmin(choices))
@@ -104,7 +109,7 @@ def _matched(r: F64, c: F64, noise: float) -> Places | None:
 
 
 def _block(order: Places) -> int:
-    """Width of blocks that move together; 1 if single channels move."""
+    """Width of the blocks that move together; 1 if single channels move."""
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     if len(breaks) == 0:
         return len(order)
@@ -147,11 +152,11 @@ def _of_weight_rows(case: Case) -> Clue | None:
 
 
 def _of_sites(case: Case) -> Clue | None:
-    """The output of another module: q for k, two experts, two layers mixed up."""
+    """The output of another module: q and k, two experts or two layers were exchanged."""
     best: Clue | None = None
     for site, other in case.others.items():
-        # It is that module's output to the last bit of noise, or it is not: beside a result that
-        # is far too small, every small tensor explains most of the error.
+        # `fitted` requires equality up to noise. If the candidate's result is far too small, every
+        # small tensor explains most of the error.
         share = case.fitted(other)
         if best is None or share > best.score:
             best = Clue(
@@ -160,14 +165,14 @@ def _of_sites(case: Case) -> Clue | None:
     return best
 
 
-# Transposes: two axes exchanged, of the output, of heads and tokens, or of the weight.
+# Transposes: two axes of the output or of the weight are exchanged, or heads and tokens.
 
 
 _WIDEST_TRANSPOSE = 1024
 
 
 def transpose(case: Case) -> Clue | None:
-    """The best of all ways in which axes can have been confused."""
+    """The exchange of axes that explains the error best."""
     if case.ratio < 2.0:
         return None
     best: Clue | None = None
@@ -196,7 +201,7 @@ def _ways(case: Case) -> Iterator[tuple[str, F64]]:
             back = r.reshape(batch, heads, tokens, size).transpose(0, 2, 1, 3).reshape(shape)
             yield f"{heads} heads were split as if they came before tokens", back
             if 2 in (heads, size):
-                continue  # halves against interleaved: the channels' order, not an axis
+                continue  # halves versus interleaved is an order of channels (`_of_halves`)
             swapped = split.transpose(0, 1, 3, 2).reshape(shape)
             yield f"heads and their channels ({heads} x {size}) have changed places", swapped
     yield from _weights(case)
@@ -207,7 +212,7 @@ def _divisors(width: int) -> list[int]:
 
 
 def _weights(case: Case) -> Iterator[tuple[str, F64]]:
-    """The product with the transposed weight, captured or solved for from input and output."""
+    """The product with the transposed weight, which is captured or solved from input and output."""
     if case.r.ndim < 2 or case.r.shape[-1] > _WIDEST_TRANSPOSE:
         return
     r = case.rows(case.r)
@@ -223,38 +228,39 @@ def _weights(case: Case) -> Iterator[tuple[str, F64]]:
             weight, bias = solution
         as_is = inputs @ weight + bias
         turned = inputs @ weight.T + bias
-        # Which of the two orientations belongs to the reference is not known: the nearer one does.
+        # The orientation of the captured weight is not known; the one whose product is nearer to
+        # the reference is taken as the correct one.
         if float(np.sum((as_is - r) ** 2)) < float(np.sum((turned - r) ** 2)):
             as_is, turned = turned, as_is
         yield "the weight was used transposed", as_is.reshape(case.r.shape)
 
 
-# Shifts: every token, or position of a picture or sound, has the values of a neighbour.
+# Shifts: each token, or each position of a picture or sound, has the values of a neighbour.
 
 
 _NEAR_TOKENS = (1, -1, 2, -2)
-# A convolution that is padded on one side moves positions by half its width.
+# A convolution that is padded on one side only shifts positions by half its width.
 _NEAR_POSITIONS = tuple(by * sign for by in range(1, 9) for sign in (1, -1))
 
 
 def shift(case: Case) -> Clue | None:
-    """`c[t] = r[t - d]` along the tokens or the last axis, for small d; the ends do not count."""
+    """`c[t] = r[t - d]` along the tokens or the last axis, for small d; the ends are ignored."""
     if case.tokens is None or case.ratio < 2.0:
         return None
     best = _moved(case, case.tokens, "token", _NEAR_TOKENS)
     last = case.r.ndim - 1
-    # Convolutions have their positions last: where tokens do not fit, these may.
+    # Convolutions have their positions in the last axis; it is tried if tokens do not fit.
     if last > case.tokens and (best is None or best.score < _FITS):
         along = _moved(case, last, "position", _NEAR_POSITIONS)
         if along is not None and _goes_round(case, last, int(along.detail)):
-            along = None  # nothing fell off the end: that is an order of channels
+            along = None  # a cyclic shift is an order of channels (`permutation`)
         if along is not None and (best is None or along.score > best.score):
             best = along
     return best
 
 
 def _goes_round(case: Case, axis: int, by: int) -> bool:
-    """Whether what falls off one end stands at the other."""
+    """Whether a shift is cyclic: values shifted out at one end appear at the other."""
     end = np.zeros(case.r.shape, dtype=bool)
     place = slice(0, by) if by > 0 else slice(by, None)
     end[(*([slice(None)] * axis), place)] = True
@@ -262,13 +268,13 @@ def _goes_round(case: Case, axis: int, by: int) -> bool:
 
 
 def _moved(case: Case, axis: int, what: str, distances: tuple[int, ...]) -> Clue | None:
-    """The best of some distances along one axis."""
+    """The shift along one axis, by one of some distances, that explains the error best."""
     length = case.r.shape[axis]
     best: Clue | None = None
     for by in distances:
         if length < 4 * abs(by):
             continue
-        # The ends have no neighbour, or another sequence's; they say nothing.
+        # The ends have no neighbour, or one of another sequence, so they are ignored.
         inner = np.zeros(length, dtype=bool)
         inner[abs(by) : length - abs(by)] = True
         where = np.broadcast_to(

@@ -1,4 +1,4 @@
-"""Linear maps behind a module, solved from its input and output. Names no cause."""
+"""Linear maps of modules, solved from their inputs and outputs. This file names no cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from driftline.diagnosis.causes.case import F64, Case
 
 
 class Solved(NamedTuple):
-    """One input as rows, and the weight and bias that make the reference's output of it."""
+    """One input as rows, and the weight and bias that map it to the reference's output."""
 
     inputs: F64
     weight: F64
@@ -21,7 +21,7 @@ class Solved(NamedTuple):
 
 
 def solved_inputs(case: Case) -> Iterator[Solved]:
-    """The inputs of a case of which its reference is a linear map."""
+    """Yield the inputs of a case of which the reference's output is a linear map."""
     for x in case.inputs.values():
         if x.shape[:-1] != case.r.shape[:-1]:
             continue
@@ -32,12 +32,12 @@ def solved_inputs(case: Case) -> Iterator[Solved]:
 
 
 def solve(matrix: F64, values: F64) -> F64:
-    """The factors of a matrix's columns that come nearest to some values."""
+    """Least-squares solution of `matrix @ x = values`."""
     return np.asarray(np.linalg.lstsq(matrix, values, rcond=None)[0], dtype=np.float64)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
-    """Weight and bias of the linear map from one to the other; None when there is none."""
+    """Weight and bias of the linear map from `inputs` to `r`; None if there is none."""
     rows, width = inputs.shape
     # With fewer rows than columns any output is a linear map of the input.
     if rows < 1.5 * width or width > 512 or not np.isfinite(inputs).all():
@@ -46,21 +46,21 @@ def solved(inputs: F64, r: F64) -> tuple[F64, F64] | None:
     coefficients, *_ = np.linalg.lstsq(wide, np.where(np.isfinite(r), r, 0.0), rcond=None)
     left = r - wide @ coefficients
     if float(np.sum(left * left)) > 1e-4 * float(np.sum(r * r)):
-        return None  # it is no linear map of this input
+        return None  # the output is not a linear map of this input
     return np.asarray(coefficients[:-1], dtype=np.float64), np.asarray(
         coefficients[-1], dtype=np.float64
     )
 
 
-# The input that a linear module's output implies, if it differs from the one it was given.
+# The input that the candidate's output implies, which may differ from the module's actual input.
 
 
 _STEEP = 1e3
-"""Condition number of a weight beyond which its inverse is useless."""
+"""Largest condition number of a weight whose inverse is used."""
 
 
 def implied_input(case: Case) -> Case | None:
-    """The same case in terms of the input; None if the map cannot be inverted."""
+    """The case with both outputs mapped back to inputs; None if the map cannot be inverted."""
     if case.r.ndim < 2 or case.ratio < 4.0 or not case.finite.all():
         return None
     for x in case.inputs.values():
@@ -77,7 +77,7 @@ def implied_input(case: Case) -> Case | None:
             continue
         back: F64 = np.asarray(np.linalg.pinv(weight), dtype=np.float64)
         seen = (case.rows(case.c) - bias) @ back
-        # Noise of the output, spread evenly, comes back through the inverse.
+        # Noise of the input that noise of the output implies, if that is spread evenly.
         rms = math.sqrt(case.size / case.r.size)
         noise = case.noise * rms * float(np.linalg.norm(back)) / math.sqrt(back.shape[1])
         size = math.sqrt(float(np.sum(inputs * inputs)) / inputs.size)

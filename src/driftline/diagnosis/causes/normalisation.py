@@ -1,8 +1,9 @@
-"""Constants of a normalisation: epsilon, the mean that is taken off, how elements are counted.
+"""Constants of a normalisation: epsilon, the subtracted mean, the number of elements.
 
-A module is a normalisation if its output is, channel by channel, a line in its normalised input;
-over which elements (the last axis, groups of channels, the batch) and with which epsilon is tried
-out. Names are not asked. Then one constant at a time is changed until the candidate comes out.
+A module is a normalisation if each channel of its output is a linear function of the same channel
+of its normalised input. The normalised elements (the last axis, groups of channels, the batch) and
+the epsilon are found by trying; names are not used. Then one constant at a time is changed, and the
+change that gives the candidate's output is the mistake.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _MOST_ELEMENTS = 1 << 20
 _MOST_GROUPS = 64
 _SEARCHED = tuple(10.0 ** (power / 2.0) for power in range(-26, 1))
 _HARDLY = 0.9
-"""Share that a normalisation leaves at least if it is none of this input."""
+"""If a normalisation leaves more than this share unexplained, other epsilons are not tried."""
 _FITS = 1e-7
-"""Share of its energy that a normalisation may leave unexplained of the reference's output."""
+"""Largest share of the reference's energy that an accepted normalisation leaves unexplained."""
 
 
 class _Statistics(NamedTuple):
     """One way to normalise.
 
     Attributes:
-        over: What is normalised together, in words.
-        centred: The input without its mean, or as it is.
-        square: Mean square of that, of the same number of axes.
-        elements: How many elements that is the mean of.
-        axis: The axis of channels, which have a weight and a bias each.
+        over: Which elements are normalised together, in words.
+        centred: The input, with or without its mean subtracted.
+        square: Mean square of `centred`, with the same number of axes.
+        elements: Number of elements in each mean.
+        axis: The axis of channels, each of which has a weight and a bias.
     """
 
     over: str
@@ -49,19 +50,19 @@ class _Statistics(NamedTuple):
 
 
 class _Norm(NamedTuple):
-    """A way to normalise that gives the reference's output, with its weights."""
+    """A way to normalise that gives the reference's output, with its epsilon and weights."""
 
     statistics: _Statistics
     epsilon: float
     weight: F64
 
     def output(self, normal: F64) -> F64:
-        """Without the bias, which no constant changes."""
+        """The output without the bias, which none of the constants changes."""
         return normal * self.weight
 
 
 def normalisation(case: Case) -> Clue | None:
-    """The constant of a normalisation that is another one."""
+    """The constant that differs between the normalisations of the two sides."""
     if case.r.ndim < 2 or case.r.shape[-1] < 2:
         return None
     for x in case.inputs.values():
@@ -83,11 +84,12 @@ def _norm_of(case: Case, x: F64) -> _Norm | None:
 def _nearest_norm(
     case: Case, r: F64, ways: Iterator[_Statistics], epsilons: Sequence[float]
 ) -> _Norm | None:
-    """The way to normalise that gives the reference's output; None if none does."""
+    """The way to normalise that is nearest to the reference's output; None if none fits."""
     best: tuple[float, _Norm] | None = None
     varying = float(np.sum((r - r.mean(axis=0)) ** 2))
     for statistics in ways:
-        # From both ends: where neither helps, it is no norm of this kind, whatever its epsilon.
+        # The largest and the smallest epsilon are tried first. If neither helps, it is no norm of
+        # this kind with any epsilon.
         least = math.inf
         for number, epsilon in enumerate((epsilons[-1], *epsilons[:-1])):
             if number >= 2 and least > _HARDLY * varying:
@@ -102,7 +104,8 @@ def _nearest_norm(
                 best = left, _Norm(statistics, epsilon, weight)
     if best is None:
         return None
-    # The reference may have had a slightly other input: that much may be left.
+    # The reference may have had a slightly different input, so some of the output may remain
+    # unexplained.
     allowed = (_FITS + (3.0 * case.noise) ** 2) * case.size
     return best[1] if best[0] <= allowed and best[0] < 0.01 * max(varying, 1e-300) else None
 
@@ -133,7 +136,7 @@ def _ways(x: F64) -> Iterator[_Statistics]:
 
 
 def _other_ways(x: F64) -> Iterator[_Statistics]:
-    """Over any axes; of channels it is not known where they lie."""
+    """Yield normalisations over any axes, with the channels in the second or the last axis."""
     if x.size > _MOST_ELEMENTS:
         return
     for count in range(1, x.ndim + 1):
@@ -150,7 +153,7 @@ def _other_ways(x: F64) -> Iterator[_Statistics]:
 
 
 def _line(normal: F64, r: F64, axis: int) -> tuple[F64, float]:
-    """Slope of every channel of the one over the other, and what is left of the other."""
+    """Slope of `r` over `normal` in each channel, and the squared error of these lines."""
     axes = tuple(number for number in range(r.ndim) if number != axis)
     middle = normal - normal.mean(axis=axes, keepdims=True)
     varying = r - r.mean(axis=axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""Coarser arithmetic than the format says: values on a coarser grid, or noise of that size."""
+"""Arithmetic in a coarser format than declared: values on its grid, or noise of its size."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ UNITS = {
     "float8_e4m3fn": 2.0**-4,
     "float8_e5m2": 2.0**-3,
 }
-"""Unit roundoffs of formats that a computation may secretly be in."""
+"""Unit roundoffs of the formats in which a computation may be done without declaring it."""
 
 TF32 = ("tf32", "float16")
-"""Details of clues that TF32 may explain: it rounds as float16 does, except for small numbers."""
+"""Details of clues that TF32 may explain: it rounds like float16, except for small numbers."""
 
 _SHOWN = {
     "float8_e4m3fn": "fp8 (e4m3)",
@@ -35,21 +35,21 @@ _SHOWN = {
 
 
 _SURE = 0.9
-"""Share of the error from which on a rounded product is measured, and not only likely."""
+"""Share of the error from which a rounded product counts as measured, and not only as likely."""
 _LINEAR = re.compile(r"linear|conv|proj|dense|matmul|gemm|fc")
 _CONVOLVES = re.compile(r"(?i:conv)(?!1D$)")
 
 
 def low_precision(case: Case) -> Clue | None:
-    """Rounded to a coarser format than declared, at the end or on the way."""
+    """The result or an intermediate value is rounded to a coarser format than declared."""
     if case.ratio < 1.3 or case.is_norm:
         return None
-    # From the strictest test to the weakest: a grid is proof, noise of a certain size only a hint.
+    # The strictest test comes first: a grid is proof, noise of a certain size is only a hint.
     return _on_a_grid(case) or _rounded_product(case) or _as_noise(case, "low-precision")
 
 
 def _rounded_product(case: Case) -> Clue | None:
-    """A linear layer whose input or weight was rounded first: recomputed and compared."""
+    """A linear layer whose input or weight was rounded: its product is recomputed and compared."""
     if case.r.ndim < 2 or case.ratio < 2.0:
         return None
     best: Clue | None = None
@@ -65,14 +65,15 @@ def _rounded_product(case: Case) -> Clue | None:
                 score = case.explained((a @ b + bias).reshape(case.r.shape))
                 if score > 0.8 and (best is None or score > best.score):
                     sentence = f"it is the product with {what} rounded to {_SHOWN[name]}"
-                    # The weight is solved for, not known: with few rows a little is left.
+                    # The weight is solved from input and output, so with few rows some error
+                    # remains.
                     sure = score >= _SURE
                     best = Clue("low-precision", min(score, 0.98), sentence, name, measured=sure)
     return best
 
 
 def norm_precision(case: Case) -> Clue | None:
-    """The same for a norm: its mean square or its result in a coarser format than declared."""
+    """The mean square or the result of a norm is in a coarser format than declared."""
     if not case.is_norm or case.ratio < 1.2:
         return None
     clue = _on_a_grid(case) or _as_noise(case, "norm-precision")
@@ -91,12 +92,12 @@ def norm_precision(case: Case) -> Clue | None:
 
 
 def _on_a_grid(case: Case) -> Clue | None:
-    """The candidate's values have fewer digits than its format offers, the reference's do not."""
+    """The candidate's values use fewer digits than its format offers; the reference's do not."""
     c = case.c[case.finite & (case.c != 0.0)].reshape(-1)[: 1 << 16]
     r = case.r[case.finite & (case.r != 0.0)].reshape(-1)[: 1 << 16]
     if len(c) < 64 or len(r) < 64:
         return None
-    # From the coarsest format: values on its grid are on all finer grids as well.
+    # The coarsest format comes first: values on its grid are on all finer grids as well.
     for name in reversed(GRIDS[1:]):
         if UNITS[name] <= 1.5 * case.unit:
             continue
@@ -115,9 +116,10 @@ def _on(values: F64, name: str) -> float:
 
 
 def _integer_grid(values: F64) -> int:
-    """Number of equal steps on which all values are; 0 if there is none."""
+    """Number of equal steps that covers all values; 0 if the values are not on such a grid."""
     distinct = np.unique(np.abs(values))
-    # Few distinct values are needed, and each several times: otherwise any values are on some grid.
+    # There must be few distinct values, and each must occur several times: otherwise any values
+    # are on some grid.
     if len(distinct) > 256 or len(values) < 8 * len(distinct):
         return 0
     step = float(np.min(np.diff(np.concatenate([[0.0], distinct]))))
@@ -130,20 +132,22 @@ def _integer_grid(values: F64) -> int:
 
 
 def _as_noise(case: Case, cause: str) -> Clue | None:
-    """Error without structure, as large as one rounding to a coarser format makes it."""
+    """Error without structure that is as large as that of one rounding to a coarser format."""
     beyond = max(case.energy - case.noise_energy, 0.0)
     error = math.sqrt(beyond / max(case.size, 1e-300))
     if _whiteness(case) < 0.85:
         return None
-    # A large bias makes the output large and its rounding no larger.
+    # A large bias makes the output larger, but not the rounding error of the product, so the error
+    # is also compared with the varying part.
     rows = _by_channel(case, np.where(case.finite, case.r, 0.0))
     varying = float(np.sum((rows - rows.mean(axis=0)) ** 2))
     errors = (error, math.sqrt(beyond / max(varying, 1e-300)))
     for name, unit in UNITS.items():
-        # Rounding inputs (or inputs and weights) of a product leaves 0.3 to 0.7 units in it.
+        # Rounding the inputs (or inputs and weights) of a product gives an error of 0.3 to 0.7
+        # units.
         if unit >= 2.0**-4 and (case.ratio < 6.0 or not _LINEAR.search(case.words)):
-            continue  # so coarse that anything may look like it, but for products
-        # Sums that are kept in such a format are rounded again and again.
+            continue  # many errors have the size of such coarse roundings; only products count
+        # Sums that are accumulated in such a format are rounded again and again.
         most = 3.0 if name == "bfloat16" and _LINEAR.search(case.words) else 0.7
         fits = any(0.22 * unit <= relative <= most * unit for relative in errors)
         if unit > 1.5 * case.unit and fits and name != "tf32":
@@ -169,19 +173,19 @@ def convolves(class_name: str) -> bool:
 
 
 def _by_channel(case: Case, values: F64) -> F64:
-    """Rows of channels; a convolution has its channels before its places."""
+    """Values as rows of channels; convolutions have their channels in the second axis."""
     if values.ndim >= 3 and convolves(case.class_name):
         values = np.moveaxis(values, 1, -1)
     return case.rows(values)
 
 
 def _whiteness(case: Case) -> float:
-    """1 for error that looks like rounding: spread over tokens and channels, without bias.
+    """Score from 0 to 1; 1 for error like rounding: spread over tokens and channels, unbiased.
 
-    Measured on planted roundings (of inputs, weights, sums) and on faults that are none (heads
-    mixed up, another softmax scale): the error per token varies by 0.11 to 0.20 of its mean against
-    0.49 and more, one direction holds 0.04 to 0.24 of its energy against 0.35 and more; its
-    kurtosis is 3.1 to 6.2.
+    The limits were measured on planted roundings (of inputs, weights, sums) and on other faults
+    (heads exchanged, another softmax scale). With roundings, the error per token varies by 0.11 to
+    0.20 of its mean, with other faults by 0.49 and more. One direction holds 0.04 to 0.24 of the
+    energy, with other faults 0.35 and more. The kurtosis of roundings is 3.1 to 6.2.
     """
     if case.r.ndim < 2:
         return 0.0
@@ -190,7 +194,7 @@ def _whiteness(case: Case) -> float:
     if rows < 8 or columns < 8 or not case.energy > 0.0:
         return 0.0
     if _LINEAR.search(case.words):
-        # A rounded weight makes a constant error of the constant part of its input.
+        # A rounded weight turns the constant part of its input into a constant error.
         e, r = e - e.mean(axis=0), r - r.mean(axis=0)
     energy, size = float(np.sum(e * e)), float(np.sum(r * r))
     if not energy > 0.2 * case.energy:
@@ -204,7 +208,7 @@ def _whiteness(case: Case) -> float:
     level = np.sqrt(per_row / np.maximum(np.einsum("ij,ij->i", r, r), 1e-300))
     uneven = float(level.std()) / float(level.mean())
     kurtosis = float(np.sum(e**4)) * e.size / energy**2
-    # A random matrix has about (1/rows + 1/columns) of its energy in one direction, twice over.
+    # The top direction of a random matrix holds about `shape` of its energy.
     some = e[:: max(1, rows // 512), : min(columns, 512)]
     top = float(np.linalg.norm(some, 2)) ** 2 / max(float(np.sum(some * some)), 1e-300)
     shape = (1.0 / np.sqrt(some.shape[0]) + 1.0 / np.sqrt(some.shape[1])) ** 2

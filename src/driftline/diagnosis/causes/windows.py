@@ -1,9 +1,9 @@
-"""Sliding windows, as of convolutions and pools, and resizes: borders, steps, distances, grids.
+"""Sliding windows of convolutions and pools, and resizes: borders, steps, distances, grids.
 
-The reference's output is read as a function of windows of an input: their mean, their largest
-number, or a product with a kernel, which is taken from the captured weights or solved for. Then the
-border, its filling, the distance of the taps, the direction of the kernel and what a mean counts
-are changed until the candidate comes out.
+The reference's output is expressed as a function of windows of an input: their mean, their maximum,
+or a product with a kernel, which is taken from the captured weights or solved for. Then the border,
+its filling, the distance of the taps, the direction of the kernel and the elements that a mean
+counts are changed one at a time. The change that gives the candidate's output is the mistake.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FILLINGS = ("zeros", "mirrored values", "the last values", "values of the other
 
 
 class _Window(NamedTuple):
-    """Which places of an input an output is made of.
+    """The places of an input from which each output is computed.
 
     Attributes:
-        kind: `kernel`, or how the places are put together.
-        width: Places along every axis.
-        step: From one output to the next.
-        before: How much of the border lies before the first place.
-        distance: From one place of a window to the next.
-        filling: What stands in the border.
-        backwards: Whether the kernel is applied from its end.
+        kind: `kernel`, or how the values of a window are combined.
+        width: Number of places along each axis.
+        step: Step from one output to the next (the stride).
+        before: Width of the border before the first place (the padding).
+        distance: Distance from one place of a window to the next (the dilation).
+        filling: Values of the border.
+        backwards: Whether the kernel is applied in reverse order.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class _Window(NamedTuple):
     backwards: bool = False
 
     def places(self, x: F64, shape: tuple[int, ...]) -> F64:
-        """[samples, channels, outputs, places of a window]; NaN where zeros of the border stand."""
+        """The windows of an input, [samples, channels, outputs, places]; border zeros are NaN."""
         axes = x.ndim - 2
         for axis in range(axes):
             length = x.shape[2 + 2 * axis]
@@ -65,13 +65,13 @@ class _Window(NamedTuple):
         return x.transpose(order).reshape(*x.shape[:2], math.prod(shape[2:]), -1)
 
     def made(self, x: F64, shape: tuple[int, ...], kernel: F64 | None) -> F64:
-        """The output, [samples, channels, ...]; of a kernel without its bias."""
+        """The output, [samples, channels, ...]; that of a kernel lacks the bias."""
         places = self.places(x, shape)
         border = np.isnan(places)
         zeros = np.where(border, 0.0, places)
         if kernel is not None:
             turned = kernel[..., ::-1] if self.backwards else kernel
-            if turned.ndim == 2:  # every channel by itself
+            if turned.ndim == 2:  # a depthwise convolution
                 return np.einsum("bcnk,ck->bcn", zeros, turned).reshape(shape)
             return np.einsum("bcnk,ock->bon", zeros, turned, optimize=True).reshape(shape)
         if self.kind == "largest":
@@ -92,7 +92,7 @@ def _filled(index: npt.NDArray[np.intp], length: int, filling: str) -> npt.NDArr
 
 
 def window(case: Case) -> Clue | None:
-    """Another border, distance, direction or count of sliding windows."""
+    """The border, distance, direction or count of sliding windows that differs."""
     if case.ratio < 4.0 or case.r.ndim not in (3, 4) or not case.finite.all():
         return None
     samples = len(case.r)
@@ -115,7 +115,7 @@ def window(case: Case) -> Clue | None:
 
 
 def _readings(case: Case, x: F64) -> Iterator[tuple[_Window, F64 | None]]:
-    """Windows that give the reference's output, with their kernel; narrow ones first."""
+    """Yield windows that give the reference's output, with their kernels; narrow ones first."""
     r = case.r
     enough = (1e-8 + (3.0 * case.noise) ** 2) * case.size
     rated: list[tuple[float, _Window]] = []
@@ -124,7 +124,7 @@ def _readings(case: Case, x: F64) -> Iterator[tuple[_Window, F64 | None]]:
             if left <= enough:
                 yield read, kernel
             rated.append((left, shape))
-    # What fits but for its border has another filling.
+    # Windows that fit except at the border are tried with other fillings.
     rated.sort(key=lambda entry: entry[0])
     for left, shape in rated[:_MOST_FITTED]:
         for filling in _FILLINGS[1:]:
@@ -135,7 +135,7 @@ def _readings(case: Case, x: F64) -> Iterator[tuple[_Window, F64 | None]]:
 
 
 def _read(case: Case, x: F64, shape: _Window) -> Iterator[tuple[float, _Window, F64 | None]]:
-    """What a window leaves of the reference's output, put together in every way."""
+    """Yield the squared error of each way to combine a window, with the window and its kernel."""
     r = case.r
     if shape.width > 1 and x.shape[1] == r.shape[1]:
         for kind in ("mean", "mean without the border", "largest"):
@@ -157,14 +157,14 @@ def _shapes(x: F64, r: F64) -> Iterator[_Window]:
         for before in sorted(range(width), key=lambda number, index=middle: abs(number - index)):
             for distance in (1, 2) if width > 1 else (1,):
                 edge = before * distance
-                # Outputs must lie where the input is, but for the border.
+                # All windows must be inside the input, except for the border.
                 last = (made - 1) * step - edge + (width - 1) * distance
                 if last - first < width * distance and last >= first - step - width:
                     yield _Window(_KERNEL, width, step, edge, distance)
 
 
 def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
-    """The captured kernel, or one that is solved for on some rows."""
+    """Yield the captured kernel, or kernels that are solved for on some rows."""
     axes, taps = case.r.ndim - 2, shape.width ** (case.r.ndim - 2)
     channels, made = x.shape[1], case.r.shape[1]
     weight = case.params.get("weight")
@@ -188,7 +188,7 @@ def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
         solution = solve(np.hstack([rows, ones])[::every], values[::every])[:-1]
         yield solution.T.reshape(made, channels, taps)
     if channels == made > 1 and count >= 2 * taps:
-        # Every channel by itself; all are solved for at once.
+        # The kernel of a depthwise convolution; all channels are solved for at once.
         rows = places.transpose(1, 0, 2, 3).reshape(channels, count, -1)
         rows = rows - rows.mean(axis=1, keepdims=True)
         values = by_output.transpose(1, 0, 2).reshape(channels, count, 1)
@@ -236,8 +236,8 @@ def _mistakes(case: Case, x: F64, right: _Window, kernel: F64 | None) -> Iterato
             yield clue("scale", right._replace(kind=kind), what)
 
 
-# Resizes of pictures and of tables of positions. A resize is a product with one matrix for every
-# axis; a few grids and weights are in use, and both sides are read as one of them.
+# Resizes of pictures and of position tables. A resize is a product with one matrix per axis. Only a
+# few grids and weights are in use, and each side is matched with one of them.
 
 
 _MOST_RESIZED = 1 << 18
@@ -247,9 +247,9 @@ class _Resize(NamedTuple):
     """One way to resize.
 
     Attributes:
-        grid: Where the places of the output lie.
-        weights: How places of the input are weighed.
-        smooth: Whether weights are as wide as the steps, where these are wide.
+        grid: How the places of the output are aligned with those of the input.
+        weights: How places of the input are weighted.
+        smooth: Whether the weights are widened to the step when the size is reduced (antialiasing).
     """
 
     grid: str
@@ -321,7 +321,7 @@ _WAYS = tuple(
 
 
 def resize(case: Case) -> Clue | None:
-    """Another grid, or other weights, of a resize."""
+    """The grid or the weights of a resize that differ."""
     if case.ratio < 4.0 or case.r.ndim < 2 or case.r.size > _MOST_RESIZED:
         return None
     for x in {**case.inputs, **case.parts, **case.params}.values():
@@ -336,7 +336,7 @@ def resize(case: Case) -> Clue | None:
 
 
 def _turned(x: F64, shape: tuple[int, ...]) -> Iterator[F64]:
-    """A tensor whose axes can be resized to a shape: one or two of them differ."""
+    """Yield the tensor if it can be resized to a shape: one or two of its axes differ."""
     if x.ndim != len(shape) or x.size > _MOST_RESIZED or not np.isfinite(x).all():
         return
     differing = [axis for axis in range(x.ndim) if x.shape[axis] != shape[axis]]

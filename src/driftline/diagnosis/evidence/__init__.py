@@ -1,4 +1,4 @@
-"""Evidence sources of a diagnosis: replay, noise runs, error growth, and the files they come in.
+"""Evidence for a diagnosis: replay, noise runs, results of bisections, and their files.
 
-Each says how a site stands and how far it can be trusted; none names a cause.
+The evidence judges sites and says how far it can be trusted; it names no cause.
 """

@@ -1,6 +1,6 @@
-"""Evidence that experiments left on disk: replay folders, noise runs, results of a bisection.
+"""Evidence that experiments stored on disk: replay folders, noise runs, results of a bisection.
 
-Reads and checks them, since they may come from anywhere; does not interpret them.
+This file reads and checks them, since they may come from anywhere. It does not interpret them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPLAY_FILE = "replay.json"
 NOISE_FILE = "noise.json"
 _LARGEST_RESULTS = 256 << 20
-"""Largest size of such a file in bytes; a site takes about a hundred."""
+"""Largest size in bytes of a replay's or noise file; a site takes about a hundred bytes."""
 
 
 class ReplayedSite(NamedTuple):
@@ -33,22 +33,22 @@ class ReplayedSite(NamedTuple):
 
     Attributes:
         status: replayed, unknown or skipped.
-        reason: Why it is not `replayed`, in words.
-        reproduced: Whether its replay on the reference's own inputs gave its own output; None where
-            that was not tried (it is compiled, it was not called).
-        applied: leaf, whole, or `own code` for a container whose parts were answered with what the
-            candidate's gave.
-        noise: How far the candidate's format is from exact, of calls that gave the candidate's own
-            results in it, to the bit or as good as that; None where no call did.
-        near: Digests of the candidate's results that are as good as what the replay gave.
-        masks: Slots of masks that are of another kind than the reference's and say the same: the
-            replay was given the reference's.
-        differs: Which border has another shape or other integers, in words.
+        reason: Why the site was not replayed, in words.
+        reproduced: Whether its replay on the reference's own inputs gave the reference's output;
+            None if that was not tried (it is compiled, it was not called).
+        applied: leaf, whole, or `own code` for a container whose parts were not run but answered
+            with the outputs of the candidate's parts.
+        noise: Error of the candidate's format against the exact result, measured on calls that gave
+            the candidate's results in that format, bit for bit or nearly; None if no call did.
+        near: Digests of the candidate's results that are as good as those of the replay.
+        masks: Slots of masks of another kind than the reference's that hide the same; the replay
+            used the reference's masks.
+        differs: The tensor at a module's border that has another shape or other integers, in words.
         updated: Whether calls were left out because an optimizer had changed the weights.
-        format_cost: Relative error that the candidate's format of buffers makes by itself, where
-            that is more than a few roundings.
-        end: Of a model that was applied as a whole: how far from exact the candidate's output is,
-            how far a trusted one in its format, and how many elements it has.
+        format_cost: Relative error caused by the candidate's format of the buffers, if that is more
+            than a few roundings.
+        end: For a model that was applied as a whole: the error of the candidate's output, the error
+            of a trusted output in the candidate's format, and the number of elements.
     """
 
     status: str = "replayed"
@@ -65,12 +65,12 @@ class ReplayedSite(NamedTuple):
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ReplayedSite:
-        """As `replay.json` has it.
+        """Build the outcome from an entry of `replay.json`.
 
         Raises:
-            ValueError: A number is none.
+            ValueError: A field that should be a number is none.
         """
-        # Noise is only meaningful for calls whose results were right in the candidate's format.
+        # Noise is meaningful only for calls that gave the candidate's results in its format.
         near = _near(fields.get("near"))
         return cls(
             str(fields.get("status", "replayed")),
@@ -88,8 +88,8 @@ class ReplayedSite(NamedTuple):
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be concluded from it; empty if something can."""
-        # The order matters: a status other than replayed explains everything that follows from it.
+        """Why nothing can be concluded from the replay; empty if something can."""
+        # The order matters: a status other than `replayed` explains the other fields.
         if self.status != "replayed":
             return self.reason or f"the replay says '{self.status}'"
         if self.reproduced is False:
@@ -104,7 +104,7 @@ def _end(shown: Any) -> tuple[float, float, int] | None:
     if not isinstance(shown, dict):
         return None
     fields = cast("dict[str, Any]", shown)
-    # What is not there is no number, and the caller says so.
+    # A missing field raises a ValueError, which the caller reports.
     return (
         float(fields.get("error", "?")),
         float(fields.get("noise", "?")),
@@ -116,13 +116,13 @@ _NO_SITES: Mapping[str, ReplayedSite] = {}
 
 
 class Replay(NamedTuple):
-    """The reference's modules, applied to the candidate's inputs.
+    """Results of the reference's modules applied to the candidate's inputs.
 
     Attributes:
-        exact: Their outputs in float32, under the candidate's keys.
-        native: The same in the candidate's number format; None when that was not done.
-        sites: What became of each site; a site that is not named counts as replayed.
-        of: Id of the candidate it was made for; empty when not known.
+        exact: Outputs of the modules in float32, under the candidate's keys.
+        native: Outputs in the candidate's number format; None if that was not done.
+        sites: The outcome of each site; a site that is missing counts as replayed.
+        of: Id of the candidate for which the replay was made; empty if not known.
     """
 
     exact: Run
@@ -142,10 +142,10 @@ Evidence: TypeAlias = "Run | StrPath"
 
 
 def open_replay(source: Replay | StrPath) -> Replay:
-    """A replay as it is, or opened from its folder.
+    """Open a replay's folder; a `Replay` is returned unchanged.
 
     Raises:
-        DriftlineError: The folder holds none, or one that cannot be read.
+        DriftlineError: The folder holds no replay, or one that cannot be read.
     """
     if isinstance(source, Replay):
         return source
@@ -157,7 +157,7 @@ def open_replay(source: Replay | StrPath) -> Replay:
         )
     document = _read_results(folder / REPLAY_FILE)
     sites: dict[str, ReplayedSite] = {}
-    # Every part of the document is checked before use: it may have been edited or cut off.
+    # Each part of the document is checked before use: it may have been edited or truncated.
     entries = document.get("sites", {})
     if not isinstance(entries, dict):
         raise BadFile(f"{folder / REPLAY_FILE}: 'sites' is no object")
@@ -177,10 +177,10 @@ def open_replay(source: Replay | StrPath) -> Replay:
 
 
 def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
-    """Noise runs: folders that `driftline noise` made, or plain runs.
+    """Open noise runs, which are folders that `driftline noise` made, or plain runs.
 
     Raises:
-        DriftlineError: One of them is neither.
+        DriftlineError: A source is neither.
     """
     runs: list[NoiseRun] = []
     for source in sources:
@@ -200,7 +200,7 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
             fields = cast("dict[str, Any]", variant)
             name = str(fields.get("name") or fields.get("folder") or "?")
             if fields.get("status") == "same":
-                continue  # bit for bit another variant: no second witness
+                continue  # bit for bit equal to another variant, so no further evidence
             run = _inner(folder, str(fields.get("folder") or name))
             if run is not None:
                 runs.append(NoiseRun(name, run))
@@ -210,7 +210,7 @@ def open_noise(sources: Sequence[Evidence]) -> list[NoiseRun]:
 
 
 def _inner(folder: Path, name: str) -> Run | None:
-    # A name in the file may not lead out of the folder: files of strangers are opened here.
+    # A name in the file must not lead out of the folder, because the file may be untrusted.
     path = folder / name
     return open_run(path) if is_inside(folder.resolve(), path) else None
 
@@ -220,7 +220,7 @@ def _reproduced_flag(reproduced: Any) -> bool | None:
 
 
 def _noise(value: Any) -> Effect:
-    """Size and bias only: a replay measures no more where its result is as good as trusted."""
+    """The stored effect; a replay stores only size and bias if its result is nearly equal."""
     fields = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     nan = math.nan
     return NOTHING._replace(
@@ -262,7 +262,7 @@ def _read_results(path: Path) -> Mapping[str, Any]:
     return document
 
 
-# Results of `driftline bisect`: the share of the final error that goes with a block.
+# Results of `driftline bisect`: the share of the final error that a block causes.
 
 
 _LARGEST_BISECTION = 64 << 20
@@ -270,17 +270,17 @@ _VERDICTS = ("found", "spread", "same")
 
 
 class Substitution(NamedTuple):
-    """The answer of a bisection.
+    """The result of a bisection.
 
     Attributes:
         verdict: found, spread or same.
         site: The block; empty without one.
-        metric: Which error of the end.
-        baseline: It, as the program is.
-        before: It, with everything before the block replaced by the reference's.
-        after: It, with the block as well.
-        explains: The share of it that goes with the block.
-        executions: How often the program was run.
+        metric: Name of the error of the final output.
+        baseline: The error without any replacement.
+        before: The error with everything before the block replaced by the reference's outputs.
+        after: The error with the block replaced as well.
+        explains: The share of the error that the block causes.
+        executions: Number of executions of the program.
     """
 
     verdict: str
@@ -293,7 +293,7 @@ class Substitution(NamedTuple):
     executions: int
 
     def is_about(self, site: str) -> bool:
-        """Whether the block is a site, contains it, or is in it."""
+        """Whether the block is the site, contains it, or is inside it."""
         has_block = self.verdict == "found"
         return has_block and (
             self.site == site or contains(self.site, site) or contains(site, self.site)
@@ -304,7 +304,7 @@ class Substitution(NamedTuple):
 
 
 def renamed(proof: Substitution, plan: Plan) -> Substitution:
-    """The bisection with the reference's name of its site, as findings use those names."""
+    """The bisection with its site renamed to the reference's name, which findings use."""
     for pair in plan.pairs:
         if pair.candidate.key.port == "output" and pair.candidate.key.site == proof.site:
             return proof._replace(site=pair.reference.key.site)
@@ -312,10 +312,10 @@ def renamed(proof: Substitution, plan: Plan) -> Substitution:
 
 
 def open_bisection(source: Mapping[str, Any] | StrPath) -> Substitution:
-    """What `driftline bisect --format json` printed: a file of it, or the object.
+    """Read the output of `driftline bisect --format json`, given as a file or as the object.
 
     Raises:
-        BadFile: It is none.
+        BadFile: It is not the result of a bisection.
     """
     if isinstance(source, Mapping):
         return _substitution_of(source, "the bisection")
@@ -333,7 +333,7 @@ _HOW = "driftline bisect --exec CANDIDATE --reference-run REF --format json > FI
 def _substitution_of(document: Mapping[str, Any], name: str) -> Substitution:
     if document.get("verdict") not in _VERDICTS or not isinstance(document.get("site"), str):
         raise BadFile(f"{name} is no result of a bisection", hint=_HOW)
-    # A missing schema is accepted and read as the first one.
+    # A missing schema counts as schema 1.
     if document.get("schema") not in (1, None):
         raise BadFile(f"{name} is of schema {document['schema']!r}, this program reads 1")
     share = _number(document.get("explains"))

@@ -1,7 +1,8 @@
-"""Activations that are another function by less than noise: the error follows the difference.
+"""Activations that compute another function, although the difference is smaller than the noise.
 
-Reads what a module was given, its exact result, the candidate's and that of a trusted module, on
-some rows of its first call.
+They are found because the error follows the difference between the two functions. This file reads
+a module's input, its exact result, the candidate's result and that of a trusted module, on some
+rows of its first call.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from driftline.runs.run import Run
 
 _ACTIVATION = re.compile(r"(?i)gelu|silu|swish|activation|mish|tanh|sigmoid|softplus")
 FINEST, COARSEST = 2.0**-20, 2.0**-11
-"""Unit roundoffs between which the slope is used: the rounding of bfloat16 has a bias that follows
-such a difference by itself (a fused GELU does, and is right)."""
-# A trusted module may follow the other function up to the first; the candidate must do so to within
-# the second, by the third many standard errors.
+"""Unit roundoffs of the formats in which a slope of the error is evidence.
+
+In bfloat16 it is not: its rounding has a bias that follows such a difference even in correct code,
+such as a fused GELU.
+"""
+# Largest slope of a trusted module on the other function's difference; how near to 1 the
+# candidate's slope must be; and how many standard errors the candidate's slope must have.
 _TRUSTED, _FULL, _SURE = 0.3, 0.15, 16.0
 
 
@@ -34,9 +38,9 @@ class OtherFunction(NamedTuple):
     """The other function that a module computes.
 
     Attributes:
-        other: Its name.
-        excess: How sure that is, in units of what is asked.
-        halves: The same on either half of the rows.
+        other: Name of the function.
+        excess: Strength of the evidence, in units of the required strength.
+        halves: Strength of the evidence on each half of the rows.
     """
 
     other: str
@@ -51,7 +55,10 @@ def another_function(
     exact: Mapping[TensorKey, Record],
     native: Mapping[TensorKey, Record],
 ) -> OtherFunction | None:
-    """Whether a module computes another function than the reference's, from its first call."""
+    """The function that a module computes instead of the reference's; None if there is none.
+
+    Only the first readable call is examined.
+    """
     readable = (r for r in records if is_readable(replay.exact, exact.get(r.key)))
     record = next(readable, None)
     if record is None:
@@ -76,7 +83,7 @@ def another_function(
         if values is None or not np.isfinite(values).all():
             return None
         tensors.append(values)
-    # A complex result of real numbers has two for each.
+    # A complex result of a real input has two numbers per element.
     if len({values.shape for values in tensors}) != 1:
         return None
     x, right, made, native_made = tensors
@@ -89,19 +96,19 @@ def another_function(
 def on_the_grid(
     x: F64, right: F64, candidate: F64, trusted: F64, dtype: str
 ) -> OtherFunction | None:
-    """The other function whose results, rounded once, are the candidate's; None if none.
+    """The other function whose results, rounded once, are the candidate's; None if there is none.
 
     Args:
-        x: What it was given, [rows, channels].
-        right: Its exact result.
+        x: The module's input, [rows, channels].
+        right: The module's exact result.
         candidate: The candidate's result.
-        trusted: That of a trusted module in the candidate's format.
-        dtype: That format.
+        trusted: The result of a trusted module in the candidate's format.
+        dtype: The candidate's format.
     """
     best: OtherFunction | None = None
     for name, values in _others(x, right):
         if grid_share(right, values, trusted, dtype) > _TRUSTED:
-            continue  # a trusted module gives as much of it
+            continue  # the results of a trusted module would fit this function too
         shares = [
             grid_share(right[start::2], values[start::2], candidate[start::2], dtype)
             for start in (0, 1)
@@ -114,13 +121,13 @@ def on_the_grid(
 
 
 def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
-    """Known functions that differ from the reference's too little to show in the error's size."""
+    """Known functions that differ from the reference's too little for the error's size to show."""
     if x.shape != right.shape or len(x) < 8:
         return []
     made = {name: function(x) for name, function in ACTIVATIONS.items()}
     size = float(np.sum(right * right))
     is_one = min(made, key=lambda name: float(np.sum((made[name] - right) ** 2)))
-    # The reference itself must be a known function, otherwise its difference to others means
+    # The reference must be a known function itself; otherwise its difference from others means
     # nothing.
     if not size > 0.0 or float(np.sum((made[is_one] - right) ** 2)) > 1e-8 * size:
         return []
@@ -132,13 +139,13 @@ def _others(x: F64, right: F64) -> list[tuple[str, F64]]:
 
 
 def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction | None:
-    """The other function that the candidate follows, on both halves of the rows; None if none.
+    """The other function that the candidate follows on both halves of the rows; None if none.
 
     Args:
-        x: What it was given, [rows, channels].
-        right: Its exact result.
+        x: The module's input, [rows, channels].
+        right: The module's exact result.
         candidate: The candidate's result.
-        trusted: That of a trusted module in the candidate's format.
+        trusted: The result of a trusted module in the candidate's format.
     """
     best: OtherFunction | None = None
     for name, values in _others(x, right):
@@ -154,7 +161,7 @@ def follows(x: F64, right: F64, candidate: F64, trusted: F64) -> OtherFunction |
 
 
 def _times(e: F64, p: F64) -> tuple[float, float]:
-    """Slope of an error on a difference, and its ratio to the standard error clustered by row."""
+    """Slope of an error on a difference, and that slope in standard errors clustered by row."""
     power = float(np.sum(p * p))
     if not power > 0.0:
         return 0.0, 0.0

@@ -1,8 +1,8 @@
-"""Evidence from a replay: does a site err by itself, given the candidate's own input?
+"""Evidence from a replay: does a site introduce an error, given the candidate's own input?
 
-Compares the candidate's output with the reference's module applied to the same input, in wide
+The candidate's output is compared with that of the reference's module on the same input, in wide
 arithmetic (exact) and in the candidate's format (native). Limits say how far from exact a trusted
-execution may be. Also finds inputs of another kind, for which a replay means nothing.
+execution may be. This file also finds inputs of another kind, for which a replay means nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from driftline.runs.run import Run
 
 
 def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict[str, str]:
-    """Sites whose input is of another kind than in the reference, by the candidate's names.
+    """Sites whose input is of another kind than the reference's, by the candidate's names.
 
-    A mask of booleans says what may be seen, one of floats what is added: replaying one with the
-    other is another computation, unless the replay found that both say the same.
+    A boolean mask says which keys may be seen; a float mask is added to the scores. A replay with
+    the wrong kind is another computation, unless the replay found that both masks are equivalent.
     """
     troubles: dict[str, str] = {}
     for pair in plan.pairs:
@@ -70,29 +70,29 @@ def inputs_of_other_kinds(plan: Plan, sites: Mapping[str, ReplayedSite]) -> dict
 # Limits: how far from exact a trusted execution of a module may be.
 
 
-# Factors on what trusted executions have: in size, in the worst row, and for few rows.
+# Factors on the errors of trusted executions: on the size and on the worst row. The third one
+# widens a standard error that comes from few rows.
 _ERROR = 1.35
 _WORST_ROW = 2.5
 _FEW_ROWS = 4.0
 _IN_STEPS = 2.0
-"""Times one rounding: a right norm computed in steps rounds the normalised value, the product with
-its weight and the sum with its bias, each once (the root of 3). So does other code for the same
-function: a GELU written out rounds the cubic, its tanh and the product."""
+"""Allowed error of code that computes in steps, in units of one rounding. A correct norm in steps
+rounds the normalised value, the product with its weight and the sum with its bias (the root of 3).
+Other code for a function does so too: a GELU written out rounds the cubic, tanh and the product."""
 _ROW_SCALE = 2.5
 _NORM_LEAN, _OTHER_NORM_LEAN = 0.012, 0.35
-"""Units of roundoff. A norm rounded once has no bias; one computed in steps has (the product of a
-rounded value with a weight near one is a tie again and again), but then its noise is larger too:
-equal noise means the same steps."""
-
+"""Allowed bias of a norm in units of roundoff, if its noise equals a trusted one's and if not. A
+norm that is rounded once has no bias. In steps it has one (the product of a rounded value with a
+weight near one is often a tie) and larger noise, so equal noise means the same steps."""
 
 _UNITS, _UNITS_LEAN = 32.0, 8.0
-"""Units of roundoff of a fine format that other orders of summation may differ by."""
+"""Allowed error and bias of a fine format in units of roundoff: orders of summation differ."""
 _ATTENTION, _ATTENTION_LEAN = 2.0, 0.75
-"""For an attention in a fine format: its scores are sums whose absolute error becomes a relative
-one of what the softmax gives, so its error grows with the root of their length (CPU against CUDA: 8
-units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused kernel adds products
-of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with wider heads. A bias is
-never more than the error; three quarters of that are allowed."""
+"""Allowed error and bias of an attention in a fine format. Its scores are sums whose absolute error
+becomes a relative error after the softmax, so the error grows with the root of their length (CPU
+against CUDA: 8 units with 40 tokens and heads of 16, 25 units with 1024 and 128). CUDA's fused
+kernel adds products of three pieces and truncates: its bias there is 3.4 to 11.4 units, more with
+wider heads. A bias is never larger than the error; three quarters of the error are allowed."""
 
 
 class Limits(NamedTuple):
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
         error_floor: Relative error that is always allowed.
         lean_floor: Projection that is always allowed, in both directions.
         norm: Whether it is a norm in a coarse format: more roundings, no factor per row.
-        rewritten: Whether the candidate has code of its own there, which may round in steps.
+        rewritten: Whether the candidate's code differs from the reference's and may round in steps.
     """
 
     trusted: Sequence[Effect]
@@ -125,12 +125,13 @@ class Limits(NamedTuple):
         norm: bool = False,
         attends: int = 0,
     ) -> Limits:
-        """The limits of a site with so many parts inside.
+        """The limits of a site that contains `parts` other sites.
 
-        For an attention, `attends` is the length of its longest sum. Without a replay in the
-        candidate's format the roundings inside a container are not known; in float32 that replay is
-        the exact one, both orders of summation are right, and the null has no width of its own. In
-        both cases the rounding of the parts is estimated.
+        For an attention, `attends` is the length of its longest sum.
+
+        The rounding of the parts is estimated in two cases. Without a replay in the candidate's
+        format, the roundings inside a container are not known. In float32 that replay is the exact
+        one: several orders of summation are correct, but the trusted execution shows only one.
         """
         deep = math.sqrt(1.0 + parts)
         fine = unit <= FINE
@@ -147,16 +148,16 @@ class Limits(NamedTuple):
         return cls(trusted, unit, max(error, allowed), max(lean, allowed / 5.0), coarse_norm)
 
     def excesses(self, effect: Effect, half: bool = False) -> dict[str, float]:
-        """Each statistic in units of its limit; a half only has to support the whole."""
+        """Each statistic in units of its limit; a `half` only has to support all rows' result."""
         times = 3.5 if half and self.norm else 5.0
         lean = self._lean_limit(effect)
-        # Statistics of few elements scatter; the limit widens with their standard error.
+        # Statistics of few elements scatter, so the limit is widened by their standard error.
         few = 1.0 + 3.0 / math.sqrt(max(effect.elements, 1))
         error = _largest([trusted.error for trusted in self.trusted])
         row = _largest([trusted.worst_row for trusted in self.trusted])
         most = _ERROR * few * error + self.error_floor
         if self.norm or self.rewritten:
-            # The first of the trusted ones is the exact result rounded once.
+            # The first trusted effect is that of the exact result rounded once.
             most = max(most, _IN_STEPS * few * self.trusted[0].error + self.error_floor)
         over = {
             "error": effect.error / most if most > 0 else (math.inf if effect.error > 0 else 0.0),
@@ -165,7 +166,7 @@ class Limits(NamedTuple):
             else (math.inf if effect.worst_row > 0 else 0.0),
             "projection": self._outside(effect, "projection", times, lean),
             "offset": self._outside(effect, "offset", 8.0, 6.0 * self.lean_floor),
-            # Where wide arithmetic has a number: that the format has none is what is wrong.
+            # An element that is finite on one side only is a fault: the format may not overflow.
             "nonfinite": math.inf if effect.nonfinite else 0.0,
         }
         if self.norm:
@@ -175,7 +176,7 @@ class Limits(NamedTuple):
         return {name: 0.0 if math.isnan(value) else value for name, value in over.items()}
 
     def _lean_limit(self, effect: Effect) -> float:
-        """The projection that is allowed besides what trusted executions have."""
+        """The projection that is allowed in addition to that of trusted executions."""
         if not self.norm:
             return self.lean_floor
         noise = math.sqrt(max(effect.error**2 - effect.projection**2, 0.0))
@@ -184,7 +185,7 @@ class Limits(NamedTuple):
         return (_NORM_LEAN if same else _OTHER_NORM_LEAN) * self.unit
 
     def span(self, statistic: str) -> tuple[float, float]:
-        """Least and largest value of a statistic among trusted executions."""
+        """Smallest and largest value of a statistic among trusted executions."""
         values = [float(getattr(effect, statistic)) for effect in self.trusted]
         return min(values), max(values)
 
@@ -201,23 +202,23 @@ class Limits(NamedTuple):
 
 
 def _largest(values: Sequence[float]) -> float:
-    """The largest number; NaN, which means not measured, does not count."""
+    """The largest value; NaN, which means not measured, is ignored."""
     return max((value for value in values if not math.isnan(value)), default=0.0)
 
 
-# Judging sites: their output against the reference's module on the same input.
+# Judging sites: their outputs are compared with those of the reference's module on the same input.
 
 
 GROSS = 4.0
-"""Times the limit: so far outside that one half of the rows suffices (a single token is off)."""
+"""Times the limit: above it one half of the rows suffices, as a wrong token is in one half only."""
 
-# Share of the worst tokens that is left out where a router inside may choose either way.
+# Share of the worst tokens that is left out if a router inside the site may choose either way.
 _FLIPS = 0.08
 _NORM = re.compile(r"(?i)norm")
 
 
 class _Stream(NamedTuple):
-    """Outputs of a site that are the same thing at each call: the same slot and width."""
+    """Sums of the outputs of all calls of a site that have the same slot and width."""
 
     candidate: list[Sums]
     native: list[Sums]
@@ -235,10 +236,10 @@ def judge(
 
     Args:
         candidate: The run whose inputs were replayed.
-        replay: What the reference made of them.
-        allowed: Relative error that a site may have whatever its dtype says: integer arithmetic
-            behind a float interface.
-        rewritten: Sites whose class is another one than the reference's.
+        replay: Results of the reference's modules on those inputs.
+        allowed: Relative error that a site may have whatever its dtype is, by site: it computes
+            with integers although its outputs are floats.
+        rewritten: Sites whose class differs from the reference's.
     """
     exact = index(replay.exact)
     none: Mapping[TensorKey, Record] = {}
@@ -281,17 +282,18 @@ def judge(
             judgement = _judged_site(context, name, records, about)
             end = _end_of(about, context.coarsest[name]) if not context.choices.get(name) else None
             judgement = judgement._replace(steps=_replayed_steps(records, exact), end=end)
-            # Later calls, with weights that were learnt, are not known: other evidence may speak.
+            # Calls after a weight update were not replayed, so this site is not acquitted: other
+            # evidence may convict it.
             if judgement.introduced or about is None or not about.updated:
                 judged[name] = judgement
     return judged
 
 
 def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResult]:
-    """Judge every replayed site of a comparison's candidate, by the reference's names.
+    """Judge every replayed site of a comparison's candidate; results have the reference's names.
 
     Raises:
-        BadInput: The replay is of another run.
+        BadInput: The replay was made for another run.
     """
     candidate, plan = comparison.candidate, comparison.plan
     own = str(candidate.manifest.get("id") or "")
@@ -315,11 +317,11 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
             "the replay has no tensor in common with the candidate",
             hint='it was made for another run: driftline replay CAND --exec "..." -o REPLAY',
         )
-    # A replay with a mask of another kind is another computation, whatever numbers it gave.
+    # A replay with a mask of another kind is another computation, so its values are not used.
     for site, why in inputs_of_other_kinds(plan, replay.sites).items():
         if site in judged:
             judged[site] = ReplayResult(False, trouble=why)
-    # Findings go by the reference's names and steps.
+    # Findings use the reference's names and steps.
     names: dict[str, str] = {}
     steps: dict[int, int] = {}
     for pair in plan.pairs:
@@ -335,16 +337,16 @@ def judge_replay(comparison: Comparison, replay: Replay) -> dict[str, ReplayResu
         if site not in names:
             outer = next((outer for outer in ancestors(site) if outer in names), "")
             judgement, name = _of_container(site, judgement, replay), names.get(outer, site)
-        # Two modules may stand in the place of one that is called twice.
+        # Two modules of the candidate may correspond to one that the reference calls twice.
         results[name] = max(results.get(name, judgement), judgement, key=_gravity)
     return results
 
 
 def _of_container(site: str, judgement: ReplayResult, replay: Replay) -> ReplayResult:
-    """What a part that no tensor of the reference is compared with says of its container.
+    """The container's result that follows from a part without a partner in the reference.
 
-    The container's own code was repeated around what this part gave: where that is wrong, or nobody
-    knows, it is so for the container.
+    The container's own code was repeated with the outputs of this part. If those are wrong or
+    unknown, the same holds for the container.
     """
     about = replay.sites.get(site)
     if judgement.introduced:
@@ -352,7 +354,7 @@ def _of_container(site: str, judgement: ReplayResult, replay: Replay) -> ReplayR
         return judgement._replace(reason=f"its part '{site}': {reason}")
     if judgement.trouble and about is not None and about.status != "skipped":
         return ReplayResult(False, trouble=f"its part '{site}': {judgement.trouble}")
-    # The program has no such part: its container was repeated without it.
+    # The reference program has no such part, so its container was repeated without it.
     return judgement._replace(excess=0.0, trouble="")
 
 
@@ -361,11 +363,11 @@ def _gravity(judgement: ReplayResult) -> tuple[bool, bool, float]:
 
 
 _ONE_RUN = 2.0
-"""Times the noise of one trusted execution that another right one may have."""
+"""Allowed noise of a correct execution, in units of the noise of one trusted execution."""
 
 
 def _end_of(about: ReplayedSite | None, unit: float) -> tuple[float, float] | None:
-    """Error of the model's output, and what noise explains of it, where replay measured that."""
+    """Error of the model's output and the error that noise explains; None if not measured."""
     if about is None or about.end is None:
         return None
     error, noise, elements = about.end
@@ -376,7 +378,7 @@ def _end_of(about: ReplayedSite | None, unit: float) -> tuple[float, float] | No
 def _replayed_steps(
     records: Sequence[Record], exact: Mapping[TensorKey, Record]
 ) -> tuple[int, ...] | None:
-    """Steps of which all calls of a site were replayed; None where that is every one."""
+    """Steps in which all calls of a site were replayed; None if these are all steps."""
     calls: dict[tuple[int, int, int, int], bool] = {}
     for record in records:
         key = record.key
@@ -389,21 +391,21 @@ def _replayed_steps(
 
 
 class _Context(NamedTuple):
-    """What judging one site needs to know about all of them.
+    """Facts about all sites that are needed to judge one of them.
 
     Attributes:
         candidate: The run whose inputs were replayed.
-        replay: What the reference made of them.
+        replay: Results of the reference's modules on those inputs.
         exact: Records of the exact replay, by key.
         native: Records of the replay in the candidate's format, by key.
         coarsest: Unit roundoff of the coarsest format at each site.
         parts: How many sites each site contains.
         norms: Sites that are norms.
-        attending: Longest sum of every attention.
+        attending: Length of the longest sum of each attention.
         choices: How many discrete choices each site contains.
         passed_on: Tensors that a container's own code passed to its parts.
-        allowed: Relative error that a site may have whatever its dtype says.
-        rewritten: Sites whose class is another one than the reference's.
+        allowed: Relative error that a site may have whatever its dtype is.
+        rewritten: Sites whose class differs from the reference's.
     """
 
     candidate: Run
@@ -437,21 +439,21 @@ def _judged_site(
     tensors = [*records, *passed_on]
     parts = context.parts.get(name, 0)
     applied = "" if about is None else about.applied
-    # What it hands to its parts is judged by other evidence then.
+    # In this case other evidence judges the tensors that the site passes to its parts.
     blind = parts > 0 and not passed_on and applied != "whole"
     streams = _streams(context.candidate, context.replay, tensors, exact, native, unit)
     noise = None if streams or about is None else about.noise
     near = frozenset[str]() if about is None else about.near
-    # Values as good as the candidate's were not kept: only their measured noise is left.
+    # The replay does not store values that are as good as the candidate's, only their noise.
     if noise and all(
         output.digest in near or _is_its_own(output, exact, native) for output in tensors
     ):
         return _as_trusted(noise, unit)._replace(own_code_only=blind, after_parts=bool(passed_on))
-    # Own code was repeated with answered parts, and computed nothing inside: it is a leaf.
+    # If own code was repeated with answered parts, the parts did not run: it counts as a leaf.
     alone = applied == "own code"
     choices = 0 if alone else context.choices.get(name, 0)
     if choices > 1:
-        # One token that goes another way early is seen by all later ones.
+        # A token that is routed differently early affects all later choices.
         return ReplayResult(False, trouble=CHOICES)
     settings = _SiteSettings(
         about is None or not about.format_cost,
@@ -464,7 +466,7 @@ def _judged_site(
         not parts and name in context.rewritten,
     )
     judgement = _site(streams, settings)
-    # In a fine format the output itself would show another function.
+    # In a fine format the output error itself would show another function.
     if not judgement.introduced and not parts and unit > FINEST:
         judgement = _with_hidden_function(context, records, judgement)
     if about is not None and _is_by_format(judgement, about.format_cost):
@@ -475,7 +477,7 @@ def _judged_site(
 def _with_hidden_function(
     context: _Context, records: Sequence[Record], judgement: ReplayResult
 ) -> ReplayResult:
-    """Convict a leaf whose output is within noise and is a similar function of the input."""
+    """Convict a leaf whose output is within noise but is a similar, wrong function of its input."""
     other = another_function(
         context.candidate, context.replay, records, context.exact, context.native
     )
@@ -487,36 +489,33 @@ def _with_hidden_function(
 
 
 def _is_by_format(judgement: ReplayResult, cost: float) -> bool:
-    """Whether a site errs by no more than its buffers' format costs a trusted module."""
+    """Whether the rounding of a site's buffers alone gives a trusted module the same error."""
     effect = judgement.effect
     return judgement.introduced and effect is not None and 0.0 < effect.error <= _ERROR * cost
 
 
 def _format_of(unit: float) -> str:
-    """The number format with a unit roundoff."""
+    """The name of the number format that has this unit roundoff."""
     return next((name for name in _FORMATS if DTYPES[name].unit_roundoff == unit), "float32")
 
 
 def _is_its_own(
     record: Record, exact: Mapping[TensorKey, Record], native: Mapping[TensorKey, Record]
 ) -> bool:
-    """Whether the replay gave, in the candidate's format, what the candidate has; by digests."""
+    """Whether the replay in the candidate's format gave the candidate's bytes, by digest."""
     made = native.get(record.key) or exact.get(record.key)
     return made is None or (bool(made.digest) and made.digest == record.digest)
 
 
 def _as_trusted(noise: Effect, unit: float) -> ReplayResult:
-    """The result of a site that equals the trusted module in its format, or is as good.
-
-    Whatever is measured of it is measured of that module as well, and is within its interval.
-    """
+    """The result of a site that equals the trusted module, or is as good: it has the same error."""
     error = 0.0 if math.isnan(noise.error) else noise.error
     excess = Limits.of([noise], unit, 0, complete=True, allowed=0.0).excesses(noise)["error"]
     return ReplayResult(False, "error", excess, (excess, excess), noise, error, error, error, unit)
 
 
 def _attending(candidate: Run) -> dict[str, int]:
-    """Attention sites, and the longest sum of each: its tokens or its channels."""
+    """Length of the longest sum of each attention site: its tokens or its channels."""
     lengths: dict[str, int] = {}
     for record in candidate.records:
         key = record.key
@@ -532,7 +531,7 @@ def _attending(candidate: Run) -> dict[str, int]:
 def _handed_to_parts(
     candidate: Run, exact: Mapping[TensorKey, Record], sites: Mapping[str, object]
 ) -> dict[str, list[Record]]:
-    """Inputs of parts that the replay made too, by the container whose code computed them."""
+    """Inputs of parts that the replay computed too, by the container whose code computes them."""
     by_owner: dict[str, list[Record]] = {}
     for record in candidate.records:
         if record.key.port == "input" and record.key in exact:
@@ -552,8 +551,8 @@ def _streams(
 ) -> dict[tuple[str, int], _Stream]:
     streams: dict[tuple[str, int], _Stream] = {}
     coarse = _format_of(unit)
-    # Many calls share one budget of elements, so that a site costs the same however often it was
-    # called.
+    # All calls of a site share one budget of elements, so that its cost does not depend on the
+    # number of calls.
     budget = max(1, len(records))
     seen: set[tuple[str, str]] = set()
     for record in records:
@@ -563,7 +562,7 @@ def _streams(
         if not is_readable(candidate, record) or not is_readable(replay.exact, exact_record):
             continue
         if record.digest and (record.digest, exact_record.digest) in seen:
-            continue  # the same bytes under another name are no further evidence
+            continue  # equal bytes under another name are no further evidence
         seen.add((record.digest, exact_record.digest))
         places = chosen_rows(record.shape, max(4096, (1 << 20) // budget))
         r = read_rows(replay.exact, exact_record, places)
@@ -579,7 +578,7 @@ def _streams(
         stream.once.append(sums(r, rounded(r, coarse)))
         trusted = native.get(record.key)
         if trusted is not None and replay.native is not None and trusted.shape == record.shape:
-            # Equal digests: the trusted output is the candidate's, no need to read it again.
+            # The digests are equal, so the trusted output need not be read.
             if trusted.digest and trusted.digest == record.digest:
                 stream.native.append(stream.candidate[-1])
             else:
@@ -596,18 +595,18 @@ _FORMATS = (
 
 
 class _SiteSettings(NamedTuple):
-    """What is known about a site apart from its values.
+    """Facts about a site that do not depend on its values.
 
     Attributes:
-        format_is_right: Whether the candidate's format suffices for what the site holds; if not,
-            its execution in that format is no excuse.
-        unit: Unit roundoff of the coarsest format that takes part.
-        parts: How many sites are in it and were computed with it.
-        allowed: Relative error that it may have whatever its dtype says.
-        choosing: Whether something inside chooses.
+        format_is_right: Whether the candidate's format is precise enough for the site's buffers; if
+            not, a trusted execution in that format does not set limits.
+        unit: Unit roundoff of the site's coarsest format.
+        parts: Number of sites inside it that ran when it was repeated.
+        allowed: Relative error that it may have whatever its dtype is.
+        choosing: Whether the site contains a discrete choice.
         norm: Whether it is a norm.
-        attends: The longest sum of an attention; 0 for others.
-        rewritten: Whether it is a leaf of another class than the reference's.
+        attends: Length of the longest sum of an attention; 0 for other sites.
+        rewritten: Whether it is a leaf whose class differs from the reference's.
     """
 
     format_is_right: bool
@@ -632,22 +631,22 @@ def _site(streams: Mapping[tuple[str, int], _Stream], about: _SiteSettings) -> R
 def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
     """Judge one output.
 
-    Where something inside chooses (a router picks experts), a choice between near equals is decided
-    by rounding, and that token is then far off without any fault: the tokens that err most are left
-    out there, of the trusted executions as well.
+    If the site contains a discrete choice (a router picks experts), rounding decides choices
+    between near equals, and the token is then far off without any fault. Such a site is judged
+    without the tokens of largest error, which are left out of the trusted executions as well.
     """
     allowed = about.allowed
     own = joined(stream.candidate)
     if about.choosing:
         own = without_worst(own, _FLIPS)
     effect, (first, second) = effect_of(own), halves(own)
-    # A trusted run of only some calls would be a null of other rows.
+    # A trusted execution of only some calls would have other rows, so it is not used.
     complete = len(stream.native) == len(stream.candidate) and about.format_is_right
     nulls = [joined(stream.once), *([joined(stream.native)] if complete else [])]
     if about.choosing:
         nulls = [without_worst(null, _FLIPS) for null in nulls]
     if complete and effect_of(nulls[-1]).error > 0.1 * allowed:
-        allowed = 0.0  # the trusted module computes with integers too, and says what that costs
+        allowed = 0.0  # the trusted module computes with integers too, so its error sets the limit
     settings = about.unit, about.parts, complete, allowed, about.norm, about.attends
     rewritten = about.rewritten and complete and about.unit > FINE and not allowed
 
@@ -664,14 +663,14 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
         for name in over
         if over[name] > 1.0
     }
-    # A statistic that both halves confirm comes first, however far outside another one is on the
-    # whole.
+    # A statistic that both halves confirm has precedence over one that is further outside on all
+    # rows.
     statistic = max(over, key=lambda name: (confirmed.get(name, 0.0) > 1.0, over[name]))
     widest = max(limits.trusted, key=lambda trusted: trusted.error).error
     is_introduced = confirmed.get(statistic, 0.0) > 1.0
     gross = statistic in ("error", "worst_row", "nonfinite") and over[statistic] > GROSS
     low, high = limits.span(statistic)
-    # What a trusted execution itself gets wrong by much more than roundings excuses nothing.
+    # If a trusted execution is itself wrong by much more than roundings, it cannot acquit the site.
     most = _MOST_NOISE * about.unit * math.sqrt(1.0 + about.parts)
     if not is_introduced and not gross and not allowed and about.unit > FINE and widest > most:
         return ReplayResult(False, noise=widest, trouble=_too_wide(widest, about.unit))
@@ -689,8 +688,7 @@ def _judged(stream: _Stream, about: _SiteSettings) -> ReplayResult:
 
 
 _MOST_NOISE = 16.0
-"""Units of roundoff that a trusted execution of one module may be off by; beyond them it says
-nothing."""
+"""Largest error of a trusted execution of one module, in units of roundoff, that is meaningful."""
 
 
 def _too_wide(error: float, unit: float) -> str:

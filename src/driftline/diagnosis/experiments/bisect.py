@@ -1,8 +1,8 @@
-"""`driftline bisect`: which block, once its output is replaced by the reference's, repairs the end.
+"""`driftline bisect`: find the block whose replacement by the reference's repairs the result.
 
 The called modules of the reference form a tree. From the model down to a leaf, a binary search over
-the parts of a block finds the first part that must be replaced; every trial is one execution of the
-candidate program. Measures the error of the end only; diagnosis interprets the result.
+the parts of a block finds the first part that must be replaced; each trial is one execution of the
+candidate program. Only the error of the final output is measured; diagnosis interprets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = "(root)"
 
 @dataclass(slots=True)
 class Node:
-    """A called module and the called modules inside it, in the order in which they end."""
+    """A called module and the called modules inside it, in the order in which their calls end."""
 
     site: str
     parts: list[Node] = field(default_factory=list["Node"])
@@ -61,7 +61,7 @@ def site_tree(run: Run) -> Node:
     for site, node in nodes.items():
         if node is not root:
             _holder(site, nodes, root).parts.append(node)
-    # Without a captured root, a single top module is the model.
+    # If the root was not captured, a single top module is the model.
     if ROOT not in nodes and len(root.parts) == 1:
         return root.parts[0]
     return root
@@ -82,11 +82,11 @@ def _holder(site: str, nodes: dict[str, Node], root: Node) -> Node:
 SCHEMA = 1
 HIGHER_IS_BETTER = ("cosine",)
 ENOUGH = 0.5
-"""Share of the final error; below this no single block explains it."""
+"""Smallest share of the final error that a single block must explain."""
 
 
 class Try(NamedTuple):
-    """One execution: all outputs up to a site replaced, and the error that remained at the end."""
+    """One execution with the outputs up to a site replaced; `value` is the remaining error."""
 
     upto: str
     replaced: int
@@ -97,15 +97,16 @@ class Bisection(NamedTuple):
     """The result of the search.
 
     Attributes:
-        verdict: found, spread (no single block explains it) or same (there is no error).
+        verdict: found, spread (no single block explains the error) or same (there is no error).
         site: The block; empty without one.
-        own_code: Its parts are fine: it is the code of the block itself.
-        metric: Which error, and of which tensor.
+        own_code: Whether the fault is in the block's own code, because its parts are right.
+        metric: Name of the error.
+        slot: The output tensor whose error it is.
         baseline: The error without any replacement.
         before: The error with everything before the block replaced.
-        after: The same with the block as well.
-        path: The blocks around it, outermost first.
-        tries: Every execution, in order.
+        after: The error with the block replaced as well.
+        path: The blocks that the search entered below the root, outermost first, up to the block.
+        tries: All executions, in order.
     """
 
     verdict: str
@@ -121,8 +122,8 @@ class Bisection(NamedTuple):
 
     @property
     def explains(self) -> float:
-        """The share of the end's error that goes with the block."""
-        # A bisection of equal programs has nothing to explain.
+        """The share of the final output's error that the block causes."""
+        # Equal programs have no error.
         if not self.baseline:
             return 0.0
         return max(0.0, min(1.0, (self.before - self.after) / self.baseline))
@@ -159,14 +160,14 @@ def bisect(
     Args:
         argv: The candidate program.
         reference: A dump of the reference with whole outputs.
-        metric: How the end is measured: a metric of `compare`.
-        output_site: Where the end is; the model itself by default.
-        slot: Which tensor of it; the first one of floating point by default.
+        metric: The metric of `compare` that measures the final output's error.
+        output_site: The module that gives the final output; the model itself by default.
+        slot: Which tensor of that output; the first one of floating point by default.
         tell: Called after each execution.
 
     Raises:
-        DriftlineError: A reference without outputs, a metric that does not exist, a program that
-            cannot be run, or one whose modules have other names.
+        DriftlineError: The reference has no outputs, the metric does not exist, the program cannot
+            be run, or its modules have other names.
     """
     run = open_run(reference)
     tree = site_tree(run)
@@ -187,11 +188,11 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
     own_code = False
     goal = ENOUGH * baseline
     while node.parts:
-        # Replacing the end itself would always succeed and prove nothing.
+        # Replacing the final output itself would always succeed and prove nothing.
         parts = [part for part in node.parts if part.site != end]
         if not parts:
             break
-        low, high = 0, len(parts)  # replaced up to low: not enough; up to high: enough
+        low, high = 0, len(parts)  # replacing `low` parts is not enough, `high` parts are enough
         low_value, high_value = before, after
         while high - low > 1:
             middle = (low + high) // 2
@@ -202,7 +203,7 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
                 high, high_value = middle, value
         if high == len(parts):
             value = search.error([*done, *(p.site for p in parts)], parts[-1].site)
-            if value > goal:  # all parts are right, and the block is still wrong
+            if value > goal:  # all parts are replaced, and the block is still wrong
                 own_code, before = True, value
                 break
             high_value = value
@@ -211,10 +212,10 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
         node, above = parts[high - 1], node
         path.append(node.site)
     if above is not None and (before - after) / baseline >= ENOUGH:
-        # One last execution tells a wrong module from a module with a wrong input: then its caller
-        # is to blame.
+        # One last execution distinguishes a wrong module from a correct one whose caller passes a
+        # wrong input.
         value = search.error(done, node.site, inputs=(node.site,))
-        if value <= goal:  # given the right input it is right: who calls it is not
+        if value <= goal:  # with the correct input the module is right, so its caller is wrong
             node, own_code, after = above, True, value
             path.pop()
     share = (before - after) / baseline
@@ -231,7 +232,7 @@ def _descend(search: _Search, tree: Node, end: str, baseline: float) -> Bisectio
 
 
 class _Search:
-    """Runs the candidate with replaced outputs and measures its end; repeats no execution."""
+    """Runs the candidate with replaced outputs and measures its error; repeats no execution."""
 
     def __init__(
         self,
@@ -258,9 +259,8 @@ class _Search:
         self.tries: list[Try] = []
 
     def error(self, sites: Sequence[str], upto: str, inputs: tuple[str, ...] = ()) -> float:
-        """Error of the end with these modules' outputs, and the inputs of others, replaced."""
-        # The set of replaced modules decides the result, not the order in which they were asked
-        # for.
+        """Error of the final output if outputs of `sites` and inputs of `inputs` are replaced."""
+        # The result depends on the set of replaced modules, not on their order.
         replaced = tuple(sorted(set(sites)))
         key = (replaced, inputs)
         if key not in self._known:
@@ -299,8 +299,8 @@ class _Search:
             place = Path(folder) / "run"
             plan = CapturePlan(
                 output=str(place),
-                # Only the end is captured: every further tensor would cost time in each of many
-                # executions.
+                # Only the final output is captured: each further tensor would cost time in every
+                # execution.
                 selection=Selection(ports=("output",), sites=(_literal(self._end),)),
                 command=tuple(self._argv),
                 experiment={
@@ -310,7 +310,7 @@ class _Search:
                     "inputs": list(inputs),
                 },
             )
-            # Programs are run many times here: their own output goes to standard error.
+            # The program is run many times, so its own output goes to standard error.
             self._require(run_with(self._argv, plan, to_stderr=True), sites)
             if not (place / "run.json").is_file():
                 raise BadInput(
@@ -351,14 +351,14 @@ class _Search:
                 f"the end results cannot be compared by {self._metric}",
                 hint="are they of one shape in both programs?",
             )
-        # Every metric is turned into an error, so that smaller is better throughout the search.
+        # All metrics are converted to errors, so that smaller is always better.
         if self._metric in HIGHER_IS_BETTER:
             return max(1.0 - value for value in errors)
         return max(errors)
 
 
 def _end_of(run: Run, site: str, slot: str) -> str:
-    """The slot of the final output, checked to exist with values."""
+    """The slot of the final output; raises if it does not exist or its values were not kept."""
     records = [r for r in run.records if r.key.site == site and r.key.port == "output"]
     if not records:
         raise BadInput(
@@ -383,5 +383,5 @@ def _end_of(run: Run, site: str, slot: str) -> str:
 
 
 def _literal(site: str) -> str:
-    """A glob that matches this name only."""
+    """A glob that matches only this name."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in site)

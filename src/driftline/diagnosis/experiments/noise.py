@@ -1,7 +1,7 @@
-"""`driftline noise`: several right executions of an unchanged program, to measure noise with.
+"""`driftline noise`: several correct executions of an unchanged program, to measure noise.
 
-Each variant is an ordinary run. A variant that could not be made is listed with its reason; one
-that equals another to the bit is marked so.
+Each variant is an ordinary run. A variant that could not be made is listed with the reason. A
+variant that equals another one bit for bit is marked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from driftline.numerics.dtypes import DTYPES
 from driftline.runs.run import Run
 
 FORMATS = ("float32", "bfloat16", "float16")
-# All of these are right: they differ in the order of sums, in roundings between operations, or by
+# All of these are correct: they differ in the order of sums, in roundings between operations, or by
 # one unit in the last place of the inputs.
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
@@ -36,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "dither2": {"dither": 2},
     "threads": {"threads": 0},
 }
-"""What each variant does besides the number format."""
+"""Options of each variant in addition to the number format."""
 USUAL = ("plain", "fused", "eager", "math", "dither", "dither2")
 
 
@@ -44,10 +44,10 @@ class Variant(NamedTuple):
     """One execution of the program.
 
     Attributes:
-        name: Number format and what was done besides, such as `bfloat16-fused`.
-        folder: Its run, below the experiment's folder; empty if there is none.
-        command: The program, secrets hidden.
-        status: made, same (as another, bit for bit) or failed.
+        name: Number format and variant, such as `bfloat16-fused`.
+        folder: Name of its run in the experiment's folder; empty if there is none.
+        command: The command of the program, with secrets redacted.
+        status: made, same (bit for bit equal to another one) or failed.
         reason: Why it is not `made`.
     """
 
@@ -72,25 +72,25 @@ def noise(
     """Run a program once for each variant.
 
     Args:
-        argv: The program; the one that is trusted.
+        argv: The trusted program.
         output: Folder for `noise.json` and the runs.
         dtype: Number format of the variants.
-        like: A run in whose format they are to be made, instead.
+        like: A run whose number format is used instead of `dtype`.
         ways: Names of `WAYS`; the usual ones by default.
         selection: What to capture.
-        keep: How much of each tensor.
+        keep: How much of each tensor to keep.
         force: Replace an earlier experiment.
 
     Raises:
-        DriftlineError: A name that means nothing, a program that cannot be started, or not one
-            variant that could be made.
+        DriftlineError: A name is unknown, the program cannot be started, or no variant could be
+            made.
     """
     if like is not None:
         if dtype:
             raise BadInput("--like takes the number format of a run", hint="leave --dtype out")
         dtype = format_of(open_run(like))
     dtype = dtype or "bfloat16"
-    # Names are checked before anything is run: a typing error should not cost an hour.
+    # Names are checked before the program runs: a typing error should not cost an hour.
     if dtype not in FORMATS:
         raise BadInput(f"there is no format '{dtype}'", hint=did_you_mean(dtype, FORMATS))
     for way in ways:
@@ -101,12 +101,12 @@ def noise(
     seen: dict[str, str] = {}
     for way in dict.fromkeys(ways or USUAL):
         if way == "fused" and dtype == "float32":
-            continue  # nothing is rounded in between
+            continue  # intermediate results are not rounded
         variant = _made(argv, output, dtype, way, selection, keep)
         if variant.status == "made":
             variant = _unless_seen(variant, output, seen)
         made.append(variant)
-    # The JSON file is written even if every variant failed: it holds the reasons.
+    # The JSON file is written even if all variants failed, because it contains the reasons.
     write_json(
         output,
         NOISE,
@@ -118,10 +118,10 @@ def noise(
 
 
 def format_of(run: Run) -> str:
-    """The number format of most outputs of a run.
+    """The most frequent number format of a run's outputs, among those that variants may have.
 
     Raises:
-        BadInput: It holds no floating-point output.
+        BadInput: It holds no output in such a format.
     """
     counts = Counter(
         record.dtype
@@ -149,7 +149,7 @@ def _made(
     folder = output / name
     how = dict(WAYS[way])
     if way == "threads":
-        # Any other number of threads changes the order of sums; one is enough to differ from many.
+        # Another number of threads changes the order of sums. A machine with one core has only one.
         how["threads"] = 1 if (os.cpu_count() or 1) == 1 else 2
     plan = CapturePlan(
         output=str(folder.absolute()),
@@ -160,14 +160,14 @@ def _made(
     )
     ended = run_with(argv, plan)
     if ended.messages.apart and not ended.messages.started:
-        # No other variant would fare better, and each would run the program once more.
+        # All other variants would fail too, and each would run the program once more.
         raise BadInput(
             f"no variant can be made: {ended.why_not}",
             hint="dump another trusted execution in its place, and give it: diagnose --noise RUN",
         )
     reason = _why_not(ended, folder)
     if reason:
-        shutil.rmtree(folder, ignore_errors=True)  # half a run is no yardstick
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete run must not be used as noise
     status = "failed" if reason else "made"
     return Variant(name, "" if reason else name, plan.command, status, reason)
 
@@ -189,13 +189,13 @@ def _why_not(ended: Ended, folder: Path) -> str:
 
 
 def _unless_seen(variant: Variant, output: Path, seen: dict[str, str]) -> Variant:
-    """Mark a variant whose outputs equal an earlier one's: it is no second witness."""
+    """Mark a variant whose outputs equal an earlier one's, because it is no further evidence."""
     digest = hashlib.sha256()
     for record in open_run(output / variant.folder).records:
         if record.key.port == "output":
             digest.update(f"{record.key}\0{record.digest}\n".encode())
     twin = seen.setdefault(digest.hexdigest(), variant.name)
-    # A digest that is new returns its own name: then this variant is the first of its kind.
+    # For a new digest, `setdefault` returns this variant's own name.
     if twin == variant.name:
         return variant
     return variant._replace(status="same", reason=f"bit for bit the outputs of {twin}")

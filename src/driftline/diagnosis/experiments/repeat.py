@@ -1,7 +1,8 @@
-"""`driftline repeat`: is a program deterministic, and does its batch influence a sequence in it?
+"""`driftline repeat`: is a program deterministic, and does the batch affect its sequences?
 
-Runs an unchanged program several times and compares digests; then with other numbers of threads,
-with one sequence of the batch alone, and with the batch in another order.
+An unchanged program is run several times and its digests are compared. On request it is also run
+with other numbers of threads, with one sequence of the batch alone, and with the batch in another
+order.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Side(NamedTuple):
 
     Attributes:
         question: repeats, threads, batch or order.
-        same: Whether nothing differs; None where it could not be asked.
-        tensors: How many were compared.
-        differing: How many of them differ.
+        same: Whether nothing differs; None if that could not be examined.
+        tensors: Number of compared tensors.
+        differing: Number of tensors that differ.
         first_site: The first site that differs, in execution order; empty if none.
-        first_key: Its tensor.
-        largest: The largest relative difference (L2) of a tensor, where values were kept.
-        reason: Why it could not be asked, or what else is to say.
+        first_key: The tensor of that site that differs.
+        largest: The largest relative difference (L2) of a tensor, if values were kept.
+        reason: Why it could not be examined, or a remark.
     """
 
     question: str
@@ -54,7 +55,7 @@ class Side(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """The answers, and how often the program was run."""
+    """The answers, and the number of executions of the program."""
 
     sides: tuple[Side, ...]
     executions: int
@@ -89,13 +90,13 @@ def repeat(
 
     Args:
         argv: The program.
-        times: How often, as it is.
+        times: Number of unchanged executions.
         vary: Any of threads, batch, order.
-        selection: What is looked at.
-        tell: Called with a sentence before each execution.
+        selection: What is compared.
+        tell: Called with a sentence before each unchanged execution and each variation.
 
     Raises:
-        DriftlineError: Fewer than two times, a word that means nothing, a program that fails.
+        DriftlineError: `times` is below two, a word of `vary` is unknown, or the program fails.
     """
     if times < 2:
         raise BadInput(f"repeating needs at least 2 executions, not {times}", hint="-k 5")
@@ -112,7 +113,7 @@ def repeat(
         runs: list[Run] = []
         for number in range(times):
             say(f"execution {number + 1} of {times}")
-            # Digests suffice to compare executions, so nothing but them is stored.
+            # Digests suffice to compare executions, so only they are stored.
             runs.append(program.run("digest"))
         sides = [_repeats(runs)]
         for word in dict.fromkeys(vary):
@@ -141,7 +142,7 @@ class _ProgramRuns:
             command=tuple(self._argv),
             experiment=experiment or {},
         )
-        # The variable must be set before the program starts: OpenMP reads it once.
+        # The variable must be set before the program starts, because OpenMP reads it only once.
         cores = {"OMP_NUM_THREADS": str(threads)} if threads else None
         ended = run_with(self._argv, plan, cores, to_stderr=True)
         self._require(ended, place)
@@ -160,7 +161,7 @@ class _ProgramRuns:
 
     def threads(self, base: Run) -> Side:
         cores = os.cpu_count() or 1
-        # One core offers no other number of threads to compare with.
+        # On one core there is no other number of threads to compare with.
         if cores == 1:
             return Side("threads", None, reason="this machine has one core")
         sides: list[Side] = []
@@ -190,7 +191,7 @@ def _repeats(runs: Sequence[Run]) -> Side:
 
 
 def _compared(question: str, runs: Sequence[Run]) -> Side:
-    """Compare digests of the same tensors; the first difference in execution order is reported."""
+    """Compare digests of the same tensors, and report the first difference in execution order."""
     others = [{record.key: record for record in run.records} for run in runs[1:]]
     keys = [record.key for record in runs[0].records]
     differing = 0
@@ -200,7 +201,7 @@ def _compared(question: str, runs: Sequence[Run]) -> Side:
             differing += 1
             first = first or record.key
     extra = [key for other in others for key in other if key not in set(keys)]
-    # An extra tensor alone is a difference too: another path through the program.
+    # An extra tensor is a difference too: the program took another path.
     if first is None and extra:
         return Side(
             question,
@@ -222,7 +223,7 @@ def _digest(record: Record | None) -> str:
 
 
 def _slices(question: str, base: Run, other: Run, size: int) -> Side:
-    """Compare a sequence of a batch with the same sequence alone, or elsewhere in the batch."""
+    """Compare sequences of a batch with the same ones alone, or at other places in the batch."""
     partners = {record.key: record for record in other.records}
     compared = differing = 0
     largest, first = 0.0, None
@@ -248,8 +249,8 @@ def _slices(question: str, base: Run, other: Run, size: int) -> Side:
 
 
 def _aligned(question: str, base: TensorHandle, other: TensorHandle, size: int) -> Any:
-    """The same sequence's part of both; None if the batch is not the first dimension."""
-    # A first axis that is no multiple of the batch holds something else, such as positions.
+    """Values of the same sequences in both runs; None if the batch is not the first dimension."""
+    # A first axis that is no multiple of the batch size has another meaning, such as positions.
     if not base.shape or not base.shape[0] or base.shape[0] % size:
         return None
     rows = base.shape[0] // size
@@ -267,7 +268,7 @@ def _relative(record: Record, base: Any, other: Any) -> float:
     from driftline.numerics.dtypes import DTYPES, to_float64
 
     dtype = DTYPES[record.dtype]
-    # Formats narrower than a byte are packed; their difference is counted but not measured.
+    # Formats narrower than a byte are packed; a difference is counted but not measured.
     if dtype.bits < 8:
         return 0.0
     decoded: list[Any] = [

@@ -1,8 +1,7 @@
-"""`driftline replay`: the reference program runs once, and each of its modules is also applied to
-the inputs of the candidate's module.
+"""`driftline replay`: apply the reference program's modules to the candidate's inputs as well.
 
-Checks the request, starts the program and gathers its reports; what happens inside the program is
-in `live.replay`. Diagnosis interprets the results.
+The reference program runs once. This file checks the request, starts the program and gathers its
+reports; `live.replay` is the part inside the program. Diagnosis interprets the results.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from driftline.runs.run import Run
 
 
 class NotTheSameModel(DriftlineError):
-    """The program builds another model than the captured one."""
+    """The program builds a model that differs from the captured one."""
 
 
 class Replayed(NamedTuple):
     """The outcome of a replay.
 
     Attributes:
-        folder: Where it is.
+        folder: The folder of the replay.
         status: The program's exit status.
-        sites: Site of the candidate → what became of it, as in `replay.json`.
-        calls: How many calls were replayed.
-        notes: What else the user should know, a sentence each.
+        sites: The outcome of each site of the candidate, as in `replay.json`.
+        calls: Number of replayed calls.
+        notes: Further remarks for the user, a sentence each.
     """
 
     folder: Path
@@ -72,18 +71,18 @@ def replay(
     """Run the reference program with its modules also applied to the candidate's inputs.
 
     Args:
-        candidate: A run that holds inputs from before the calls, in full.
+        candidate: A run with inputs from before the calls, with all values.
         argv: The reference program.
         output: Folder for `replay.json` and the runs `exact` and `native`.
         selection: Which modules and steps; all by default.
-        reference_run: A dump of that program, to align the names of the two models by.
-        maps: `REFERENCE=CANDIDATE` for modules that are called differently.
-        method: How thoroughly.
+        reference_run: A dump of that program, by which the names of the two models are aligned.
+        maps: `REFERENCE=CANDIDATE` for modules that have different names.
+        method: How thoroughly calls are replayed.
         force: Replace an earlier experiment at the output.
 
     Raises:
-        NotTheSameModel: Modules or shapes clash; names the first.
-        DriftlineError: A run without inputs, a program that cannot be started or never calls a
+        NotTheSameModel: Modules or shapes clash; the message names the first clash.
+        DriftlineError: The run has no inputs, or the program cannot be started or never calls a
             model.
     """
     runs = [(candidate, output)]
@@ -104,22 +103,22 @@ def replay_several(
     method: ReplayMethod = USUAL,
     force: bool = False,
 ) -> list[Replayed]:
-    """`replay` for several candidates of one program, which is started once.
+    """Replay several candidates with one execution of the reference program.
 
     Args:
-        candidates: Runs as `replay` takes one.
+        candidates: Runs with inputs, as for `replay`.
         argv: The reference program.
-        output: Folder of the replays: one for each candidate, called like its run.
-        selection: As for `replay`, and the same for all.
-        reference_run: Likewise.
-        maps: Likewise.
-        method: Likewise.
+        output: Folder of the replays; each one has the name of its candidate's folder.
+        selection: As for `replay`; it applies to all candidates.
+        reference_run: As for `replay`; it applies to all candidates.
+        maps: As for `replay`; they apply to all candidates.
+        method: As for `replay`; it applies to all candidates.
         force: Replace earlier experiments.
 
     Raises:
-        BadInput: Two candidates are called alike.
-        DriftlineError: What `replay` raises, for the first candidate that it concerns. The replays
-            of the others are complete.
+        BadInput: Two candidates have the same name, or only some could be replayed. In that case
+            the message has the first reason, and the other replays are complete.
+        DriftlineError: The first reason that `replay` would raise, if none could be replayed.
     """
     names = Counter(candidate.absolute().name for candidate in candidates)
     name, count = names.most_common(1)[0]
@@ -151,7 +150,7 @@ def _replay(
     *,
     force: bool,
 ) -> list[Replayed | DriftlineError]:
-    """Replay each candidate into the folder beside it; of one that fails, the reason."""
+    """Replay each candidate into the folder paired with it; a failure is returned as its error."""
     runs = [open_run(candidate) for candidate, _ in candidates]
     for run in runs:
         require_inputs(run)
@@ -169,7 +168,7 @@ def _replay(
                 {
                     "candidate": str(candidate.absolute()),
                     "output": str(output.absolute()),
-                    # Checked before the program is started: loading a model may take minutes.
+                    # Names are aligned before the program starts: loading a model may take minutes.
                     "links": _links(run, reference_run, maps),
                 }
                 for run, (candidate, output) in zip(runs, candidates, strict=True)
@@ -199,9 +198,9 @@ def _replay(
             outcomes.append(failure)
             continue
         native = output / NATIVE
-        # Both runs must exist for readers; in wide arithmetic the native run is the exact one,
-        # linked file by file.
-        if not native.exists():  # the candidate's format is the wide one: it costs nothing
+        # Readers expect both runs. If the candidate's format is wide, the native run is the exact
+        # one, linked file by file.
+        if not native.exists():
             shutil.copytree(output / EXACT, native, copy_function=_linked)
         write_json(
             output,
@@ -223,7 +222,7 @@ def require_inputs(run: Run) -> None:
     """Raise if a run cannot be replayed at all, and say how to dump one that can.
 
     Raises:
-        BadInput: No inputs from before the calls, or no values of them.
+        BadInput: It has no inputs from before the calls, no values of them, or no outputs.
     """
     how = 'driftline dump -o DIR --exec "..." keeps what replay needs: whole tensors, both sides'
     forward = [r for r in run.records if r.key.phase == "forward" and "/" not in r.key.site]
@@ -253,7 +252,10 @@ def require_inputs(run: Run) -> None:
 
 
 def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[str, str]:
-    """Sites of the reference -> sites of the candidate, as the user gave them."""
+    """Sites of the candidate by those of the reference, from the alignment with `reference_run`.
+
+    Empty without such a run.
+    """
     if reference_run is None:
         if maps:
             raise BadInput(
@@ -264,7 +266,7 @@ def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[st
     plan = align_runs(open_run(reference_run), run, AlignOptions(maps=tuple(maps)))
     links: dict[str, str] = {}
     for pair in plan.pairs:
-        # A transformed pair is no module of the same shape: it cannot be given the other's inputs.
+        # The modules of a transformed pair have different shapes, so the inputs would not fit.
         if pair.reference_recipe is None and pair.candidate_recipe is None:
             links.setdefault(pair.reference.key.site, pair.candidate.key.site)
     return links
@@ -273,7 +275,7 @@ def _links(run: Run, reference_run: Path | None, maps: Sequence[str]) -> dict[st
 def _gathered(
     all_reports: Sequence[Mapping[str, Any]], ended: Ended, run: Run
 ) -> tuple[dict[str, Mapping[str, Any]], int, tuple[str, ...]]:
-    """The reports of all processes on one candidate together, site by site."""
+    """Combine the reports of all processes about one candidate, site by site."""
     problems = [str(r["problem"]) for r in all_reports if r.get("problem")]
     reports = [r for r in all_reports if "sites" in r]
     failed = f" (the program ended with status {ended.status})" if ended.status else ""
@@ -295,7 +297,7 @@ def _gathered(
     for report in reports:
         for site, entry in report["sites"].items():
             earlier = sites.get(site)
-            # Of several ranks or processes, one that could replay the site counts.
+            # If several ranks or processes report a site, one that replayed it has precedence.
             if earlier is None or earlier["status"] != "replayed":
                 sites[site] = entry
     calls = sum(int(report["calls"]) for report in reports)
@@ -321,7 +323,7 @@ def _linked(source: str, target: str) -> str:
 
 
 def _leave_nothing(output: Path) -> None:
-    """Remove what a failed replay left, so that the folder is as before: empty, or gone."""
+    """Remove the files of a failed replay, and the folder if it is empty then."""
     for name in (EXACT, NATIVE):
         shutil.rmtree(output / name, ignore_errors=True)
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):

@@ -1,4 +1,4 @@
-"""How thoroughly a replay is done: what the command asks for and the program is told."""
+"""How thoroughly a replay is done: options that the command passes to the program."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReplayMethod:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> ReplayMethod:
-        """Of the entries of an experiment's plan, among others."""
+        """Read the method from an experiment's plan, which has other entries too."""
         return cls(
             int(entries["most_held"]),
             bool(entries["partial"]),

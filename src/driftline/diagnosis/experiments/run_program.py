@@ -21,8 +21,8 @@ class Ended(NamedTuple):
 
     Attributes:
         status: Its exit status, as a shell reports it.
-        reports: What each process says of the experiment.
-        messages: Everything else they told.
+        reports: The reports of its processes on the experiment.
+        messages: All messages of its processes.
     """
 
     status: int
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
     @property
     def why_not(self) -> str:
         """Why no process reported anything; empty if one did."""
-        # From the earliest to the latest reason why a process may have said nothing.
+        # Reasons are tried in the order in which they can occur during a program's life.
         if self.reports:
             return ""
         if self.messages.failed:
@@ -57,17 +57,17 @@ def run_with(
     """Run a command to its end with the plan's experiment in it.
 
     Args:
-        argv: The command, word by word.
-        plan: With an experiment; captures what its selection takes.
-        variables: Environment variables for the program, besides its usual ones.
-        to_stderr: What the program prints goes to standard error. For programs that are run many
-            times to find something out: only the answer is printed.
+        argv: The words of the command.
+        plan: The capture plan, with an experiment and a selection.
+        variables: Environment variables for the program, in addition to its usual ones.
+        to_stderr: Whether the program's output goes to standard error. For programs that are run
+            many times, so that only the result is printed to standard output.
 
     Raises:
         BadInput: The command cannot be started.
-        BadFile: The run that the experiment read became shorter meanwhile: it read zeros.
+        BadFile: A file that the experiment read became shorter meanwhile, so zeros were read.
     """
-    # Variables of the experiment come last, so that they override those of the shell.
+    # `variables` come last, so that they override those of the shell.
     base = {**settings.environment(), **(variables or {})}
     require_command(argv, base)
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:

@@ -1,9 +1,9 @@
-"""`driftline diff`: two programs are dumped, compared, diagnosed and reported, in one go.
+"""`driftline diff`: dump, compare, diagnose and report two programs in one call.
 
-Each program runs in a process of its own under `driftline dump`, with its own folder and its own
-variables, so nothing of ours or of the caller's changes. Everything is in one folder; what a
-finished step left there is kept, so that a second call goes on where the first one stopped. What is
-judged and how, other packages know.
+Each program runs in its own process under `driftline dump`, with its own folder and variables, so
+the caller's process and environment do not change. All results are in one folder. Results of
+finished steps are kept, so that a second call continues where the first one stopped. How runs are
+judged is defined in other packages.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 SCHEMA = "driftline.diff/2"
 QUESTION = "diff.json"
 REFERENCE, CANDIDATE, REPLAY, TABLE, REPORT = "ref", "cand", "replay", "table", "report.html"
-# A second dump of about the same size must fit, with some room for tables and the report.
+# Free space required for the second dump, as a factor on the first one's size; it includes some
+# room for tables and the report.
 ROOM = 1.2
-# A dump so large that its size is worth a line before the second one begins.
+# Size of the first dump in bytes from which it is printed before the second one begins.
 WORTH_A_LINE = 100_000_000
 INTERRUPTED = 128 + signal.SIGINT
-# A dump that takes longer says how far it is, so often.
+# Interval of the progress lines of a dump.
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -66,20 +67,20 @@ class Program:
     revision: str = ""
 
     def shown(self) -> Program:
-        """The same to be printed and kept: secrets are hidden."""
+        """The program with secrets redacted, to be printed and stored."""
         variables = {name: redact_value(name, value) for name, value in self.variables.items()}
         return Program(tuple(redact_argv(self.argv)), variables, self.revision)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What came of it.
+    """The result of comparing two programs.
 
     Attributes:
         table: The comparison.
         diagnosis: Where the drift starts and why.
-        report: The page.
-        notes: What could not be done, and what to do about it.
+        report: Path of the HTML page.
+        notes: What could not be done, and why.
     """
 
     table: Table
@@ -113,21 +114,22 @@ def diff_programs(
     """Run two programs and say where they begin to disagree.
 
     Args:
-        reference: What is right.
-        candidate: What is in question.
+        reference: The program that is right.
+        candidate: The program that is in question.
         output: Folder of the runs, the comparison and the report.
-        options: How they are looked at.
-        progress: Called with a sentence when something begins, lasts or is over.
+        options: How they are dumped and compared.
+        progress: Called with a sentence when a step begins, takes long or ends.
 
     Raises:
-        AlreadyThere: The folder holds something else.
-        DriftlineError: A program that cannot be run, that failed, or whose model was not seen.
+        AlreadyThere: The folder has other contents.
+        DriftlineError: A program cannot be run, failed, or called no model.
     """
     asked = options or DiffOptions()
     say = progress or _silence
     output = output.absolute()
     for program in (reference, candidate):
-        # Before anything runs: a misspelt candidate should not cost a dump of the reference.
+        # Commands are checked before anything runs: a misspelt candidate should not cost a dump of
+        # the reference.
         if not program.revision:
             require_command(program.argv, {**settings.environment(), **program.variables})
     _claim(reference, candidate, output, asked)
@@ -139,17 +141,17 @@ def diff_programs(
     table.write(output / TABLE, force=True)
     notes: list[str] = []
     replay = None
-    # Where nothing was compared, there is no site that a replay could tell about.
+    # If nothing was compared (`incomparable`), a replay could not judge any site.
     if table.verdict in ("fail", "incomplete") and asked.replay:
         say("replaying the reference's modules on the candidate's inputs")
         replay = _replay(reference, output, asked, notes)
     if replay is not None:
-        # What the replay found is part of the comparison: the kept table says it, too.
+        # The results of the replay are part of the comparison, so the stored table has them too.
         table = compare(output / REFERENCE, output / CANDIDATE, replay=replay)
         table.write(output / TABLE, force=True)
     diagnosis = diagnose(output / REFERENCE, output / CANDIDATE, replay=replay)
     say("writing the report")
-    # Loaded late: pages are the largest part of the package, and a program may fail before.
+    # Imported late: pages are the largest part of the package, and a program may fail before.
     from driftline.reporting.html.report import report
 
     page = report(
@@ -163,7 +165,7 @@ def _silence(sentence: str) -> None:
 
 
 def _claim(reference: Program, candidate: Program, output: Path, asked: DiffOptions) -> None:
-    """Take the folder: an empty one, or one that the same question was asked in before."""
+    """Prepare the folder, which must be empty or have results of the same question."""
     file, question = output / QUESTION, _question(reference, candidate, asked)
     if output.exists() and any(output.iterdir()):
         same = file.is_file() and _is_asked(_read(file), question)
@@ -199,7 +201,7 @@ def _question(reference: Program, candidate: Program, asked: DiffOptions) -> dic
 
 
 def _is_asked(kept: object, question: Mapping[str, Any]) -> bool:
-    """Whether a kept question is this one, what is hidden in it included."""
+    """Whether a stored question is this one, including its redacted parts."""
     if not isinstance(kept, dict):
         return False
     found = cast("dict[str, object]", kept)
@@ -207,7 +209,7 @@ def _is_asked(kept: object, question: Mapping[str, Any]) -> bool:
 
 
 def _slow_digest(question: Mapping[str, Any], salt: str) -> str:
-    """Equal for equal questions; slow, so that nobody finds a hidden password by trying many."""
+    """A digest of a question; slow to compute, so that redacted secrets cannot be guessed."""
     text = json.dumps(question, sort_keys=True).encode()
     return hashlib.pbkdf2_hmac("sha256", text, salt.encode(), 200_000).hex()
 
@@ -226,14 +228,14 @@ def _dump(
     say: Callable[[str], None],
     expected: int = 0,
 ) -> None:
-    """Dump one program, unless a finished dump of it is there.
+    """Dump one program, unless a finished dump of it exists.
 
     Args:
-        program: What is run.
-        run: Where its run is written.
-        asked: How it is looked at.
-        say: Takes sentences for the user.
-        expected: About how many bytes it will write; 0 if nobody knows.
+        program: The program.
+        run: Folder of its run.
+        asked: How it is dumped.
+        say: Receives sentences for the user.
+        expected: Expected size of the run in bytes; 0 if unknown.
     """
     side = "reference" if run.name == REFERENCE else "candidate"
     finished = run.with_suffix(".finished")
@@ -242,22 +244,24 @@ def _dump(
         if not changed:
             say(f"the {side} was dumped before: {run} (--force begins anew)")
             return
-        # Somebody has repaired the program and asks again: the old run would not show it.
+        # The program may have been repaired since; the old run would not show that.
         say(f"{changed} has changed since the {side} was dumped")
     for mark in (finished, run.with_name(REPLAY).with_suffix(".finished")):
-        mark.unlink(missing_ok=True)  # a replay is about both runs
+        mark.unlink(missing_ok=True)  # a replay depends on both programs
     say(f"dumping the {side}: {shlex.join(program.shown().argv)}")
-    # What it would suggest next is what follows here anyway: only warnings are wanted.
+    # Only warnings are printed: the next steps that `dump` would suggest follow here anyway.
     words = ["dump", "--force", "--log-level", "warning", "-o", str(run), *asked.dump]
     with _size_lines(run, side, say, expected):
         status = _run(program, words)
     if status == EXIT_COULD_NOT and not (run / MANIFEST).is_file():
-        # The status is that of `dump`, which has said why; the program may have ended well.
+        # This is the status of `dump`, which has printed the reason; the program itself may have
+        # succeeded.
         raise BadInput(
             f"the {side} left nothing to compare",
             hint="the lines above say why; with that repaired, give the same command again",
         )
-    # The terminal sent Ctrl-C to both of us; the program's end is how we learn of it.
+    # The terminal sends Ctrl-C to this process and to the program; it is recognised by the
+    # program's exit status.
     if status == INTERRUPTED:
         raise KeyboardInterrupt(f"while the {side} ran; the same command goes on from there")
     if status:
@@ -270,10 +274,10 @@ def _dump(
 
 
 def _state_of(program: Program, run: Path) -> dict[str, Any]:
-    """What the run of a program depends on, as far as we can see it.
+    """The known files on which the run of a program depends.
 
-    Of a revision the commit; else the files that the command names and those that the classes of
-    the model were read from, each with its size and time.
+    For a revision this is the commit. Otherwise these are the files that the command names and the
+    source files of the model's classes, each with its size and time.
     """
     if program.revision:
         return {"commit": _git("rev-parse", f"{program.revision}^{{commit}}")}
@@ -281,7 +285,7 @@ def _state_of(program: Program, run: Path) -> dict[str, Any]:
     from driftline.runs.sidecars.model_facts import read_model_facts
 
     facts = read_model_facts(open_run(run), weights=False)
-    # Most people mend a file of the model, which the command does not name.
+    # Most repairs are made in a file of the model, which the command does not name.
     classes = facts.classes.values()
     code = {own.file for class_ in classes for own in class_.code.values() if own.file}
     paths = (Path(name).expanduser().absolute() for name in (*program.argv, *sorted(code)))
@@ -289,20 +293,20 @@ def _state_of(program: Program, run: Path) -> dict[str, Any]:
 
 
 def _stamp(path: Path) -> list[int]:
-    """Size and time of a file; empty if it is gone."""
+    """Size and modification time of a file; empty if it does not exist."""
     with suppress(OSError):
-        # Contents would be surer, and take long for checkpoints that a command names.
+        # Contents would be more reliable, but take long for checkpoints that a command names.
         status = path.stat()
         return [status.st_size, status.st_mtime_ns]
     return []
 
 
 def _changed_since(program: Program, finished: Path) -> str:
-    """What has changed since a run was finished; empty if nothing that we can see has."""
+    """What has changed since a run was finished; empty if nothing known has changed."""
     state: dict[str, Any] = _read(finished) or {}
     files: dict[str, list[int]] = state.get("files", {})
     commit = state.get("commit")
-    # A branch has moved, or HEAD has.
+    # The revision may be a branch or HEAD, which can move.
     if commit and commit != _git("rev-parse", f"{program.revision}^{{commit}}"):
         return program.revision
     for name, stamp in files.items():
@@ -312,11 +316,11 @@ def _changed_since(program: Program, finished: Path) -> str:
 
 
 def _run(program: Program, words: Sequence[str]) -> int:
-    """Run `driftline WORDS -- PROGRAM` where the program belongs."""
+    """Run `driftline WORDS -- PROGRAM` in the program's folder; returns the exit status."""
     variables = {**settings.environment(), **program.variables}
     with _folder_of(program) as folder:
         argv = list(program.argv)
-        # A path such as .venv/bin/python need not be part of a revision.
+        # A command such as .venv/bin/python is usually not part of a revision.
         if folder is not None and os.sep in argv[0] and not (folder / argv[0]).exists():
             argv[0] = str(Path(argv[0]).absolute())
         require_command(argv, variables)
@@ -326,7 +330,7 @@ def _run(program: Program, words: Sequence[str]) -> int:
 
 @contextmanager
 def _folder_of(program: Program) -> Generator[Path | None, None, None]:
-    """The folder a program runs in: the present one, or a worktree of its revision."""
+    """The folder in which a program runs: a worktree of its revision; None for the current one."""
     if not program.revision:
         yield None
         return
@@ -365,7 +369,7 @@ def _git(*words: str) -> str:
 def _size_lines(
     run: Path, side: str, say: Callable[[str], None], expected: int
 ) -> Generator[None, None, None]:
-    """While a dump takes long, a line from time to time: how long, and how much is written."""
+    """While a dump runs, report its time and the size written at regular intervals."""
     over = threading.Event()
     begun = time.monotonic()
 
@@ -387,14 +391,14 @@ def _size_lines(
 def _size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
-        # A file may be renamed while we look.
+        # A file may be renamed or removed meanwhile.
         with suppress(OSError):
             total += path.lstat().st_size
     return total
 
 
 def _require_room(first: Path, second: Path, say: Callable[[str], None]) -> None:
-    """The second dump is about as large as the first: does it fit?"""
+    """Raise if the second dump, which is about as large as the first, would not fit."""
     if second.exists():
         return
     size, free = _size(first), shutil.disk_usage(first).free
@@ -409,7 +413,7 @@ def _require_room(first: Path, second: Path, say: Callable[[str], None]) -> None
 
 
 def _replay(reference: Program, output: Path, asked: DiffOptions, notes: list[str]) -> Path | None:
-    """The reference's modules on the candidate's inputs; a refusal is a note."""
+    """Replay the reference's modules on the candidate's inputs; a failure becomes a note."""
     from driftline.diagnosis.experiments.replay import require_inputs
     from driftline.formats.registry import open_run
 

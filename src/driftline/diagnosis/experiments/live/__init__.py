@@ -1,4 +1,4 @@
 """The part of experiments that runs inside the program: replay and repetition of torch modules.
 
-Nothing here may change what the program computes, draws or stores.
+Nothing here may change the program's results, its random numbers or its state.
 """

@@ -2,11 +2,11 @@
 # pyright: reportUnknownArgumentType=false
 """Apply a module of the program to captured inputs, in both number formats, and keep the results.
 
-The calls that the module makes of its parts are answered with what the captured run's parts gave,
-or carried out. Code that sorts tokens by their expert may pass rows to a part in any order, and
-does so differently on another device; a part that works on each row by itself is then answered in
-the order of the code that is repeated. Only rows that equal the captured ones to within rounding
-are reordered: what is wrong stays where it is.
+The module's calls of its parts are either executed or answered with the outputs of the captured
+run's parts. Code that sorts tokens by their expert may pass rows to a part in any order, which
+differs between devices. If the part processes each row separately, it is answered in the order of
+the repeated code. Only rows that equal the captured ones to within rounding are reordered; wrong
+rows keep their places.
 """
 
 from __future__ import annotations
@@ -44,25 +44,30 @@ from driftline.diagnosis.experiments.live.results import (
 )
 from driftline.runs.records import Record, TensorKey
 
-# Random directions that are tried to sort rows by; each leaves fewer rows without a partner.
+# Number of random directions by which rows are sorted; each leaves fewer rows without a partner.
 _ROUNDS = 12
 _OTHER_CODES, _OTHER_FLAGS = 0.25, 0.01
-"""Shares of integers and of booleans that may differ: a choice may fall either way at a tie."""
+"""Shares of integers and of booleans that may differ: a choice at a tie may go either way."""
 _FEW_UNITS, _SHARE = 4.0, 0.25
-"""Units of roundoff that a result may be off by in the captured run's format; and the share of a
-larger error that must come of the rounding of buffers alone to be blamed on it."""
+"""Two limits on the cost of a format.
+
+An error of at most this many units of roundoff is normal in the captured run's format. A larger one
+is attributed to the rounding of buffers if that rounding alone causes more than this share of it.
+"""
 _UNITS = 32.0
-"""Units of roundoff, relative to its size, by which a row may differ from its partner; different
-rows are as far apart as they are large."""
+"""Largest difference between a row and its partner, in units of roundoff relative to its size.
+
+The difference between unrelated rows is about as large as the rows themselves.
+"""
 
 
 def works_by_row(module: nn.Module) -> bool:
-    """Whether a part is a function of each row: it has no weights and no parts."""
+    """Whether a part processes each row separately: it has no weights, buffers or parts."""
     return not (module._modules or module._parameters or module._buffers)
 
 
 def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
-    """The row of `made` that equals each captured row; None if both have the same order.
+    """Index of the row of `made` that equals each captured row; None if the order is the same.
 
     >>> rows = torch.eye(4) + 1
     >>> order_of(rows[[0, 3, 1, 2]], rows)
@@ -74,7 +79,7 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
         return None
     coarse = max((made.dtype, captured.dtype), key=lambda dtype: torch.finfo(dtype).eps)
     most = _UNITS * torch.finfo(coarse).eps / 2.0
-    # A sample is enough to see that nothing moved, the usual case; all rows are compared only
+    # Usually no row has moved, and a sample is enough to see that. All rows are compared only
     # otherwise.
     if bool(_alike(some_rows(made).float(), some_rows(captured).float(), most).all()):
         return None
@@ -83,7 +88,7 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
     apart = ~_alike(made_rows, captured_rows, most)
     order, left, free = identity.clone(), identity[apart], identity[apart]
     chance = torch.Generator().manual_seed(0)
-    # Equal rows have equal projections: sorted by a random direction they stand side by side.
+    # Equal rows have equal projections on a random direction, so sorting pairs them.
     for _ in range(_ROUNDS):
         along = torch.randn(made_rows.shape[1], generator=chance).to(made_rows.device)
         left = left[torch.argsort(captured_rows[left] @ along, stable=True)]
@@ -95,7 +100,8 @@ def order_of(made: torch.Tensor, captured: torch.Tensor) -> torch.Tensor | None:
             break
     if bool((order == identity).all()):
         return None
-    # What fits nowhere stays in place where it can, so that an error is seen where it is.
+    # Rows without a partner keep their places if these are free, so that an error is seen in its
+    # own row.
     stay = torch.isin(left, free)
     order[left[stay]] = left[stay]
     order[left[~stay]] = free[~torch.isin(free, left)]
@@ -112,7 +118,7 @@ def reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return rows[order].reshape(tensor.shape) if len(rows) == len(order) else tensor
 
 
-# Which modules run when a call is repeated, and which are answered.
+# Which modules run when a call is repeated, and whose calls are answered.
 
 
 Answer = Callable[[Any, Any], Any]
@@ -123,9 +129,9 @@ class Parts:
     """Decides which modules run when a call is repeated.
 
     Args:
-        recast: Knows what the captured run's parts gave.
-        is_called: Whether the captured run calls a module anywhere. The weights of others (an
-            attention's output projection) may be used without a call.
+        recast: Gives the outputs of the captured run's parts.
+        is_called: Whether the captured run calls a module anywhere. The weights of other modules
+            (an attention's output projection) may be used without a call.
     """
 
     def __init__(self, recast: Recast, is_called: Callable[[nn.Module], bool]) -> None:
@@ -134,7 +140,7 @@ class Parts:
         self._orders: dict[TensorKey, torch.Tensor] = {}
 
     def own(self, opened: OpenCall, way: str) -> Script:
-        """Answers the calls of parts with what they gave in the program itself."""
+        """A script that answers the calls of parts with their outputs in the program itself."""
         parts: dict[int, list[Answer | None]] = {}
         for held in opened.parts or () if way == "own code" else ():
             parts.setdefault(id(held.module), []).append(
@@ -145,18 +151,20 @@ class Parts:
     def captured(
         self, opened: OpenCall, way: str, supplied: SuppliedTensors, hand: Hand, *, exact: bool
     ) -> Script:
-        """Answers the calls of parts with what the captured run's parts gave.
+        """A script that answers the calls of parts with the outputs of the captured run's parts.
 
         Args:
             opened: The call that is repeated.
             way: leaf, own code or whole.
-            supplied: The tensors supplied so far; what comes out of the parts is added.
-            hand: Called with the captured record and the tensor that the module's own code made
-                and passes to a part. A wrong attention shows in the input of its output
-                projection and nowhere else.
+            supplied: The tensors supplied so far; the outputs of the parts are added.
+            hand: Called with the captured record and the tensor that the module's own code computed
+                and passes to a part. A wrong attention, for example, is visible only in the input
+                of its output projection.
+            exact: Whether wide arithmetic is used.
         """
-        # Rows come as the captured run's own format has put them: wide arithmetic, which follows,
-        # must not find another place for one that fits nowhere. Both would be far apart then.
+        # Wide arithmetic uses the row orders found in the captured run's format. A row without a
+        # partner would otherwise get different places in the two formats, and the two results
+        # would be far apart.
         before = self._orders if exact else {}
         self._orders = {}
         parts: dict[int, list[Answer | None]] = {}
@@ -189,8 +197,8 @@ class Parts:
                 record = call.inputs.get(slot) or (call.inputs.get(alias) if alias else None)
                 if record is not None and not supplied.has(tensor):
                     self._require_same_border(record, tensor)
-                # Tensors that were supplied are the captured ones themselves; only what the code
-                # computed is compared.
+                # Supplied tensors are the captured ones themselves; only tensors that the code
+                # computed are compared.
                 if (
                     record is not None
                     and tensor.is_floating_point()
@@ -207,17 +215,18 @@ class Parts:
             made = value()
             if order is None:
                 return made
-            # The answer must come back in the order in which the code passed its rows.
+            # The rows of the answer must have the order in which the code passed them.
             back = torch.argsort(order)
             return copied(made, lambda tensor: reordered(tensor, back))
 
         return answer
 
     def _require_same_border(self, record: Record, tensor: torch.Tensor) -> None:
-        """Raise if code passes another shape to a part than the captured run's did, or other codes.
+        """Raise if the code passes another shape or other integers to a part than were captured.
 
         Raises:
-            OtherBorder: It does. Integers that are chosen by numbers may differ at near ties.
+            OtherBorder: The shape or too many integers differ. Some may differ, because integers
+                that result from comparing numbers are arbitrary at near ties.
         """
         key = record.key
         if tuple(tensor.shape) != record.shape:
@@ -238,7 +247,7 @@ class Parts:
             )
 
     def real(self, opened: OpenCall, way: str, *, own: bool) -> dict[str, nn.Module]:
-        """The modules that really run when a call is repeated this way, by path."""
+        """The modules that run when a call is repeated this way, by path."""
         module = opened.frame.module
         if way != "own code":
             return dict(module.named_modules(remove_duplicate=False))
@@ -274,9 +283,9 @@ class RepeatedCall(NamedTuple):
     Attributes:
         opened: The program's call.
         way: leaf, own code or whole.
-        part: Which part of a cache is its own.
-        live: What the program's call gave, of what the captured run has, too.
-        good: Slots that come out again from the program's own inputs.
+        part: Index of the part of a cache that belongs to the module.
+        live: The outputs of the program's call that the captured run has too.
+        good: Slots that were reproduced from the program's own inputs.
         cast: Weights in the captured run's format, kept from one repetition to the next.
     """
 
@@ -297,10 +306,10 @@ class ApplyOutcome(NamedTuple):
     """The outcome of applying a call again.
 
     Attributes:
-        left_out: Slots of which nothing is known.
-        is_its_own: Whether it gave the captured results to the bit.
-        near: Digests of captured results that are as good as what it gave, and how far the two
-            are apart in units of noise.
+        left_out: Slots that could not be compared.
+        is_its_own: Whether it gave the captured results bit for bit.
+        near: Digests of captured results that are as good as the replayed ones, and the distance
+            between the two in units of noise.
     """
 
     left_out: list[str]
@@ -314,11 +323,12 @@ class CallApplier:
     Args:
         candidate: The captured run.
         recast: Decides formats.
-        parts: Answers the calls that modules make of others.
-        results: Takes what they give.
-        report: Takes how far the captured run's format is from exact, and what it costs.
-        require_room: Raises where as many bytes cannot be held besides.
-        one_format: Wide arithmetic alone: it is the captured run's, or the only one wanted.
+        parts: Answers the calls that modules make of their parts.
+        results: Receives the outputs.
+        report: Receives the noise of the captured run's format and the cost of its buffers' format.
+        require_room: Raises if that many more bytes cannot be held.
+        one_format: Whether only wide arithmetic is used: the captured run is wide, or no other
+            format is wanted.
     """
 
     def __init__(
@@ -346,10 +356,10 @@ class CallApplier:
 
         Args:
             again: The call.
-            check: Called after the first repetition; raises if it does not count.
+            check: Called after the first repetition; raises if that is not valid.
 
         Raises:
-            NotReplayed: It gives nothing that the captured run has.
+            NotReplayed: The call gives no output that the captured run has.
         """
         self._recast.begin()
         near: dict[str, float] = {}
@@ -400,9 +410,9 @@ class CallApplier:
     def _wide_nearness(
         self, again: RepeatedCall, all_: list[tuple[str, About, Native]], same: set[str]
     ) -> dict[str, float] | None:
-        """Distance of every result from a captured one that is not equal; None if one is far.
+        """Distances of the results from captured ones that are not equal; None if one is far.
 
-        Only where 16-bit results may be near as well: linear layers and own code of containers.
+        Only linear layers and own code of containers are measured, as for 16-bit results.
         """
         if again.way == "leaf" and not is_a_plain_product(again.opened, again.way):
             return None
@@ -419,10 +429,10 @@ class CallApplier:
     def _as_a_product(
         self, again: RepeatedCall, check: Callable[[], None]
     ) -> tuple[set[str], bool, dict[str, float]]:
-        """A linear layer: wide arithmetic on some rows measures the noise.
+        """Replay a linear layer, measuring the noise by wide arithmetic on some rows.
 
-        All of it is computed in wide arithmetic only if the captured product neither equals the
-        trusted one to the bit nor is as good.
+        The whole product is computed in wide arithmetic only if the captured one neither equals the
+        trusted one bit for bit nor is as good.
         """
         opened, results, module = again.opened, self._results, again.opened.frame.module
         nothing = PassedToParts(results, self._require_room, narrow=True)
@@ -436,7 +446,7 @@ class CallApplier:
         ((slot, record),) = again.outputs.items()
         apart = None if own else results.nearness(record, native[slot], some)
         about = record, opened.frame.class_name, again.live[0][1]
-        # What overflows in the captured run's format has a number in wide arithmetic.
+        # A value that overflows in the captured run's format is finite in wide arithmetic.
         is_finite = bool(torch.isfinite(native[slot]).all())
         if is_finite and (own or apart is not None):
             self._noise.add(opened.site, slot, some.exact, some.captured)
@@ -452,7 +462,7 @@ class CallApplier:
     ) -> tuple[set[str], bool, dict[str, float]]:
         opened, outputs = again.opened, again.outputs
         first = PassedToParts(self._results, self._require_room, narrow=True)
-        # The captured format comes first: its row orders are then used for wide arithmetic as well.
+        # The captured format comes first, because wide arithmetic uses its row orders.
         native = self._apply(again, first, exact=False)
         check()
         comparable, same = self._comparable_slots(again, native)
@@ -487,16 +497,16 @@ class CallApplier:
     def _format_cost(
         self, again: RepeatedCall, native: dict[str, torch.Tensor], first: PassedToParts
     ) -> bool:
-        """Whether the captured run's format of the buffers makes the result another one.
+        """Whether rounding the buffers to the captured run's format changes the result too much.
 
-        Weights are rounded to that format and are what they are; buffers hold frequencies and
-        statistics, of which some lose what matters. If that is more than a few roundings of the
-        result, they keep the program's digits here, and the difference is the candidate's.
+        Rounded weights are accepted. Buffers hold frequencies and statistics, some of which lose
+        essential digits. If that changes the result by more than a few roundings, the exact result
+        is computed with the program's own buffers, and the difference is the candidate's error.
 
         Args:
             again: The call.
-            native: What it gives in the captured run's format.
-            first: What its own code passed to its parts in that format.
+            native: Its outputs in the captured run's format.
+            first: The tensors that its own code passed to its parts in that format.
         """
         real = self._parts.real(again.opened, again.way, own=False)
         if not self._recast.rounds_buffers(real, again.opened.candidate):
@@ -504,7 +514,7 @@ class CallApplier:
         exact, rounded = (self._all_of(again, exact=True, own_buffers=own) for own in (True, False))
         try:
             kept = self._all_of(again, exact=False, own_buffers=True)
-        except Exception:  # two formats that do not go together: nothing is learnt from that
+        except Exception:  # the two formats cannot be mixed, so `by_format` is not measured
             kept = {}
         narrow: dict[str | TensorKey, torch.Tensor] = {**native}
         for key, (record, tensor) in first.tensors.items():
@@ -516,7 +526,8 @@ class CallApplier:
             if name not in narrow or not _is_inexact(narrow[name]):
                 continue
             cost = _apart(right, narrow[name])
-            # Without the rounding of buffers, or of what is computed in their format, it is less.
+            # The cost is caused by the rounded values of the buffers, or by computing in their
+            # format.
             by_values = _apart(right, rounded[name]) > _SHARE * cost if name in rounded else False
             by_format = _apart(right, kept[name]) < _SHARE * cost if name in kept else False
             unit = torch.finfo(narrow[name].dtype).eps / 2.0
@@ -530,7 +541,7 @@ class CallApplier:
     def _all_of(
         self, again: RepeatedCall, *, exact: bool, own_buffers: bool
     ) -> dict[str | TensorKey, torch.Tensor]:
-        """What a call gives, by slot, and what its own code passes to its parts, by key."""
+        """Outputs of a call by slot, and tensors that its own code passes to its parts by key."""
         tensors: dict[str | TensorKey, torch.Tensor] = {}
 
         def keep(record: Record, tensor: torch.Tensor) -> None:
@@ -540,10 +551,11 @@ class CallApplier:
         return {**tensors, **made}
 
     def from_end_to_end(self, again: RepeatedCall) -> tuple[float, float, int] | None:
-        """How far from exact the whole of a module is: in the captured run, and in its format.
+        """Errors of a whole module: in the captured run, and of the module in its format.
 
-        Both are relative, of the output that is further off in the captured run than the format
-        explains; and how many elements it has. None where no output can be compared.
+        Both errors are relative. They are those of the output whose captured error is the largest
+        in units of the error in its format. The third value is its number of elements. None if no
+        output can be compared.
         """
         self._recast.begin()
         as_whole = again._replace(way="whole")
@@ -565,7 +577,7 @@ class CallApplier:
     def _comparable_slots(
         self, again: RepeatedCall, made: dict[str, torch.Tensor]
     ) -> tuple[set[str], set[str]]:
-        """The slots that can be compared with the captured ones, and those that equal them."""
+        """The slots that can be compared with captured ones, and those of them that are equal."""
         comparable = {slot for slot in again.good if slot in made}
         _require(comparable)
         return comparable, {
@@ -575,13 +587,13 @@ class CallApplier:
     def _apply(
         self, again: RepeatedCall, hand: Hand, *, exact: bool, own_buffers: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Apply the module to the captured inputs; slot -> tensor.
+        """Outputs by slot of the module applied to the captured inputs.
 
         Args:
             again: The call.
-            hand: Takes what its own code passes to its parts.
-            exact: In wide arithmetic.
-            own_buffers: With buffers as the program has them, not as the captured run's format.
+            hand: Receives the tensors that its own code passes to its parts.
+            exact: Whether to use wide arithmetic.
+            own_buffers: Whether buffers keep the program's format instead of the captured run's.
         """
         opened, module = again.opened, again.opened.frame.module
         source = opened.held or (opened.args, opened.kwargs)
@@ -592,7 +604,7 @@ class CallApplier:
             own=not is_pure(module),
         )
         args, kwargs = copied(source, give)
-        if is_table(module):  # which may be huge, to look up a few rows
+        if is_table(module):  # only the looked-up rows are cast, because the table may be huge
             rows = repeat(Script(module), module, {"": module}, {}, args, kwargs)
             return {"0": self._recast.looked_up(module, rows, opened.candidate, exact=exact)}
         real = self._parts.real(opened, again.way, own=False)
@@ -610,7 +622,7 @@ class CallApplier:
                 args,
                 kwargs,
             )
-        # What comes out as it went in is the program's own: a cache that the parts have filled.
+        # An output that is also an input belongs to the program: a cache that the parts filled.
         foreign = {tensor.data_ptr() for tensor in supplied.strangers if tensor.numel()}
         return {
             slot: tensor
@@ -620,7 +632,7 @@ class CallApplier:
 
 
 def _apart(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Relative distance of the second from the first."""
+    """Distance of the second tensor from the first, relative to the first."""
     if not _is_inexact(first) or first.shape != second.shape:
         return 0.0
     wide = torch.complex128 if first.is_complex() else torch.float64
@@ -630,7 +642,7 @@ def _apart(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether its numbers are rounded; rotations are often kept as complex ones."""
+    """Whether a tensor holds rounded numbers, real or complex; rotations are often complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

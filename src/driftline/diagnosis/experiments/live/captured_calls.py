@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Calls that a captured run holds, and calls of the running program, as a replay needs them.
+"""Calls of a captured run, and calls of the running program, in the form that a replay needs.
 
-Captured values are read when they are asked for, each into memory of its own: a module may work on
-its inputs in place. Also says what makes two calls alike, so that what is proven for one holds for
-the other. Does not know what is done with the calls.
+Captured values are read on demand, each into memory of its own, because a module may change its
+inputs in place. `likeness` says which calls run the same code, so that a proof for one holds for
+the others. This file does not know what is done with the calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CandidateCall:
     """Inputs and outputs of one captured call of a site.
 
     Attributes:
-        inputs: Slot to record, as they were before the call.
-        outputs: Slot to record.
+        inputs: Records of the inputs before the call, by slot.
+        outputs: Records of the outputs, by slot.
     """
 
     __slots__ = ("inputs", "outputs")
@@ -60,9 +60,9 @@ class Candidate:
     """All captured module calls of one process of a run.
 
     Args:
-        run: Its inputs were taken before the calls, in full.
-        rank: Whose calls.
-        process: The same.
+        run: The run, whose inputs were captured before the calls, with all values.
+        rank: The rank of the process.
+        process: The number of the process among those of its rank.
     """
 
     def __init__(self, run: Run, rank: int = 0, process: int = 0) -> None:
@@ -95,21 +95,21 @@ class Candidate:
         self._leave_out_summaries()
         self.parameters = _parameters(run.topology(rank, process))
         self.autocast = self._autocast()
-        # What its random numbers came from; None where nothing is known of its process.
+        # The seed of its random numbers; None if the run has no facts about the process.
         self.seed = read_model_facts(run, rank, process, weights=False).process.get("seed")
 
     def _leave_out_summaries(self) -> None:
-        """Of later steps a run may keep summaries: its sites are applied where values were kept."""
+        """Leave out calls of which only summaries were kept, as a run may do in later steps."""
         valued = {call: its for call, its in self.calls.items() if its.has_values}
         sites = {site for site, _, _ in valued}
-        # A site without any values stays, so that the reason is said.
+        # A site without any values is kept, so that the reason is reported.
         self.calls = {
             call: its for call, its in self.calls.items() if call in valued or call[0] not in sites
         }
 
     @functools.cached_property
     def wide(self) -> bool:
-        """Whether the run computed in 32 bits or more throughout: its format costs nothing then."""
+        """Whether the run computed only in 32 bits or more, so that its format costs nothing."""
         if self.autocast is not None:
             return False
         # Weights count as well: a run may compute in 16 bits and convert its outputs.
@@ -123,7 +123,7 @@ class Candidate:
 
     @functools.cached_property
     def format(self) -> torch.dtype | None:
-        """The one format of 16 bits that all of its weights have; None where there is no such."""
+        """The 16-bit format that all its weights and buffers have; None if there is none."""
         held = {
             torch_dtype(dtype)
             for module_parameters in self.parameters.values()
@@ -135,12 +135,12 @@ class Candidate:
 
     @property
     def sites(self) -> Iterable[str]:
-        """Every site that was called, in execution order."""
+        """All sites that were called, in execution order."""
         return dict.fromkeys(site for site, _, _ in self.calls)
 
     @property
     def places(self) -> Iterable[str]:
-        """Those, and the modules of its tree that were not called, or not captured."""
+        """All called sites, then the modules of the tree that were not called or not captured."""
         return dict.fromkeys([*self.sites, *self.parameters])
 
     def dtype_of(
@@ -148,7 +148,7 @@ class Candidate:
     ) -> torch.dtype | None:
         """Element type of a weight or buffer; the site's output type if that is unknown.
 
-        A module that was cast between its calls has the type of each call. Weights in formats that
+        If a module was cast between its calls, the type is that of the call's outputs. Formats that
         need more than a cast (8 bits and less) count as unknown.
         """
         if call is not None and len(self._formats.get(site, ())) > 1:
@@ -159,13 +159,13 @@ class Candidate:
                 return floats[0]
         parameter = self.parameters.get(site, {}).get(name)
         dtype = None if parameter is None else torch_dtype(parameter[0])
-        # Rounding to 8 bits involves scales that the dtype alone does not tell.
+        # Rounding to 8 bits involves scales, which the dtype does not contain.
         if dtype is not None and dtype.itemsize < 2 and dtype is not torch.bool:
             dtype = None
         return dtype or self.dtypes.get(site)
 
     def has_weights(self, site: str, step: int, module: nn.Module) -> bool:
-        """Whether the run captured the weights of a module in a step, and they are these."""
+        """Whether the run captured the weights of a module in a step, and they equal these."""
         for name, tensor in module._parameters.items():
             if tensor is None:
                 continue
@@ -186,17 +186,17 @@ class Candidate:
         *,
         own: bool = True,
     ) -> torch.Tensor:
-        """A captured tensor in memory of its own; floats as `wide` if that is given.
+        """A captured tensor in memory of its own; floats are converted to `wide` if that is given.
 
-        Without `own` it may be the run's memory itself, which nobody may write into.
+        Without `own` the tensor may be the run's memory itself, which must not be written to.
 
         Raises:
-            DriftlineError: Its values were not kept, or are lost.
+            DriftlineError: The values were not kept, or are lost.
         """
         return tensor_of(self.run, record, device, wide, own=own)
 
     def shortened(self) -> str:
-        """Says so if a file of the run became shorter while it was read; else empty."""
+        """A message if a file of the run became shorter while it was read; empty otherwise."""
         if names := mapped_file.cut_files():
             return f"{names[0]} became shorter while it was read"
         cut_off = self.run.cut_off()
@@ -204,7 +204,10 @@ class Candidate:
         return next(filter(None, reasons), "")
 
     def _autocast(self) -> torch.dtype | None:
-        """The format of a run under autocast: linear maps of 32-bit weights give 16 bits."""
+        """The format of a run under autocast, in which layers with 32-bit weights give 16 bits.
+
+        None if the run did not use autocast.
+        """
         for site, dtype in self.dtypes.items():
             held = self.parameters.get(site, {}).get("weight")
             if (
@@ -225,22 +228,22 @@ def tensor_of(
     *,
     own: bool = True,
 ) -> torch.Tensor:
-    """A captured tensor of any run, in memory of its own or, without `own`, read-only."""
+    """A captured tensor of any run; in memory of its own or, without `own`, read-only."""
     dtype = torch_dtype(record.dtype)
     if dtype is None:
         raise ValueError(f"{record.key} has {record.dtype} elements, which torch has not")
     faults = mapped_file.faults()
     memory = run.memory(record) if record.kept == "full" else None
-    # Sampled or compressed tensors have no plain memory; they are decoded into a copy.
+    # Sampled or compressed tensors cannot be mapped; they are decoded into a copy.
     if memory is None:
         raw = run.raw(record)
         memory, own = Memory(raw.ctypes.data, raw.nbytes, raw), True
     if not memory.length:
         return torch.empty(record.shape, dtype=dtype, device=device)
-    # Through its address: torch warns of arrays that are read-only, and this one is copied.
+    # The tensor is made from the address, because torch warns about read-only arrays.
     window = (ctypes.c_uint8 * memory.length).from_address(memory.address)
     if not own:
-        vars(window)["owner"] = memory.owner  # the tensor holds the window, and that the memory
+        vars(window)["owner"] = memory.owner  # the tensor keeps the window alive, that the memory
     flat = torch.frombuffer(window, dtype=dtype).reshape(record.shape)
     value = flat.to(device, wide if wide is not None and dtype.is_floating_point else dtype)
     value = value.clone() if own and value.data_ptr() == flat.data_ptr() else value
@@ -251,7 +254,7 @@ def tensor_of(
 
 @functools.cache
 def torch_dtype(name: str) -> torch.dtype | None:
-    """torch's type of one of our dtypes; None if torch has none, or packs it differently."""
+    """torch's dtype of this name; None if torch has none, or packs the elements differently."""
     described = DTYPES.get(name)
     if described is None or described.bits < 8:
         return None
@@ -262,7 +265,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 def _parameters(
     tree: Mapping[str, Any] | None,
 ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Site -> name -> (dtype, shape) of the weights and buffers that a module itself holds."""
+    """(dtype, shape) of the weights and buffers that each module itself holds, by site and name."""
     if tree is None:
         return {}
     return {
@@ -281,19 +284,19 @@ _RANDOM = ("Dropout", "RReLU", "FractionalMaxPool")
 
 
 class NotReplayed(Exception):
-    """Why a call cannot be replayed; raised and caught within the replay only."""
+    """A call cannot be replayed; raised and caught only within the replay."""
 
 
 class OtherBorder(NotReplayed):
-    """A module gives, or passes to a part, something of another shape, or other integers."""
+    """A module gives, or passes to a part, a tensor of another shape, or other integers."""
 
 
 class WeightsUpdated(NotReplayed):
-    """An optimizer has changed the weights, and nothing shows that the captured run's are these."""
+    """An optimizer changed the weights, and the captured run's are not known to equal them."""
 
 
 class NotReproduced(NotReplayed):
-    """A call was applied to its own inputs again and did not give its own output."""
+    """A call that was repeated on its own inputs did not give its own output."""
 
 
 class Part:
@@ -311,13 +314,13 @@ class Part:
 
 
 class OpenCall:
-    """A call under way.
+    """A call of the program that is in progress.
 
     Attributes:
-        held: Its arguments as they were before it, in memory of their own; None if not needed.
-        parts: The calls it made; None when nobody wants them.
-        reason: Why it cannot be replayed, found out before it ran.
-        proven: How a call like it was repeated to the bit; empty if that is still to be shown.
+        held: Its arguments before the call, in memory of their own; None if not needed.
+        parts: The calls of parts that it made; None if they are not needed.
+        reason: Why it cannot be replayed, if that is known before it runs; else empty.
+        proven: The way in which a call like it was reproduced bit for bit; empty if none was yet.
     """
 
     __slots__ = (
@@ -351,12 +354,12 @@ def bytes_of(slots: Slots) -> int:
 
 
 def in_bytes(size: int) -> str:
-    """A limit in words; small limits are not shown as zero."""
+    """A size in words; a size below 1 MiB is shown in bytes, not as zero MiB."""
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size} bytes"
 
 
 def is_pure(module: nn.Module) -> bool:
-    """Whether a module is one of torch's layers that computes from inputs and weights alone."""
+    """Whether a module is one of torch's layers and computes only from its inputs and weights."""
     kind = type(module)
     return (
         kind.__module__.startswith("torch.nn.modules.")
@@ -371,12 +374,15 @@ def is_pure(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether a module only looks up rows: rounding the rows is rounding the output."""
+    """Whether a module only looks up rows, so that rounding its output replaces rounding it."""
     return type(module) is nn.Embedding and module.max_norm is None and is_pure(module)
 
 
 def is_the_programs_own(opened: OpenCall, candidate: Candidate) -> bool:
-    """Whether the captured call is this very one: the same inputs in the same wide format."""
+    """Whether the captured call is the same as the program's, in the same wide format.
+
+    The inputs are equal bit for bit, weights and buffers are float32, and no autocast is on.
+    """
     call, module, inputs = opened.candidate, opened.frame.module, opened.inputs
     if call is None or any(torch.is_autocast_enabled(device) for device in autocast_kinds()):
         return False
@@ -403,10 +409,10 @@ def why_never(module: nn.Module) -> str:
 
 
 def likeness(opened: OpenCall) -> Any:
-    """A key: calls with equal keys run the same code, so a proof for one holds for the others.
+    """A key of a call; calls with equal keys run the same code, so they need only one proof.
 
-    For torch's own layers on a CPU shapes do not matter: no kernel there depends on the order in
-    which threads arrive, whatever it chooses by shape. On other devices some do.
+    For torch's own layers on a CPU the key has no shapes: whichever kernel a shape selects, no
+    result depends on the order in which threads arrive. On other devices some do.
     """
     module = opened.frame.module
     weights = [p for p in module._parameters.values() if p is not None]

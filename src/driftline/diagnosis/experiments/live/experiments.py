@@ -2,9 +2,9 @@
 # pyright: reportUnknownArgumentType=false
 """The experiments inside a program: batch, replay, substitution and variants.
 
-Each class takes the place of the plain call of the program's modules (`session.stand_in`) and
-reports at the end with `finish()`. The program always gets a result of its own kind: an experiment
-that fails is noted, never raised.
+Each class replaces the plain call of the program's modules (`session.stand_in`) and reports at the
+end with `finish()`. The program always gets a result of the expected kind: the failure of an
+experiment is noted and never raised.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LiveBatch:
     """Calls a model again on one sequence of its batch, or on the batch in another order.
 
     Args:
-        options: `how`: alone or reversed; `output`: folder of that run.
+        options: `how`: alone or reversed; `output`: folder for the run of the repeated calls.
         session: Captures the program's own calls.
-        rank: Says rank and world size.
+        rank: Function that returns rank and world size.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LiveBatch:
     def _call(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # Only the outermost call of a model has the batch as its caller sees it.
+        # Only the outermost call of a model gets the batch that its caller passes.
         if len(self._session.frames()) > 1 or not frame.place.is_root or frame.recompute:
             return call(frame.module, *args, **kwargs)
         again: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -77,14 +77,14 @@ class LiveBatch:
         if again is not None:
             try:
                 self._repeat(frame, *again)
-            except Exception as problem:  # told at the end; the program goes on
+            except Exception as problem:  # reported at the end; the program continues
                 self._problem = f"{type(problem).__name__}: {problem}"
         return result
 
     def _changed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments for one sequence, or reversed; None if there is no batch."""
+        """The arguments of one sequence, or in reversed order; None if there is no batch."""
         size = next((t.shape[0] for t in _tensors((args, kwargs)) if t.dim() > 1), 0)
         if size < 2:
             return None
@@ -119,7 +119,7 @@ class LiveBatch:
             self._session.running = True
 
     def finish(self) -> Mapping[str, Any]:
-        """The size of the batch, and what went wrong."""
+        """Report the size of the batch, the number of repeated calls and the last problem."""
         if self._second is not None and self._second.sink is not None:
             self._second.sink.close()
         return {
@@ -141,16 +141,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return iter(tensors)
 
 
-# Replay: the reference's modules are also applied to the candidate's inputs.
+# Replay: modules of the reference program are also applied to the candidate's inputs.
 
 
 class LiveReplay:
-    """Replays one or several runs while the program runs once.
+    """Replays one or several runs in one execution of the program.
 
     Args:
-        options: What `experiments.replay` wrote into the plan.
+        options: The experiment that `experiments.replay` put into the plan.
         session: Names the calls.
-        rank: Says rank and world size.
+        rank: Function that returns rank and world size.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class LiveReplay:
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         first, *others = self._replays
-        # Each replay surrounds the call that the next one makes; the innermost calls the module.
+        # Each replay wraps the call of the one before; the innermost calls the module.
         for replay in others:
             call = replay.around(frame, call)
         return first(frame, call, args, kwargs)
 
     def finish(self) -> Mapping[str, Any]:
-        """What came of each run."""
+        """Report the outcome of each run."""
         runs = [replay.finish() for replay in self._replays]
         return {
             "called": bool(self._session.execution_order),
@@ -183,7 +183,7 @@ class LiveReplay:
 
 
 class _RunReplay:
-    """The replay of one run: opened at the first call, when the rank is known."""
+    """The replay of one run, which is opened at the first call, when the rank is known."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _RunReplay:
         self._problem = ""
 
     def around(self, frame: Frame, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, replayed as well; called like it."""
+        """A function with the signature of `call` that calls it and also replays the call."""
 
         def replayed(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return self(frame, call, args, kwargs)
@@ -213,7 +213,7 @@ class _RunReplay:
         if self._replayer is None and not self._problem:
             try:
                 self._replayer = self._opened()
-            except Exception as problem:  # told at the end; the program goes on
+            except Exception as problem:  # reported at the end; the program continues
                 self._problem = f"{type(problem).__name__}: {problem}"
         if self._replayer is None:
             return call(frame.module, *args, **kwargs)
@@ -248,7 +248,7 @@ class _RunReplay:
         return writer
 
     def finish(self) -> dict[str, Any]:
-        """Seal both runs; the outcome of each site."""
+        """Close both runs and report the outcome of each site."""
         for sink in self._sinks:
             if sink.tensors_written:
                 from driftline.captures.torch.layers import module_tree
@@ -278,7 +278,7 @@ def matching(
         used = set(partners.values())
         partners |= {s: s for s in sites if s not in partners and s in free and s not in used}
         used = set(partners.values())
-        # Similar names are compared only for what is left: an equal name is always right.
+        # Only sites without a partner are matched by similar names: an equal name is always right.
         rest = [site for site in sites if site not in partners]
         if rest and len(used) < len(free):
             partners |= link_names(rest, [site for site in free if site not in used])
@@ -287,17 +287,17 @@ def matching(
     return match
 
 
-# Substitution: some modules of the candidate give what the reference's gave.
+# Substitution: outputs of some modules of the candidate are replaced by the reference's.
 
 
 class LiveSubstitution:
-    """Lets modules run and replaces their outputs by the reference's captured ones.
+    """Replaces outputs or inputs of modules by those that the reference captured.
 
     Args:
-        options: `run`, the reference; `sites` of it whose outputs are taken; `inputs`, those whose
-            inputs are; `links` of names.
+        options: `run`, the reference; `sites` of it whose outputs are used; `inputs`, sites whose
+            inputs are used; `links`, the user's pairs of names.
         session: Captures the end result.
-        rank: Says rank and world size.
+        rank: Function that returns rank and world size.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class LiveSubstitution:
         if self._inputs:
             try:
                 args, kwargs = self._given(frame, args, kwargs)
-            except Exception as problem:  # told at the end; the program goes on as it is
+            except Exception as problem:  # reported at the end; the program continues unchanged
                 self._trouble.setdefault(frame.site, f"{type(problem).__name__}: {problem}")
         result = call(frame.module, *args, **kwargs)
         if not self._wanted:
@@ -339,7 +339,7 @@ class LiveSubstitution:
     def _given(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with the reference's tensors in place of its own."""
+        """The arguments of a call, with the reference's tensors instead of the program's."""
         site = self._site(frame)
         held = self._known().calls.get((site, frame.step, frame.visit))
         if site not in self._inputs or held is None:
@@ -368,7 +368,7 @@ class LiveSubstitution:
     def _site(self, frame: Frame) -> str:
         """The reference's site of a call; empty if it has none."""
         names = self._session.names
-        # Models may be built late: the names are matched again whenever there are new modules.
+        # Models may be built late, so the names are matched again whenever there are new modules.
         if names.count != self._names:
             self._names = names.count
             program_sites = [place.site for place in names.places()]
@@ -396,7 +396,7 @@ class LiveSubstitution:
             self._done.add(site)
             return reference.tensor(record, tensor.device).to(tensor.dtype)
 
-        # A cache in the result stays the program's own object.
+        # A tuple is not copied deeply, so that a cache in it remains the program's own object.
         if isinstance(result, torch.Tensor):
             return give(result)
         if type(result) is tuple:
@@ -405,7 +405,7 @@ class LiveSubstitution:
         return copied(result, give)
 
     def finish(self) -> Mapping[str, Any]:
-        """What was replaced, and what could not be."""
+        """Report which sites were replaced, and why others could not be."""
         return {
             "called": bool(self._session.execution_order),
             "replaced": sorted(self._done),
@@ -414,20 +414,20 @@ class LiveSubstitution:
         }
 
 
-# Variants: the same model executed in other ways that are all right.
+# Variants: the same model executed in other ways, all of which are correct.
 
 
-# Modules that fused kernels compute in one rounding.
+# Modules that fused kernels compute with a single rounding.
 _ROUND_ONCE = ("Norm", "SiLU", "GELU", "Activation", "Tanh", "Sigmoid", "Softmax", "Mish")
 
 
 class LiveVariant:
-    """Changes how the program's models are executed, without making anything wrong.
+    """Changes how the program's models are executed, in ways that are all correct.
 
     Args:
         options: `dtype`, `fused`, `attention` (eager or math), `dither` (a seed), `threads`.
         session: Captures as usual.
-        rank: Not asked.
+        rank: Unused.
     """
 
     def __init__(
@@ -464,7 +464,7 @@ class LiveVariant:
             return self._moved(result) if self._is_table(module) else result
         try:
             args, kwargs = self._prepared(frame, args, kwargs)
-        except DriftlineError as reason:  # told at the end; the program goes on as it is
+        except DriftlineError as reason:  # reported at the end; the program continues unchanged
             self._problem = self._problem or str(reason)
         except Exception as problem:
             self._problem = self._problem or f"{type(problem).__name__}: {problem}"
@@ -513,7 +513,7 @@ class LiveVariant:
             return value if self._dither is None else self._moved(value)
 
         if any(_is_object(value) for value in (*args, *kwargs.values())):
-            # A cache must stay the program's own object: only plain tensors are changed.
+            # A cache must remain the program's own object, so only plain tensors are changed.
             def alone(value: Any) -> Any:
                 return give(value) if isinstance(value, torch.Tensor) else value
 
@@ -521,7 +521,7 @@ class LiveVariant:
         return copied((args, kwargs), give)
 
     def _make_eager(self, root: nn.Module) -> None:
-        """Switch to eager attention; failing is no reason to stop: inputs must be converted."""
+        """Switch to eager attention; a failure is noted, and the inputs are still converted."""
         switch = getattr(root, "set_attn_implementation", None)
         if switch is None:
             why = f"{type(root).__name__} has no other attention to switch to"
@@ -531,7 +531,7 @@ class LiveVariant:
         self._done.add("attention")
 
     def finish(self) -> Mapping[str, Any]:
-        """What was really done."""
+        """Report which of the requested changes could not be made."""
         wanted = {
             "dtype": self._dtype is not None,
             "fused": self._fused,

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-"""Number formats of a replay: the inputs that a module is given, and the weights it computes with.
+"""Number formats of a replay: those of a module's inputs and of its weights.
 
-Inputs and weights are cast to the captured run's format, and for exact arithmetic widened again.
-Masks may differ in kind: booleans say what may be seen, floats what is added to a score. A
-program's eager attention is given floats where another one is given booleans; if both let the same
-be seen, either may stand for the other.
+Inputs and weights are cast to the captured run's format, and widened again for exact arithmetic.
+Masks may differ in kind: a boolean mask says which keys may be seen, a float mask is added to the
+scores. A program's eager attention gets floats where another attention gets booleans. If both masks
+hide the same keys, one may replace the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from driftline.diagnosis.experiments.live.repeat import Give, copied, laid_out
 from driftline.runs.records import Record
 
 _HIDDEN = -1e4
-"""Added to a score, this leaves nothing of it; a real bias is nearer to zero."""
+"""Largest value of a float mask that hides a key; a real bias is nearer to zero."""
 
 
 def other_kind(first: torch.dtype, second: torch.dtype) -> bool:
@@ -39,9 +39,9 @@ def other_kind(first: torch.dtype, second: torch.dtype) -> bool:
 
 
 def same_seen(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two masks let the same be seen, and every row sees something.
+    """Whether two masks hide the same keys, and each row sees at least one key.
 
-    A row that sees nothing has no defined result: nothing, or the mean of everything.
+    The result of a row that sees no key is not defined: it may be zero or the mean of all values.
 
     >>> floats = torch.tensor([[0.0, -3.4e38], [0.0, 0.0]])
     >>> same_seen(floats == 0, floats), same_seen(floats != 0, floats)
@@ -60,7 +60,7 @@ def same_seen(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor | None:
-    """What a mask lets be seen; None if it is no mask but adds a bias."""
+    """The keys that a mask shows, as booleans; None if the tensor adds a bias instead."""
     if mask.dim() == 0 or not mask.numel():
         return None
     if mask.dtype is torch.bool:
@@ -69,18 +69,18 @@ def _seen(mask: torch.Tensor) -> torch.Tensor | None:
     return seen if bool((seen | (mask <= _HIDDEN)).all()) else None
 
 
-# Inputs and weights in the format wanted.
+# Inputs and weights in the required format.
 
 
 Slots = list[tuple[str, str, torch.Tensor]]
-# Inputs that only steer a computation; a program's own may be used if the captured run has none.
+# Inputs that only control a computation; the program's own are used if the captured run has none.
 _FROM_THE_PROGRAM = ("mask", "position", "bias", "cache", "index", "ids", "past_key_values")
 _WIDE = (torch.float32, torch.float64)
 MOST_SHELVED = 256 << 20
 
 
 class SuppliedTensors:
-    """The tensors that a repeated call was given, to tell them from what the module computes.
+    """The tensors that were supplied to a repeated call, as opposed to those that it computes.
 
     Attributes:
         strangers: Tensors of the program that belong to other modules (layers of a cache).
@@ -88,7 +88,7 @@ class SuppliedTensors:
 
     def __init__(self) -> None:
         self.strangers: list[torch.Tensor] = []
-        self._captured: list[torch.Tensor] = []  # held, so that no address is used again
+        self._captured: list[torch.Tensor] = []  # kept alive, so that no address is reused
         self._addresses: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -97,15 +97,15 @@ class SuppliedTensors:
             self._addresses.add(tensor.data_ptr())
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of them, or a view of its beginning."""
+        """Whether a tensor is a supplied one, or a view that begins where a supplied one does."""
         return tensor.data_ptr() in self._addresses
 
 
 class Shelf:
-    """Memory for weights and inputs of one module at a time, reused for the next.
+    """Memory for the weights and inputs of one module at a time, reused for the next module.
 
-    New pages cost more than the cast itself. Not shared between threads: each module's replay holds
-    it from `clear` to the next one.
+    New pages cost more than the cast itself. The memory must not be shared between threads: a
+    module's replay uses it from one `clear` to the next.
     """
 
     def __init__(self) -> None:
@@ -117,13 +117,14 @@ class Shelf:
         for tensor in self._used:
             self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
         self._used.clear()
-        # Sizes that no later module has would accumulate; beyond the limit everything is released.
+        # Memory of sizes that no later module has would accumulate, so all of it is released when
+        # the limit is exceeded.
         if self._bytes > MOST_SHELVED:
             self._free.clear()
             self._bytes = 0
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *, own: bool = False) -> torch.Tensor:
-        """A tensor in another format; itself where it has that already, unless a copy is wanted."""
+        """A tensor in a format; the tensor itself if it has that format and `own` is not set."""
         if tensor.dtype == dtype and not own:
             return tensor
         size = tensor.numel() * dtype.itemsize
@@ -165,12 +166,12 @@ class Recast:
         exact: bool,
         own: bool = True,
     ) -> Give:
-        """A function that gives what stands for each tensor among the program's own arguments.
+        """A function that returns the replacement of each tensor among the program's arguments.
 
-        Captured values where there are any; masks, positions and the like that the captured run
-        was not given come from the program, and so do masks of another kind that say the same.
-        What belongs to other modules (layers of a cache) is left as it is and noted. A module that
-        writes into none of its inputs needs no copy of its `own`.
+        The replacement is the captured value if there is one. Masks, positions and the like that
+        the captured run lacks come from the program, and so do masks of another kind that are
+        equivalent. Tensors of other modules (layers of a cache) are left unchanged and noted. A
+        module that writes into none of its inputs needs no copies of its `own`.
 
         Raises:
             LookupError: The captured run lacks an input that matters.
@@ -179,8 +180,8 @@ class Recast:
         by_alias = {record.alias: record for record in call.inputs.values() if record.alias}
         sources: dict[int, tuple[torch.Tensor, Record | None]] = {}
         for slot, alias, tensor in live:
-            # Positional arguments have numbers as slots in one run and names in the other: aliases
-            # join them.
+            # A positional argument may have a number as its slot in one run and a name in the
+            # other; its alias is the respective other one.
             record = call.inputs.get(slot) or by_alias.get(slot)
             if record is None and alias:
                 record = call.inputs.get(alias) or by_alias.get(alias)
@@ -212,7 +213,7 @@ class Recast:
         return give
 
     def _is_the_same_mask(self, record: Record, tensor: torch.Tensor, site: str) -> bool:
-        """Whether a captured mask is of another kind than the program's and says the same."""
+        """Whether a captured mask is of another kind than the program's, but equivalent."""
         dtype = torch_dtype(record.dtype)
         # Only masks may differ in kind; anything else is a real difference of inputs.
         if dtype is None or not other_kind(dtype, tensor.dtype):
@@ -223,11 +224,11 @@ class Recast:
         return same
 
     def same_masks(self, site: str) -> list[str]:
-        """Slots of a site whose masks were of another kind and said the same at every call."""
+        """Slots of a site whose masks were of another kind, but equivalent at each call."""
         return sorted(slot for slot, same in self._masks.get(site, {}).items() if same)
 
     def can_answer(self, call: CandidateCall | None, slots: Slots) -> bool:
-        """Whether the captured run has everything that a part of a module gave."""
+        """Whether the captured run has all outputs of a part."""
         return (
             call is not None and bool(slots) and all(slot in call.outputs for slot, _, _ in slots)
         )
@@ -241,7 +242,7 @@ class Recast:
         *,
         exact: bool,
     ) -> Callable[[], Any]:
-        """What a part gave in the captured run, in the form in which the program's part gave it."""
+        """A function that returns a part's captured outputs in the structure of the program's."""
         assert call is not None
         names = {id(tensor): slot for slot, _, tensor in slots}
         outputs = call.outputs
@@ -268,11 +269,11 @@ class Recast:
         narrow = captured.is_floating_point() and captured.dtype not in _WIDE
         format_ = torch.float32 if exact and narrow else captured.dtype
         value = self._shelf.cast(captured, format_, own=own)
-        # Where a row ends in memory shows in the last bits: it is the program's own.
+        # The memory layout of rows affects the last bits, so the program's layout is used.
         return value if like.is_contiguous() else laid_out(value, like)
 
     def _low(self, call: CandidateCall, site: str) -> torch.dtype | None:
-        """The format of the captured inputs, for masks that come from the program."""
+        """The format of the captured inputs, which is used for masks that come from the program."""
         for record in call.inputs.values():
             dtype = torch_dtype(record.dtype)
             if dtype is not None and dtype.is_floating_point:
@@ -282,13 +283,13 @@ class Recast:
     # --- what it computes with
 
     def begin(self) -> None:
-        """Begin another module; what was cast for the last one is not needed any more."""
+        """Begin another module; the memory of tensors cast for the previous one is reused."""
         self._shelf.clear()
 
     def looked_up(
         self, module: nn.Module, rows: torch.Tensor, call: CandidateCall | None, *, exact: bool
     ) -> torch.Tensor:
-        """Rows of a table that was not cast, as a cast table would give them."""
+        """Rows that were looked up in an uncast table, rounded as a cast table would give them."""
         format_ = self._candidate.dtype_of(self._site_of(module) or "", "weight", call)
         if format_ is not None and format_.is_floating_point:
             rows = rows.to(format_)
@@ -319,14 +320,14 @@ class Recast:
         cast: dict[int, torch.Tensor],
         own_buffers: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Weights and buffers in the format wanted, by their names.
+        """Weights and buffers in the required format, by their names.
 
         Args:
             real: The modules that run, by their paths below the one that is repeated.
             call: The captured call that is repeated.
-            exact: Wide, after they were rounded to the captured run's format.
+            exact: Whether to widen them after rounding them to the captured run's format.
             cast: Weights in the captured run's format, kept from one repetition to the next.
-            own_buffers: Leave buffers the digits that they have in the program.
+            own_buffers: Whether buffers keep the program's format.
         """
         cast_tensors: dict[str, torch.Tensor] = {}
         for path, owner, name, tensor, is_buffer in _tensors(real):
@@ -353,7 +354,7 @@ class Recast:
         return cast_tensors
 
     def as_they_are(self, real: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-        """Only buffers, copied: a repeated call may change running statistics."""
+        """Copies of the buffers, because a repeated call may change running statistics."""
         return {
             path: tensor.detach().clone()
             for path, _, _, tensor, is_buffer in _tensors(real)
@@ -361,10 +362,10 @@ class Recast:
         }
 
     def arithmetic(self, module: nn.Module, *, exact: bool) -> AbstractContextManager[Any]:
-        """Autocast as the captured run had it; off for exact arithmetic, and TF32 off as well.
+        """Context with the captured run's autocast; for exact arithmetic without autocast and TF32.
 
-        A captured run of 32 bits has no other format than the program's, whatever that is: it may
-        have run on the same kind of device, with the same digits.
+        If the captured run is wide, TF32 is left as the program has it: the captured run may have
+        used it too, on the same kind of device.
         """
         device = next((p.device.type for p in module.parameters()), "cpu")
         low = self._candidate.autocast
@@ -386,7 +387,7 @@ def _all_digits(device: str) -> Generator[None]:
 def _tensors(
     real: Mapping[str, nn.Module],
 ) -> Iterator[tuple[str, nn.Module, str, torch.Tensor, bool]]:
-    """(path, owner, name, tensor, is a buffer) of everything that runs."""
+    """Yield (path, owner, name, tensor, is a buffer) of the modules that run."""
     for prefix, owner in real.items():
         start = f"{prefix}." if prefix else ""
         for name, tensor in owner._parameters.items():
@@ -398,14 +399,14 @@ def _tensors(
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats of 16 bits and less as float32; everything else as it is."""
+    """Floats of 16 bits or less as float32; other tensors unchanged."""
     if not tensor.is_floating_point() or tensor.dtype in _WIDE:
         return tensor
     return tensor.to(torch.float32)
 
 
 def _narrowed(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A tensor of the program in another format; the lowest value of a mask stays the lowest."""
+    """A tensor of the program in another format, clamped: a mask's lowest value stays finite."""
     value = tensor.detach()
     if not value.is_floating_point():
         return value.clone()

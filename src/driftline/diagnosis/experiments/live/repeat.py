@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""Call a module again without leaving a trace.
+"""Call a module again without side effects on the program.
 
-A repeated call must not be seen by a capture, draw from the program's random numbers, change its
-running statistics, leave something in a module's attributes or a cache, or call hooks of the
-program. All of that is saved and restored here. Does not know what a repetition is for.
+A repeated call must not be captured, advance the program's random generators, change running
+statistics, leave anything in a module's attributes or a cache, or call hooks of the program. This
+file saves and restores all of that. It does not know the purpose of a repetition.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class _Copying(TorchFunctionMode):
-    """While active, `copy.deepcopy` asks `give` for every tensor it meets."""
+    """While active, makes `copy.deepcopy` call `give` for each tensor."""
 
     def __init__(self, give: Give) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class _Copying(TorchFunctionMode):
 
 
 def copied(value: Any, give: Give) -> Any:
-    """A copy of arguments or results in which `give` decides about every tensor.
+    """A copy of arguments or results in which each tensor is replaced by `give(tensor)`.
 
-    Caches and other objects are copied, so that a module which stores something in them leaves the
-    program's own alone; modules among them are kept as they are.
+    Caches and other objects are copied, so that a module that stores something in them does not
+    change the program's own. Modules among them are not copied.
     """
     return _copied(value, give, {})
 
@@ -65,10 +65,10 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
-        # Each tensor is decided once: aliases in the arguments must stay aliases in the copy.
+        # `give` is called once per tensor: aliases in the arguments must be aliases in the copy.
         if id(value) not in memo:
             memo[id(value)] = give(value)
-            memo.setdefault(id(memo), []).append(value)  # as `deepcopy` does: ids stay taken
+            memo.setdefault(id(memo), []).append(value)  # as in `deepcopy`, so no id is reused
         return memo[id(value)]
     if kind is tuple:
         return tuple([_copied(item, give, memo) for item in value])
@@ -82,11 +82,11 @@ def _copied(value: Any, give: Give, memo: dict[int, Any]) -> Any:
         memo[id(value)] = copied_dict = dict[Any, Any]()
         copied_dict |= {key: _copied(item, give, memo) for key, item in value.items()}
         return copied_dict
-    # Modules are no data; copying one would copy all its weights.
+    # Copying a module would copy all its weights.
     if isinstance(value, nn.Module):
         return value
     if _is_plain(kind):
-        # A cache has hundreds of small parts: `deepcopy` takes longer for them than a layer does.
+        # A cache has hundreds of small parts; `deepcopy` takes longer for them than a layer runs.
         memo[id(value)] = copied_object = object.__new__(kind)
         copied_object.__dict__.update(
             {name: _copied(item, give, memo) for name, item in value.__dict__.items()}
@@ -117,14 +117,14 @@ _OWN_WAYS = ("__deepcopy__", "__setstate__", "__getnewargs__", "__getnewargs_ex_
 def clone(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the memory layout of the original.
 
-    Vectorised code rounds differently from the code for the rest of a row, so where a row ends in
-    memory shows in the last bits.
+    Vectorised code rounds differently from the code for the remainder of a row, so the memory
+    layout affects the last bits.
     """
     return laid_out(tensor.detach(), tensor)
 
 
 def laid_out(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values in memory of their own, with the strides of another tensor of that shape."""
+    """A copy of values with the strides of another tensor of the same shape."""
     if like.is_contiguous() or like.layout is not torch.strided or values.shape != like.shape:
         return values.clone(memory_format=torch.contiguous_format)
     # Expanded axes have stride 0: they are copied once and expanded again.
@@ -143,7 +143,7 @@ def itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, NaN and the sign of zero included."""
+    """Whether two tensors are equal bit for bit, including NaN and the sign of zero."""
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
     if first.numel() == 0:
@@ -154,7 +154,7 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
     if not first.is_cpu:
         return bool(torch.equal(first_bits, second_bits))
-    # Eight bytes at a time: torch takes eleven times as long for the elements of 16 bits.
+    # numpy compares eight bytes at a time; torch takes eleven times as long for 16-bit elements.
     words = np.dtype(np.int64 if first_bits.nbytes % 8 == 0 else np.uint8)
     return bool(np.array_equal(first_bits.numpy().view(words), second_bits.numpy().view(words)))
 
@@ -163,9 +163,9 @@ class Script:
     """Answers the calls that a module makes of other modules, instead of running them.
 
     Args:
-        top: The module that is repeated; its own call is carried out.
-        parts: Module (its id) to what answers its calls, in order, from their arguments; None is
-            a call that is carried out.
+        top: The module that is repeated; its own call is executed.
+        parts: By the id of each module, functions that answer its calls in order from their
+            arguments; None for a call that is executed.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Script:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # The outermost call is the repetition itself; only calls inside are answered.
+        # The outermost call is the repetition itself; only calls inside it are answered.
         if not self._entered and module is self._top:
             self._entered = True
             return call(module, *args, **kwargs)
@@ -204,15 +204,15 @@ def repeat(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module with other weights, unnoticed; the caller holds `undrawn`.
+    """Call a module with other weights and without side effects, if the caller uses `undrawn`.
 
     Args:
         script: Answers the calls of its parts.
-        module: What is called.
-        real: The modules that may really run, by their paths below `module`; itself is "".
-        tensors: Weights and buffers by their names below `module`, in place of its own.
-        args: Its arguments; they may be changed.
-        kwargs: The same.
+        module: The module that is called.
+        real: The modules that may run, by their paths below `module`, whose own path is "".
+        tensors: Weights and buffers that replace its own, by their names below `module`.
+        args: Positional arguments; the call may change them.
+        kwargs: Keyword arguments; the call may change them.
     """
     with (
         unmarked(real.values()),
@@ -225,7 +225,7 @@ def repeat(
 
 @contextlib.contextmanager
 def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Modules hold other weights and buffers meanwhile; faster than `functional_call`."""
+    """Let modules hold other weights and buffers meanwhile; faster than `functional_call`."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, tensor in tensors.items():
@@ -244,7 +244,7 @@ def _holding(real: Mapping[str, nn.Module], tensors: Mapping[str, torch.Tensor])
 
 @contextlib.contextmanager
 def undrawn() -> Generator[tuple[Any, ...]]:
-    """Restores the random state afterwards: numbers drawn inside are drawn again."""
+    """Restore the random state afterwards, so that numbers drawn inside are drawn again."""
     before = random_state()
     try:
         yield before
@@ -254,10 +254,9 @@ def undrawn() -> Generator[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
-    """What happens inside leaves no trace in these modules and calls no hook of the program."""
+    """Restore the attributes of these modules afterwards, and disable the program's hooks."""
     held = [(module, dict(module.__dict__)) for module in touched]
-    # Shallow copies suffice: a cache may be replaced or extended, its tensors are handled by
-    # `copied`.
+    # Shallow copies of containers suffice: a call may extend them, and `copied` handles tensors.
     contents = [
         (value, copy.copy(value))
         for _, state in held
@@ -266,7 +265,7 @@ def unmarked(touched: Iterable[nn.Module]) -> Generator[None]:
     ]
     hidden = [(name, dict(getattr(_module_home, name))) for name in _GLOBAL_HOOKS]
     try:
-        # Global hooks would see the repeated call as one of the program's own.
+        # Global hooks would take the repeated call for one of the program's own.
         for name, hooks in hidden:
             if hooks:
                 getattr(_module_home, name).clear()
@@ -301,13 +300,13 @@ def _put_back(table: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def _is_of_torch(hook: Any) -> bool:
-    """Hooks of `weight_norm`, `prune` and the like compute the weights and must run."""
+    """Whether a hook is torch's own; those of `weight_norm`, `prune` etc. compute the weights."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).startswith("torch.nn.utils")
 
 
 def random_state() -> tuple[Any, ...]:
-    """The state of every random generator a module may draw from."""
+    """The states of all random generators that a module may use."""
     numpy = sys.modules.get("numpy")
     legacy = numpy.random.get_state() if numpy is not None else None
     return torch.get_rng_state(), accelerator.random_states(), random.getstate(), legacy
@@ -323,16 +322,16 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 
 def has_drawn(before: tuple[Any, ...]) -> bool:
-    """Whether a random number of torch's has been drawn since."""
+    """Whether a random number was drawn from a generator of torch since then."""
     host, devices, _, _ = before
     if not torch.equal(host, torch.get_rng_state()):
         return True
-    # A device that was first used since has drawn, or will: its states are new.
+    # A device that was first used since then has a new state and counts as having drawn.
     now = accelerator.random_states()
     return len(now) != len(devices) or not all(map(torch.equal, devices, now))
 
 
-# Other right executions of one module: rounded once, or moved by a last bit.
+# Other correct executions of a module: rounded only once, or with inputs changed by one last bit.
 
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -342,9 +341,9 @@ _FLOAT_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def rounded_once(
     call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a fused kernel gives: computed in 32 bits, rounded at the end.
+    """The result of a module as a fused kernel gives it: computed in 32 bits, rounded at the end.
 
-    Nothing changes for a module that computes in 32 bits anyway.
+    For a module that computes in 32 bits anyway, this is its usual result.
     """
     seen: list[torch.dtype] = []
 
@@ -357,7 +356,7 @@ def rounded_once(
     wide_args, wide_kwargs = copied((args, kwargs), widen)
     if not seen:
         return call(module, *args, **kwargs)
-    # Weights are widened as well: a fused kernel rounds nothing but its result.
+    # Weights are widened as well, because a fused kernel rounds only its result.
     weights = {
         name: tensor.float()
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -371,11 +370,11 @@ def rounded_once(
 
 
 def dithered(tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """A tensor whose elements are each moved by one unit in the last place, up, down or not."""
+    """A tensor with each element moved up or down by one unit in the last place, or unchanged."""
     bits = tensor.detach().clone().contiguous().view(_FLOAT_BITS[tensor.element_size()])
     step = torch.randint(-1, 2, tensor.shape, generator=draw, dtype=bits.dtype).to(tensor.device)
     moved = torch.where(torch.isfinite(tensor) & (tensor != 0), bits + step, bits)
     value = moved.view(tensor.dtype).reshape(tensor.shape)
-    # A step over zero or to infinity would be more than the last place.
+    # A step across zero or to infinity would be larger than one unit in the last place.
     near = torch.isfinite(value) & (value.sign() == tensor.sign())
     return torch.where(near, value, tensor)

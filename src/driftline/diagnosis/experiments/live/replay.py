@@ -1,12 +1,13 @@
 """Replay: apply the modules of a running program to the inputs that another run captured.
 
-The program runs as it would. After each wanted call the module is applied again: to its own inputs,
-which must give its own output to the bit, then to the captured ones, in the captured run's number
-format and in wide arithmetic. Of a module with parts only its *own code* is repeated: the calls it
-makes of its parts are answered with what the captured run's parts gave. So nothing is computed
-twice for the sake of its ancestors, and an error is seen where it is made, not in all modules
-around it. If its own code cannot be repeated alone, the module is applied as a whole. Does not know
-files or the names of other runs.
+The program runs as usual. After each selected call the module is applied again. First it is applied
+to its own inputs, which must give its own output bit for bit; then to the captured inputs, in the
+captured run's number format and in wide arithmetic.
+
+For a module with parts only its *own code* is repeated: its calls of its parts are answered with
+the outputs of the captured run's parts. Thus a part is not computed again for each module around
+it, and an error is seen only where it is introduced. If the own code cannot be repeated alone, the
+module is applied as a whole. This file does not know files or the names of other runs.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -75,17 +76,17 @@ class _Thread(threading.local):
 
 
 class Replayer:
-    """Replays while a session runs; takes the place of the plain call of its modules.
+    """Replays calls while a session runs; it replaces the plain call of the session's modules.
 
     Args:
         session: Names the calls; it need not capture anything.
         candidate: The captured calls.
-        match: Sites of the program's modules → those of the captured run.
-        exact: Takes what the modules give in wide arithmetic.
-        native: Takes what they give in the captured run's format; nothing where that is wide. None
-            if nobody wants it: it is not computed then.
-        selection: Which calls.
-        method: How thoroughly.
+        match: Function that maps sites of the program's modules to sites of the captured run.
+        exact: Receives the results of wide arithmetic.
+        native: Receives the results in the captured run's format, unless that is wide. If it is
+            None, they are not computed.
+        selection: Which calls are replayed.
+        method: How thoroughly they are replayed.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class Replayer:
         def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             learnt.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
-        # Ends with the replayer, whoever forgets it: the hook is one of the whole process.
+        # The hook is global to the process, so it is removed with the replayer even if nobody
+        # calls `close`.
         self.close = weakref.finalize(self, register_optimizer_step_post_hook(note).remove)
         self.report = Report(candidate, partial=method.partial)
         self._recast = Recast(candidate, self._site_of)
@@ -135,7 +137,7 @@ class Replayer:
     def __call__(
         self, frame: Frame, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a module of the program, and replay it."""
+        """Call a module of the program and replay the call."""
         stack = self._thread.stack
         depth = len(stack)
         opened: OpenCall | None = None
@@ -151,8 +153,8 @@ class Replayer:
             result = call(frame.module, *args, **kwargs)
         except BaseException:
             if opened is not None:
-                # The call failed: what was held for it is released, the program sees its own
-                # exception.
+                # The call failed: the memory held for it no longer counts, and the program gets
+                # its own exception.
                 self._held -= sum(bytes_of(held.slots) for held in opened.parts or ())
             raise
         finally:
@@ -171,7 +173,7 @@ class Replayer:
     # --- before the call
 
     def _learn_names(self) -> None:
-        """Match names again whenever there are new modules: models may be built late."""
+        """Match names again if there are new modules, because models may be built late."""
         names = self._session.names
         if names.count != self._names:
             self._names = names.count
@@ -179,11 +181,10 @@ class Replayer:
             self.report.look_for_clashes(names, self._sites)
 
     def _captured_name(self, frame: Frame) -> CallName:
-        """What the captured run calls a call of the program: site, step and visit.
+        """The captured run's name of a call of the program: site, step and visit.
 
-        A module that the program shares between its containers may be several in the captured run.
-        Each of them is called what its container calls it, and its calls are no visits of the
-        others.
+        A module that several containers of the program share may be several modules in the captured
+        run. Each of those has the name that its container uses, and visits are counted separately.
         """
         site, step = self._sites.get(frame.site, ""), frame.step
         own = self._site_in_container(frame)
@@ -195,7 +196,10 @@ class Replayer:
         return site, step, frame.visit - self._visits_elsewhere[frame.site, step]
 
     def _site_in_container(self, frame: Frame) -> str:
-        """The captured run's site of a part by the name that its container has for it."""
+        """The captured run's site of a part, from its container's site and name for it.
+
+        Empty if the captured run did not call such a site.
+        """
         frames = self._session.frames()
         outer = frames[-2] if len(frames) > 1 and frames[-1] is frame else None
         container = None if outer is None else self._sites.get(outer.site)
@@ -228,8 +232,8 @@ class Replayer:
             return opened
         if module._modules:
             opened.parts = []
-        # The proof that a call reproduces itself costs a repetition; it is made once for calls that
-        # are alike.
+        # Proving that a call reproduces its output costs a repetition, so calls of equal likeness
+        # are proven only once.
         opened.proven = "" if self._check_each else self._alike.get(likeness(opened), "")
         if opened.proven:
             if not is_pure(module):
@@ -262,7 +266,7 @@ class Replayer:
         except NotReplayed as reason:
             opened.reason = str(reason)
             return
-        # A cache belongs to all layers: only the part of this one is copied, the rest is shared.
+        # A cache belongs to all layers; only this layer's part is copied, the rest is shared.
         keep: dict[int, torch.Tensor] = {}
 
         def give(tensor: torch.Tensor) -> torch.Tensor:
@@ -314,7 +318,7 @@ class Replayer:
     def _hold(
         self, frame: Frame, called: CallName, parent: OpenCall, result: Any, part: int
     ) -> None:
-        """Keep what a part gave, for the code of the module that called it."""
+        """Keep a part's result, so that the code of its caller can be repeated."""
         assert parent.parts is not None
         slots = layers.outputs(result, part)
         size = bytes_of(slots)
@@ -324,7 +328,7 @@ class Replayer:
             )
             return
         keep: dict[int, torch.Tensor] = {}
-        # Where nothing is to be proven only its form matters.
+        # If the caller is already proven, only the structure of the result is needed.
         own = itself if parent.proven else clone
         value = copied(result, lambda tensor: keep.setdefault(id(tensor), own(tensor)))
         self._held += size
@@ -338,12 +342,12 @@ class Replayer:
         )
 
     def _replay(self, opened: OpenCall, live: Slots, part: int) -> None:
-        # Slots are compared by name; a result without a captured partner says nothing.
+        # Slots are compared by name; a result without a captured partner is no evidence.
         outputs = opened.candidate.outputs if opened.candidate is not None else {}
         wanted = [(slot, alias, t) for slot, alias, t in live if slot in outputs]
         if not wanted:
             raise NotReplayed("what it gives has other names than in the candidate run")
-        # One of torch's own layers draws nothing, so there is nothing to put back.
+        # Without held arguments the module is a proven layer of torch, which draws nothing.
         with contextlib.nullcontext() if opened.held is None else undrawn() as before:
             way, good = self._way_that_reproduces(opened, wanted, part)
             self._require_weights(opened, way)
@@ -369,18 +373,18 @@ class Replayer:
         )
 
     def _is_the_end(self, opened: OpenCall, way: str) -> bool:
-        """Whether a call is one of the model itself, whose noise its format alone makes.
+        """Whether a call is one of the model itself, and can be applied as a whole in its format.
 
-        Mixed formats are not those of a model that is applied as a whole.
+        That is not possible for mixed formats or updated weights.
         """
         if len(self._session.frames()) > 1 or way != "own code":
             return False
         return self._candidate.format is not None and not self._learnt
 
     def _require_weights(self, opened: OpenCall, way: str) -> None:
-        """Raise if an optimizer has moved the weights of a call otherwise, for all that is known.
+        """Raise if an optimizer changed the weights and they are not known to equal the captured.
 
-        What a module's own code does with the results of its parts needs no weights.
+        Only the modules that run are checked: own code does not need the weights of its parts.
         """
         for module in self._parts.real(opened, way, own=False).values():
             learnt = any(id(p) in self._learnt for p in module._parameters.values())
@@ -391,14 +395,14 @@ class Replayer:
     def _way_that_reproduces(
         self, opened: OpenCall, wanted: Slots, part: int
     ) -> tuple[str, set[str]]:
-        """How the module's output can be reproduced from its own inputs, and which slots of it."""
+        """The way in which the module reproduces its output from its inputs, and the slots."""
         module = opened.frame.module
         everything = {slot for slot, _, _ in wanted}
         if opened.proven:
             return opened.proven, everything
         assert opened.held is not None
         drawn = False
-        # Own code alone is cheaper and sharper; the whole module is the second choice.
+        # Own code is tried first: it is cheaper, and it locates errors more precisely.
         for way in ("own code", "whole") if opened.parts else ("leaf",):
             if way == "whole":
                 self._require_room(sum(p.nbytes for p in module.parameters()))
@@ -427,9 +431,10 @@ class Replayer:
         raise NotReproduced("applied to its own inputs again it does not give its own output")
 
     def _drawing(self) -> NotReplayed:
-        """Why a call that draws random numbers says nothing.
+        """The exception for a call that draws random numbers.
 
-        Of one seed both programs draw the same numbers: what two runs show of it stands.
+        With equal seeds both programs draw the same numbers, so the call does not count as not
+        reproduced, and the comparison of the two runs remains valid.
         """
         kind = NotReplayed if self._candidate.seed == torch.initial_seed() else NotReproduced
         return kind("it draws random numbers")

@@ -1,4 +1,4 @@
-"""The report of a replay: the outcome of each site, and whether both models are the same at all."""
+"""The report of a replay: the outcome of each site, and whether both models are the same."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -11,7 +11,7 @@ from driftline.captures.torch.layers import ModuleNames
 from driftline.diagnosis.experiments.live.captured_calls import Candidate
 from driftline.diagnosis.experiments.live.results import Noise
 
-# An experiment that fails does so at every call; a few examples are enough.
+# An experiment that fails usually fails at each call; a few examples are enough.
 _MOST_FAULTS = 8
 
 
@@ -46,9 +46,9 @@ class Report:
     """Collects the outcome of each site of the captured run.
 
     Attributes:
-        clash: Why the program's model is not the captured run's; nothing is replayed then.
-        faults: What went wrong in the experiment itself.
-        noise: How far the captured run's format is from exact, of calls that are right in it.
+        clash: Why the program's model is not the captured run's; the replay is then rejected.
+        faults: Errors of the experiment itself.
+        noise: Error of the captured run's format against exact results, of calls that are right.
     """
 
     def __init__(self, candidate: Candidate, *, partial: bool = False) -> None:
@@ -71,31 +71,32 @@ class Report:
         near: Mapping[str, float] | None = None,
         masks: Sequence[str] = (),
     ) -> None:
-        """A call that was applied again.
+        """Record a call that was applied again.
 
         Args:
-            site: Of the captured run.
-            way: How.
-            its_own: Whether it gave the captured results to the bit.
-            near: Digests of captured results that are as good as that, and how far apart each is.
-            masks: Slots of masks that are of another kind than the program's and say the same.
+            site: Site of the captured run.
+            way: leaf, own code or whole.
+            its_own: Whether it gave the captured results bit for bit.
+            near: Digests of captured results that are as good as the replayed ones, and their
+                distances.
+            masks: Slots of masks that are of another kind than the program's, but equivalent.
         """
         entry = self._sites.setdefault(site, _Site())
         entry.replayed += 1
         entry.own += its_own
-        # Digests of several calls are collected: the diagnosis accepts results by digest.
+        # Digests of all calls are collected, because the diagnosis accepts results by digest.
         entry.near.update(near or {})
         entry.masks = masks
         entry.way = way
         self.calls += 1
 
     def unknown(self, site: str, reason: str, *, not_reproduced: bool = False) -> None:
-        """A call of which nothing can be said.
+        """Record a call that could not be replayed.
 
         Args:
-            site: Of the captured run.
-            reason: In words.
-            not_reproduced: Whether it was tried and did not give its own output.
+            site: Site of the captured run.
+            reason: The reason, in words.
+            not_reproduced: Whether it was repeated and did not give its own output.
         """
         entry = self._sites.setdefault(site, _Site())
         entry.unknown += 1
@@ -106,33 +107,33 @@ class Report:
         entry.reason = entry.reason or reason
 
     def differs(self, site: str, what: str) -> None:
-        """A border at which a module gave something else than a number that is off."""
+        """Record a module that gave or passed on another shape or other integers."""
         entry = self._sites.setdefault(site, _Site())
         entry.differs = entry.differs or what
         entry.replayed += 1
         self.calls += 1
 
     def updated(self, site: str) -> None:
-        """A call of which the weights were learnt, perhaps otherwise than the captured run's."""
+        """Record a call after an optimizer's update that may differ from the captured run's."""
         self._sites.setdefault(site, _Site()).updated += 1
 
     def format_cost(self, site: str, cost: float) -> None:
-        """Relative error that a module's buffers make by the captured run's format alone."""
+        """Record the relative error caused by rounding buffers to the captured run's format."""
         entry = self._sites.setdefault(site, _Site())
         entry.formats = max(entry.formats, cost)
 
     def end(self, site: str, measured: tuple[float, float, int] | None) -> None:
-        """How far from exact a model's output is: the captured one, and one in its format."""
+        """Record the errors of a model's output: as captured, and applied in that format."""
         entry = self._sites.setdefault(site, _Site())
         if measured is not None and (entry.end is None or measured[0] > entry.end[0]):
             entry.end = measured
 
     def not_selected(self, site: str) -> None:
-        """A call that nobody asked for."""
+        """Record a call that was not selected."""
         self._not_selected.add(site)
 
     def left_out(self, site: str, slot: str) -> None:
-        """A slot that is not reproduced from its own inputs, beside others that are."""
+        """Record a slot that could not be compared, although others of its call could."""
         self._sites.setdefault(site, _Site()).left_out.add(slot)
 
     def fault(self, site: str, problem: Exception) -> None:
@@ -141,9 +142,9 @@ class Report:
             self.faults.append(f"{site}: {type(problem).__name__}: {problem} ({trace[-2:-1]})")
 
     def look_for_clashes(self, names: ModuleNames, sites: Mapping[str, str]) -> None:
-        """Compare the two module trees as far as both are known: names, then shapes.
+        """Compare the names and shapes of the two module trees as far as both are known.
 
-        What is not there yet may be built later, or called by another root: the last look counts.
+        Missing modules may be built later, or belong to another root, so the last result counts.
         """
         if not self._candidate.parameters:
             return
@@ -173,15 +174,14 @@ class Report:
                 if tensor is None or name not in candidate_parameters:
                     continue
                 dtype, shape = candidate_parameters[name]
-                # Quantised weights are stored in other shapes: a difference there is no other
-                # model.
+                # Quantised weights are stored in other shapes, so a difference is no clash there.
                 if tuple(tensor.shape) != tuple(shape) and "int" not in dtype:
                     clashes.append(
                         f"'{place.site}.{name}' has shape {tuple(tensor.shape)} in the program's "
                         f"model and {tuple(shape)} in the candidate run's"
                     )
-        # Modules that the candidate called but the program lacks are a clash; uncalled ones may be
-        # leftovers.
+        # A module with weights that the candidate called and the program lacks is a clash; one
+        # that was not called may be unused.
         called = set(self._candidate.sites)
         for site, held in parameters.items():
             if held and site in called and site not in met and met:
@@ -193,7 +193,7 @@ class Report:
         return clashes
 
     def to_json(self) -> dict[str, Any]:
-        """Site -> status, for every site of the captured run."""
+        """The clashes, faults and calls, and the outcome of each site of the captured run."""
         sites: dict[str, Any] = {}
         for site in self._candidate.sites:
             entry = self._sites.get(site)
@@ -213,8 +213,7 @@ class Report:
                 "applied": entry.way,
                 "calls": entry.replayed,
             }
-            # Optional entries are written only if they say something, which keeps large documents
-            # small.
+            # Optional entries are written only if they have a value, to keep the document small.
             if entry.own:
                 data["same_bits"] = entry.own
             if entry.near:

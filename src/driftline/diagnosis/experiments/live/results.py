@@ -1,10 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-"""Results of a replay: what is kept of them, how large the noise is, and when two results are near.
+"""Results of a replay: which values are kept, how large the noise is, when two results are near.
 
-Values are kept where they are informative. Where a captured result equals the trusted one, or is as
-good, only the size of the noise is recorded: how far the number format is from exact, measured on
-some rows.
+Values are kept if they are informative. If a captured result equals the trusted one, or is as good,
+only the noise is recorded: the error of the number format, measured on some rows.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from driftline.diagnosis.experiments.live.repeat import clone, same_bits
 from driftline.runs.records import Kept, Record, TensorKey
 from driftline.runs.sinks import Sink
 
-# Rows that are enough to measure noise with; a sample keeps the cost of a call small.
+# Number of rows that are enough to measure noise; a sample keeps the cost of a call small.
 _ROWS = 32
 
 
 def some_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """An even sample of rows, [rows, channels]; the last axis are the channels.
+    """An even sample of rows, [rows, channels]; the channels are the last axis of the tensor.
 
     >>> some_rows(torch.zeros(4, 32, 5)).shape
     torch.Size([32, 5])
@@ -46,7 +45,7 @@ def some_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Sums:
-    """Sums of exact values r and errors e, over rows that are independent of each other."""
+    """Sums of products of exact values r and errors e, over rows treated as independent."""
 
     __slots__ = ("ee", "elements", "er", "er_er", "er_rr", "rows", "rr", "rr_rr")
 
@@ -57,8 +56,9 @@ class _Sums:
     def add(self, exact: torch.Tensor, made: torch.Tensor) -> None:
         r, e = exact, made.to(exact.dtype) - exact
         sums = _by_row(r, e)
-        # Rows with NaN or Inf are measured without them; the comparison itself counts those.
-        if not all(map(math.isfinite, sums[2])):  # no sum of squares is, where an element is not
+        # Elements with NaN or Inf are left out here; the comparison counts them. A sum of squares
+        # is not finite if one of its elements is not.
+        if not all(map(math.isfinite, sums[2])):
             finite = torch.isfinite(e)
             sums = _by_row(torch.where(finite, r, 0.0), torch.where(finite, e, 0.0))
         self.elements += r.numel()
@@ -87,24 +87,24 @@ class _Sums:
 
 
 def _by_row(r: torch.Tensor, e: torch.Tensor) -> list[list[float]]:
-    """<r,r>, <e,r> and <e,e> of every row."""
+    """The inner products <r,r>, <e,r> and <e,e> of each row."""
     dot = torch.linalg.vecdot
     return torch.stack((dot(r, r), dot(e, r), dot(e, e))).tolist()
 
 
 class Noise:
-    """The noise of every site, by output slot."""
+    """The noise of each site, by output slot."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, _Sums]] = {}
 
     def add(self, site: str, slot: str, exact: torch.Tensor, made: torch.Tensor) -> None:
-        """Some rows of one result, in wide arithmetic and in the captured run's format."""
+        """Add some rows of a result, in wide arithmetic and in the captured run's format."""
         if exact.numel():
             self._sums.setdefault(site, {}).setdefault(slot, _Sums()).add(exact, made)
 
     def nothing(self, site: str, slot: str) -> None:
-        """A result that is exact."""
+        """Note a result without noise."""
         self._sums.setdefault(site, {}).setdefault(slot, _Sums())
 
     def of(self, site: str) -> dict[str, Any] | None:
@@ -116,33 +116,37 @@ class Noise:
         return {"slot": slot, **sums.to_json()}
 
 
-# Nearness: whether a captured result is as good as the trusted one, though not equal to the bit.
+# Nearness: whether a captured result is as good as the trusted one, although not equal bit for bit.
 
 
 _WHOLE, _ROW = 0.75, 1.4
-"""Share of the noise, and of that in its worst row: together with the noise itself less than the
-1.35 times (of independent errors) and the 2.5 times (of errors that add up) which a diagnosis
-allows."""
+"""Largest difference of near results, as a share of the noise and of the noise in its worst row.
+
+Combined with the noise itself they stay below the limits of a diagnosis: 1.35 times for independent
+errors, 2.5 times for errors that add up.
+"""
 _SIZE = 1.25
-"""Factor on the noise of the trusted result that the captured one may have on the sample."""
+"""Largest noise of the captured result on the sample, as a factor on that of the trusted result."""
 _LEAN, _OFFSET = 0.004, 0.02
-"""Units of roundoff; a diagnosis allows 0.05 of the first and 0.3 of the second."""
+"""Largest bias and offset in units of roundoff; a diagnosis allows 0.05 and 0.3."""
 
 _WIDE_ROW, _WIDE_WORST = 4.0, 8.0
-"""Units of roundoff, of the size of each row and of the typical row. A diagnosis allows an error of
-32, a bias of 8, an offset of 48, and 64 in the worst row; if every row is off by 4 of its size at
-most, no selection of rows has more than 4 of the first three."""
+"""Largest difference in units of roundoff, relative to each row and to the typical row.
+
+A diagnosis allows an error of 32, a bias of 8, an offset of 48, and 64 in the worst row. If each
+row is off by at most 4 of its size, no selection of rows has more than 4 of the first three.
+"""
 _SMALLEST = 1e-10
-"""Rows below this size are not judged: squares of their differences are no numbers any more."""
+"""Rows of a smaller size are not judged, because squares of their differences underflow."""
 
 
 class Sample(NamedTuple):
     """Some rows and channels of a result.
 
     Attributes:
-        exact: In wide arithmetic.
-        captured: What the captured run has there.
-        every: Each how many-th channel it is.
+        exact: The sample in wide arithmetic.
+        captured: The same elements of the captured run.
+        every: The sample has every n-th channel; this is n.
     """
 
     exact: torch.Tensor
@@ -154,9 +158,9 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> floa
     """The difference of two results in units of noise; None if they are not near.
 
     Args:
-        captured: What the captured run has, of 16 bits.
-        native: What the trusted module gives in that format.
-        some: Some of it, exactly.
+        captured: The captured result, which has 16 bits.
+        native: The result of the trusted module in that format.
+        some: A sample of the result in wide arithmetic.
     """
     if captured.dtype != native.dtype or captured.shape != native.shape or not captured.numel():
         return None
@@ -180,7 +184,7 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> floa
     overall = math.sqrt(float(rows.sum()) / native.numel()) / typical if typical else math.inf
     offset = abs(float(d.sum())) / math.sqrt(native.numel() * size) if size else math.inf
     lean = abs(float(d @ made)) / size if size else math.inf
-    # Written so that what is no number is not near.
+    # The comparisons are written such that NaN is not near.
     near = (
         overall <= _WHOLE
         and float(rows.max()) / channels <= _ROW**2 * worst
@@ -191,14 +195,14 @@ def nearness(captured: torch.Tensor, native: torch.Tensor, some: Sample) -> floa
 
 
 def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
-    """The difference of two wide results in its worst row, as a share of what counts as near.
+    """The difference of two wide results in the worst row, as a share of the limit for nearness.
 
     Args:
-        captured: What the captured run has, of 32 or 64 bits.
-        made: What the trusted module gives.
+        captured: The captured result, which has 32 or 64 bits.
+        made: The result of the trusted module.
 
     Returns:
-        None where they are not near.
+        None if they are not near.
     """
     if captured.dtype != made.dtype or captured.shape != made.shape or not captured.numel():
         return None
@@ -211,19 +215,19 @@ def wide_nearness(captured: torch.Tensor, made: torch.Tensor) -> float | None:
         typical = torch.linalg.vector_norm(size) / math.sqrt(size.numel())
         allowed = unit * torch.minimum(_WIDE_ROW * size, _WIDE_WORST * typical)
         most, least, total = torch.stack(((apart / allowed).max(), size.min(), typical)).tolist()
-    # Written so that what is no number is not near.
+    # The comparisons are written such that NaN is not near.
     near = most <= 1.0 and least >= _SMALLEST and math.isfinite(total)
     return most if near else None
 
 
 def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Positions in a flat 16-bit tensor at which two tensors differ in their bits."""
+    """Flat positions at which two 16-bit tensors differ in their bits."""
     first_bits, second_bits = (
         t.detach().contiguous().reshape(-1).view(torch.int16) for t in (first, second)
     )
     if not first.is_cpu:
         return (first_bits != second_bits).nonzero().reshape(-1)
-    # torch takes several times as long for elements of 16 bits.
+    # torch takes several times as long as numpy for 16-bit elements.
     return torch.from_numpy(np.flatnonzero(first_bits.numpy() != second_bits.numpy()))
 
 
@@ -231,24 +235,24 @@ def _apart(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 _CHANNELS = 128
-"""Output channels of a linear layer that are used to measure noise."""
+"""Number of output channels of a linear layer that are used to measure noise."""
 
 
 About = tuple[Record, str, str]
-"""The captured record, the class of the module, another name of the slot."""
+"""The captured record, the class of the module, and another name of the slot."""
 Native = torch.Tensor | None
 Keep = Literal["always", "unless same", "unless near"]
-"""When a result is kept, as it relates to the captured one."""
+"""When a result is kept, depending on its relation to the captured one."""
 
 
 class Results:
-    """Receives what modules gave, and decides how much of it is kept.
+    """Receives results of modules and decides which values are kept.
 
     Args:
         candidate: The captured run.
-        exact: Takes what modules give in wide arithmetic.
-        native: Takes what they give in the captured run's format; None where nobody wants it.
-        keep_all: Keep all values, also where they are the captured run's own.
+        exact: Receives results in wide arithmetic.
+        native: Receives results in the captured run's format; None if they are not needed.
+        keep_all: Whether to keep all values, even those equal to the captured run's.
     """
 
     def __init__(
@@ -260,30 +264,36 @@ class Results:
         self._keep_all = keep_all or native is None
 
     def is_its_own(self, record: Record, tensor: torch.Tensor) -> bool:
-        """Whether a result equals the captured one to the bit, and the latter can stand for it."""
+        """Whether a result equals the captured one bit for bit and need not be kept."""
         return self._may_be_left_out(record) and same_bits(
             tensor, self._candidate.tensor(record, tensor.device, own=False)
         )
 
     def put_exact(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
-        """Keep what came of wide arithmetic."""
+        """Keep a result of wide arithmetic."""
         _put(self._exact, like, class_name, alias, tensor)
 
     def put_native(self, like: Record, class_name: str, alias: str, tensor: torch.Tensor) -> None:
-        """Keep what came of the captured run's format."""
+        """Keep a result in the captured run's format."""
         if self._native is not None:
             _put(self._native, like, class_name, alias, tensor)
 
     def mention_native(
         self, like: Record, class_name: str, alias: str, *, own: bool = True
     ) -> None:
-        """What came of the captured run's format is its `own` result, or as good as that."""
+        """Note, without values, a result in the captured run's format.
+
+        It equals the captured one (`own`), or is as good.
+        """
         if self._native is not None:
             kept = "digest" if own else "describe"
             _mention(self._native, like, class_name, alias, like.dtype, kept)
 
     def mention_exact(self, like: Record, class_name: str, alias: str, *, own: bool) -> None:
-        """What came of wide arithmetic is not kept: it is the `own`, or differs by noise alone."""
+        """Note, without values, a result of wide arithmetic.
+
+        It equals the captured one (`own`), or differs from it only by noise.
+        """
         # 16-bit results are stored wide: their exact values do not fit the captured format.
         dtype = torch_dtype(like.dtype)
         wide = own or dtype is None or not dtype.is_floating_point or dtype.itemsize >= 4
@@ -301,24 +311,24 @@ class Results:
         *,
         keep: Keep,
     ) -> float | None:
-        """Keep a result in both formats, or only its noise where it is as good as the captured one.
+        """Keep a result in both formats, or only its noise if the captured one is as good.
 
         Args:
-            site: Whose.
-            slot: Which, for the noise.
-            about: The captured record, and what it is called.
-            exact: What came of wide arithmetic.
-            native: What came of the captured run's format; None where that is the captured one.
-            noise: Where to.
-            keep: When to keep it.
+            site: Site of the noise.
+            slot: Slot of the noise.
+            about: The captured record and its names.
+            exact: The result of wide arithmetic.
+            native: The result in the captured run's format; None if it equals the captured one.
+            noise: Receives the noise.
+            keep: When the values are kept.
 
         Returns:
-            How far the two are apart, where they are near and not the same.
+            The distance between the two, if they are near and not equal; otherwise None.
         """
         record = about[0]
         apart = None
-        # Native is None if it equals the captured result: then only the noise is worth recording,
-        # unless the format itself is what makes it wrong.
+        # If `native` is None, it equals the captured result. Then only the noise is recorded,
+        # unless the format itself makes the result wrong.
         if native is None and (keep == "always" or self.overflows(record, exact)):
             native = self._candidate.tensor(record, exact.device, own=False)
             self.put_exact(*about, exact)
@@ -339,28 +349,28 @@ class Results:
         return apart
 
     def overflows(self, record: Record, exact: torch.Tensor) -> bool:
-        """Whether a captured result has NaN or Inf where wide arithmetic has a number."""
+        """Whether a captured result has NaN or Inf where that of wide arithmetic is finite."""
         captured = self._candidate.tensor(record, exact.device, own=False)
         if not captured.is_floating_point() or captured.shape != exact.shape:
             return False
         return bool((~torch.isfinite(captured) & torch.isfinite(exact)).any())
 
     def nearness(self, record: Record, native: torch.Tensor, some: Sample) -> float | None:
-        """Distance of a captured product from a trusted one, as the function `nearness` has it."""
+        """The function `nearness` for a captured result; None if it must be kept anyway."""
         if not self._may_be_left_out(record):
             return None
         captured = self._candidate.tensor(record, native.device, own=False)
         return nearness(captured, native, some)
 
     def wide_nearness(self, record: Record, made: torch.Tensor) -> float | None:
-        """The same of a wide result."""
+        """The function `wide_nearness` for a captured result; None if it must be kept anyway."""
         if not self._may_be_left_out(record):
             return None
         captured = self._candidate.tensor(record, made.device, own=False)
         return wide_nearness(captured, made)
 
     def _may_be_left_out(self, record: Record) -> bool:
-        """Whether the captured result is complete and has a digest, so that it can stand alone."""
+        """Whether the captured result is complete and has a digest, so it can replace another."""
         return (
             not self._keep_all
             and record.kept == "full"
@@ -372,8 +382,8 @@ class Results:
         """Some rows and channels of a linear layer, in wide arithmetic.
 
         Args:
-            opened: Its call.
-            weights: Its weights in the captured run's format, where that is not their own.
+            opened: The call of the layer.
+            weights: Weights in the captured run's format, if it differs from the program's.
         """
         call, module = opened.candidate, opened.frame.module
         assert call is not None
@@ -396,22 +406,23 @@ class Results:
         return Sample(made, y[:, ::every], every)
 
     def measure(self, site: str, slot: str, like: Record, exact: torch.Tensor, to: Noise) -> None:
-        """Measure the noise of a call on some rows of what it gave."""
+        """Measure the noise of a call on some rows of its result."""
         own = self._candidate.tensor(like, exact.device, own=False)
         if own.is_floating_point() and own.shape == exact.shape and own.numel():
             to.add(site, slot, some_rows(exact), some_rows(own))
 
 
 class PassedToParts:
-    """What a module's own code made for its parts in one repetition.
+    """Collects the tensors that a module's own code passes to its parts in one repetition.
 
     Args:
-        results: Tells what is the captured run's own.
-        require_room: Raises where as many bytes cannot be held.
-        narrow: In the captured run's format.
+        results: Says which tensors equal the captured ones.
+        require_room: Raises if that many bytes cannot be held.
+        narrow: Whether to convert the tensors to the captured run's format.
 
     Attributes:
-        tensors: Key → the captured record, and what was passed; None if equal to the captured one.
+        tensors: The captured record and the tensor that was passed, by key; instead of a tensor
+            equal to the captured one, None.
     """
 
     def __init__(
@@ -425,13 +436,13 @@ class PassedToParts:
 
     def __call__(self, record: Record, tensor: torch.Tensor) -> None:
         if self._narrow and (low := torch_dtype(record.dtype)) is not None:
-            tensor = tensor.to(low)  # code may ask a part's weights for their format
+            tensor = tensor.to(low)  # code may choose a format by the dtype of a part's weights
         own = self._results.is_its_own(record, tensor)
         # A tensor equal to the captured one need not be held.
         if not own:
             self._held += tensor.numel() * tensor.element_size()
             self._require_room(self._held)
-            tensor = clone(tensor)  # the code may go on to work in place
+            tensor = clone(tensor)  # the code may change it in place later
         self.tensors[record.key] = record, None if own else tensor
 
     @property
@@ -440,7 +451,7 @@ class PassedToParts:
 
 
 def is_a_plain_product(opened: OpenCall, way: str) -> bool:
-    """Whether a call is a linear layer's, each row of which can be computed by itself."""
+    """Whether a call is one of a linear layer, whose rows can be computed separately."""
     call, module = opened.candidate, opened.frame.module
     return (
         way == "leaf"
