@@ -1,8 +1,8 @@
-"""Capture: a live program becomes a run.
+"""Capture: record the tensors of a running program as a run.
 
-This folder holds what every framework shares; a framework's own part is in a folder of its name.
-It imports the standard library, numpy and, in a framework's folder, that framework: it runs inside
-other people's programs. It does not know how runs are compared.
+This folder holds the parts that all frameworks share; each framework's own part is in a folder of
+its name. Because this code runs inside other people's programs, it imports only the standard
+library, numpy and, in a framework's folder, that framework. It does not know how runs are compared.
 
 The folder is called `captures` because `driftline.capture` is the public function.
 """

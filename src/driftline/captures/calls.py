@@ -1,7 +1,7 @@
-"""A module call under way, and the step it belongs to.
+"""Module calls in progress, and the steps to which they belong.
 
-`Frame` is the call as sessions and taps of every framework see it; `StepClock` decides when a step
-ends. Neither knows tensors.
+`Frame` describes a call to the sessions and taps of every framework. `StepClock` decides when a
+step ends. Neither knows tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from driftline.runs.records import Phase
 
 
 class Frame:
-    """A module call that is under way."""
+    """A module call in progress."""
 
     __slots__ = (
         "around",
@@ -46,13 +46,13 @@ class Frame:
         self.recompute = recompute
         self.inputs: list[tuple[str, str, Any]] = []
         self.around: ExitStack | None = None
-        # Of an outermost call: digests of what it took and gave, and when it began.
+        # For an outermost call: digests of its inputs and outputs, and its start time.
         self.digests: dict[str, str] | None = None
         self.begun = 0.0
 
 
 class Look(NamedTuple):
-    """Which tensors of a module's own calls are wanted."""
+    """Which tensors of a module's calls are captured."""
 
     inputs_before: bool
     inputs_after: bool
@@ -62,7 +62,7 @@ class Look(NamedTuple):
 class Visits:
     """Counts the calls of one place in each step."""
 
-    # Two numbers instead of a table: a site is called in one step at a time.
+    # Two numbers are enough instead of a table, because a site is called in one step at a time.
     __slots__ = ("_count", "_step")
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Visits:
         self._count = 0
 
     def next(self, step: int) -> int:
-        """The number of the call that begins now: 0 for the first one of a step."""
+        """Index of the call that begins now: 0 for the first call in a step."""
         if step == self._step:
             self._count += 1
         else:
@@ -78,11 +78,11 @@ class Visits:
         return self._count
 
 
-# Steps: when one ends and which of them a call belongs to.
+# Steps: when a step ends, and to which step a call belongs.
 
 
 StepsBy = Literal["auto", "call", "optimizer", "manual"]
-# The search takes milliseconds and a program without an optimizer would repeat it every call.
+# The search takes milliseconds, and a program without an optimizer would repeat it in every call.
 _OPTIMIZER_SEARCHES = 3
 
 
@@ -90,11 +90,11 @@ class StepClock:
     """Counts steps for all models of a session.
 
     Args:
-        by: auto, or what alone is a boundary: call, optimizer or manual.
+        by: auto, or the only event that ends a step: call, optimizer or manual.
         roots: The session's models, in order of appearance; the list grows.
-        on_done: Called with the number of a step that is over.
+        on_done: Called with the number of each step that is over.
         grad_enabled: Whether the framework records what a backward pass needs.
-        optimizer: The class of the framework's optimizers.
+        optimizer: The base class of the framework's optimizers.
         continues_batch: Whether the call of a model is a later micro-batch of a pipeline's batch.
     """
 
@@ -121,9 +121,11 @@ class StepClock:
         self._last_done = -1
         self.highest = 0
         self.ran_outside = False
-        self.updates = 0  # steps of optimizers
-        self._graph_ran = False  # of a compiled function that calls a model; no module was called
-        self._concluded = False  # by an optimizer, and no model has been called since
+        self.updates = 0  # number of optimizer steps
+        # A compiled function that calls a model has run its graph, without any module call.
+        self._graph_ran = False
+        # An optimizer has ended a step, and no model has been called since.
+        self._concluded = False
 
     @property
     def now(self) -> int:
@@ -131,23 +133,29 @@ class StepClock:
 
     @property
     def concluding(self) -> int:
-        """The step whose parameters get gradients now, or are changed by them.
+        """The step to which gradients and parameter updates belong now.
 
-        A program may have several optimizers, such as one for each of its models: the first that
-        steps ends the step, and what the others do before the next call belongs to it.
+        A program may have several optimizers, such as one for each of its models. The first
+        optimizer that updates ends the step; updates by the others before the next model call
+        belong to the step that has ended.
         """
         return self.now - 1 if self._concluded else self.now
 
     @property
     def trains(self) -> bool:
-        """Whether the program has an optimizer, as far as is known."""
+        """Whether an optimizer of the program has been seen."""
         return self._optimizer_seen
 
     def step_of(self, root: Root) -> int:
         return self.now if root.helper else root.step
 
     def enter(self, place: Place, module: Any) -> None:
-        """A module is called from outside any other module; called before its step is asked for."""
+        """Update the step for an outermost module call; call it before asking for the call's step.
+
+        Args:
+            place: The module's place.
+            module: The module.
+        """
         root = place.root
         if root.helper:
             return
@@ -155,7 +163,7 @@ class StepClock:
         self._concluded = False
         if self._current is not root:
             self._current = root
-            # A model that appears late joins the step the other models are in.
+            # A model that appears late joins the current step of the other models.
             if not root.ever_called and not root.opened:
                 root.step = max(root.step, self._base)
         if self._by in ("manual", "optimizer"):
@@ -163,18 +171,18 @@ class StepClock:
         # The micro-batches of one batch are one step, with or without an optimizer.
         if self._continues_batch(module):
             return
-        # Calls of the model itself count steps; a part called alone counts only as
-        # described below.
+        # A call of the model itself begins a step; a call of a part alone does so only in the cases
+        # below.
         if place.is_root:
             training = self._is_training(module)
-            # Micro-batches share a step; an evaluation between training steps shares it with none.
+            # Micro-batches share a step; an evaluation between training steps has its own step.
             if root.called and not (training and root.training):
                 self._advance(root)
             root.called = root.ever_called = True
             root.training = training
             return
-        # `generate` calls its encoder once before the model; only parts seen in that role
-        # open a step.
+        # `generate` calls the encoder once before the model; only parts that were called so in the
+        # first step open later steps.
         if not root.ever_called and root.step == self._base:
             root.openers.add(place.site)
         begins = root.called and place.site in root.openers
@@ -184,7 +192,7 @@ class StepClock:
         root.opened.add(place.site)
 
     def trained_by_graph(self) -> None:
-        """A compiled graph that a backward pass follows was executed, and no module was called."""
+        """Note that a compiled training graph was executed without any module call."""
         self._graph_ran = True
         self._concluded = False
 
@@ -201,8 +209,8 @@ class StepClock:
             self._concluded = self._by == "auto"
 
     def step(self) -> None:
-        """The program itself says that a step is over."""
-        # One explicit step by the program switches all guessing off.
+        """End a step because the program itself says so."""
+        # After one explicit step, steps are no longer guessed.
         self._by = "manual"
         self._concluded = False
         self._advance_all()
@@ -216,7 +224,7 @@ class StepClock:
         self._done(done)
 
     def _advance_all(self) -> None:
-        # All models meet at one number, so that records of one training step share it.
+        # All models continue with the same number, so that records of one training step share it.
         done = max([self._base, *(root.step for root in self._roots)])
         self._base = done + 1
         self._graph_ran = False
@@ -228,13 +236,13 @@ class StepClock:
         self._done(done)
 
     def _done(self, step: int) -> None:
-        # Two models may end the same step; it is announced once.
+        # Two models may end the same step; `on_done` is called once for it.
         if step > self._last_done:
             self._last_done = step
             self._on_done(step)
 
     def _is_training(self, module: Any) -> bool:
-        """Whether an optimizer will say when this step is over."""
+        """Whether this call is part of training, so that an optimizer update will end its step."""
         return (
             self._by == "auto"
             and module.training
@@ -243,9 +251,9 @@ class StepClock:
         )
 
     def _has_optimizer(self) -> bool:
-        # An optimizer may be older than the session, and accumulation asks before its first step:
-        # so the kinds of living objects are searched, a few times at most because it takes
-        # milliseconds.
+        # An optimizer may be older than the session, and with gradient accumulation the answer is
+        # needed before its first update. So the types of all living objects are searched, at most a
+        # few times, because the search takes milliseconds.
         if not self._optimizer_seen and self._searches < _OPTIMIZER_SEARCHES:
             self._searches += 1
             kinds = set(map(type, gc.get_objects()))

@@ -1,8 +1,8 @@
-"""The kinds of events that a run may hold, and who repeats them to the user.
+"""The kinds of events that a run may contain, and which of them are shown to the user.
 
-Events are written to a run's `events.jsonl` for its reader. At the end of `dump` some of them are
-shown again, and each process sends some to the launcher; the rest is covered by the summary's own
-words. A kind that is not listed here (of a plug-in, or of a newer version) is shown.
+Events are written to a run's `events.jsonl` for its reader. Some of them are shown at the end of
+`dump`, and each process sends some to the launcher. The summary describes the others in its own
+words. A kind that is not listed here (of a plug-in, or of a newer version) is shown and sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class EventKind(NamedTuple):
 
 
 EVENTS = {
-    # What the summary of a dump says in its own words, or only a reader of the run needs.
+    # Events that the summary of a dump describes in its own words, or that only a reader of the run
+    # needs.
     "ended": EventKind("the program has ended", shown=False, sent=False),
     "estimate": EventKind("size of the first step", shown=False, sent=False),
     "label": EventKind("a label of the program", shown=False),
@@ -34,12 +35,12 @@ EVENTS = {
     "steps-skipped": EventKind("steps ran that were not selected", shown=False, sent=False),
     "thinned": EventKind("later steps were left out to keep within the budget"),
     "tiling": EventKind("tiling data do not exist here", sent=False),
-    # Something was asked for that this program cannot give.
+    # Something was requested that this program cannot provide.
     "graph": EventKind("compiled graphs exist in torch only"),
     "level": EventKind("a level does not exist in this framework"),
     "no-graph": EventKind("the program compiled no graph"),
     "type": EventKind("a list exists for torch programs only"),
-    # What is not seen, and why.
+    # Something is not captured, and why.
     "backward-unseen": EventKind("operators of backward passes are not seen"),
     "compile-failed": EventKind("the program's backend failed"),
     "compiled": EventKind("modules inside of compiled regions are not seen"),
@@ -54,7 +55,7 @@ EVENTS = {
     "operators-unseen": EventKind("operators that a watch would change are not seen"),
     "profiler": EventKind("the profiler could not run"),
     "weights-unknown": EventKind("parameters could not be recognised"),
-    # What was lost or reduced.
+    # Something was lost or reduced.
     "changed-unseen": EventKind("a tensor that was taken for unchanged had been written to"),
     "calls-limit": EventKind("the list of calls is full"),
     "capture-fault": EventKind("an error of the capture itself"),
@@ -73,7 +74,7 @@ EVENTS = {
     "too-large": EventKind("a tensor exceeds the host budget"),
     "unsealed": EventKind("an earlier process left its part open"),
     "waited": EventKind("the program waited for the run to be written"),
-    # What was found out.
+    # Results of checks.
     "differs": EventKind("the captured run differs from one without capture"),
     "exception": EventKind("the program raised an exception"),
     "finding": EventKind("the error check found something"),

@@ -1,10 +1,10 @@
 """Flatten the arguments and results of a call into a list of named tensors.
 
-One rule for all frameworks, so that their slots can be compared; the adapter supplies the tensor
-type. A slot is an argument's name, or a path through nested containers (`past_key_values.3.0`). Its
-alias is the same path by position, so that a call by position matches a call by name, and a tuple
-matches a `ModelOutput`. Containers are walked by their stored contents only: no property or
-iterator of the program is run.
+All frameworks share these rules, so that their slots can be compared; the adapter supplies the
+tensor type. A slot is an argument's name, or a path through nested containers
+(`past_key_values.3.0`). Its alias is the same path written with positions, so that a call by
+position matches a call by name, and a tuple matches a `ModelOutput`. Only the stored contents of
+containers are read; no property or iterator of the program is run.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -20,18 +20,18 @@ from typing import Any
 Tensors = list[tuple[str, str, Any]]
 """Slot, alias and tensor."""
 
-# Limits against containers that refer to themselves, or hold a table of tensors each.
+# Limits for containers that contain themselves, or that hold very many tensors.
 MAX_DEPTH = 8
 MAX_TENSORS = 4096
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CACHE_HOME = "transformers.cache_utils"
-# Values of `cache` that are no layer index.
+# Special values of `cache`, which otherwise is the index of a layer.
 WHOLE_CACHE = -1
 NO_CACHE = -2
 
 
 class Binding:
-    """How the arguments of one forward function are called."""
+    """Names of a forward function's positional arguments, and the position of each name."""
 
     __slots__ = ("names", "positions")
 
@@ -49,10 +49,10 @@ def binding_of(forward: Callable[..., Any]) -> Binding:
     function = getattr(forward, "__func__", forward)
     code = getattr(function, "__code__", None)
     if code is None:
-        # A callable of a C extension has no code object to cache by.
+        # A callable of a C extension has no code object, which would be the key of the cache.
         return _read_binding(forward)
-    # A decorator's wrapper shares its code with every function it wraps: those are told apart
-    # below.
+    # All functions that one decorator wraps share the wrapper's code, so the code of the wrapped
+    # function is the key.
     if hasattr(function, "__wrapped__"):
         inner = inspect.unwrap(function)
         code = getattr(inner, "__code__", code)
@@ -65,7 +65,7 @@ def binding_of(forward: Callable[..., Any]) -> Binding:
 def _read_binding(forward: Callable[..., Any]) -> Binding:
     try:
         parameters = inspect.signature(forward).parameters.values()
-    # Some built-in callables have no signature; their arguments go by position.
+    # Some built-in callables have no signature; their arguments are named by position.
     except (TypeError, ValueError):
         return _NO_NAMES
     return Binding(
@@ -74,11 +74,11 @@ def _read_binding(forward: Callable[..., Any]) -> Binding:
 
 
 class Flatten:
-    """Flattens calls of one framework.
+    """Flattens the calls of one framework.
 
     Args:
-        tensor: The type of its tensors.
-        plain: Types of its other arguments, which hold no tensors.
+        tensor: The framework's tensor type.
+        plain: Further types of arguments that hold no tensors.
     """
 
     def __init__(self, tensor: type, plain: tuple[type, ...]) -> None:
@@ -96,9 +96,9 @@ class Flatten:
 
         Args:
             binding: Names of the positional arguments.
-            args: As called.
-            kwargs: As called.
-            cache: Which layer of a key-value cache object to look at, WHOLE_CACHE or NO_CACHE.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            cache: Index of the layer to read of a key-value cache object, WHOLE_CACHE or NO_CACHE.
         """
         tensors: Tensors = []
         names, tensor, plain = binding.names, self._tensor, self._plain
@@ -115,11 +115,11 @@ class Flatten:
                 tensors.append((name, alias or "", value))
             elif not isinstance(value, plain):
                 self._walk(value, name, alias, tensors, 0, cache)
-        # A name clash needs two tensors at least, so the common case skips the check.
+        # A single tensor cannot have a name clash.
         return _distinct(tensors) if len(tensors) > 1 else tensors
 
     def outputs(self, value: Any, cache: int = WHOLE_CACHE) -> Tensors:
-        """The tensors of a returned value; a lone tensor has slot `0`."""
+        """The tensors of a returned value; a single tensor has slot `0`."""
         if isinstance(value, self._tensor):
             return [("0", "", value)]
         tensors: Tensors = []
@@ -130,7 +130,7 @@ class Flatten:
     def _walk(
         self, value: Any, slot: str, alias: str | None, tensors: Tensors, depth: int, cache: int
     ) -> None:
-        """Collect the tensors inside a value; `alias` is None where there is no position."""
+        """Collect the tensors inside a value; `alias` is None if the value has no position."""
         if isinstance(value, self._tensor):
             tensors.append((slot or "0", "" if alias is None or alias == slot else alias, value))
             return
@@ -142,12 +142,12 @@ class Flatten:
                 self._walk(item, _join(slot, name), below, tensors, depth + 1, cache)
 
     def _items(self, value: Any, cache: int) -> list[tuple[str, str, Any]]:
-        """(name, position, item) of what a container stores."""
+        """(name, position, item) of each stored item of a container."""
         return _cache_items(value, cache, self._tensor) if _is_cache(type(value)) else _items(value)
 
 
 def _distinct(tensors: Tensors) -> Tensors:
-    """The same with a name for each: `{"a": {"b": x}, "a.b": y}` gives `a.b` and `a.b~1`."""
+    """The tensors with distinct slots: `{"a": {"b": x}, "a.b": y}` gives `a.b` and `a.b~1`."""
     if len({slot for slot, _, _ in tensors}) == len(tensors):
         return tensors
     used_names: set[str] = set()
@@ -167,14 +167,13 @@ def _join(path: str, part: str) -> str:
 
 
 def _items(value: Any) -> list[tuple[str, str, Any]]:
-    """(name, position, item) of what a container stores."""
+    """(name, position, item) of each stored item of a container."""
     kind = type(value)
-    # The unbound `tuple.__iter__` is used because a subclass may run the program's code in its
-    # own.
+    # The unbound `tuple.__iter__` is called, because the `__iter__` of a subclass may run code of
+    # the program.
     if issubclass(kind, tuple):
         fields = getattr(kind, "_fields", None)
-        # A namedtuple subclass may carry more items than fields; its names would then be
-        # wrong.
+        # A namedtuple subclass may hold more items than fields; the field names would be wrong.
         named = fields is not None and len(fields) == tuple.__len__(value)
         return [
             (fields[i] if fields is not None and named else str(i), str(i), item)
@@ -184,8 +183,7 @@ def _items(value: Any) -> list[tuple[str, str, Any]]:
         base: Any = list if issubclass(kind, list) else deque
         return [(str(i), str(i), item) for i, item in enumerate(base.__iter__(value))]
     if issubclass(kind, dict):
-        # `ModelOutput` omits None from its tuple form, so positions count present values
-        # only.
+        # `ModelOutput` omits None from its tuple form, so positions count only other values.
         present = [(k, v) for k, v in dict.items(value) if v is not None]
         return [(str(k), str(i), v) for i, (k, v) in enumerate(present)]
     if issubclass(kind, UserDict):
@@ -197,7 +195,7 @@ def _items(value: Any) -> list[tuple[str, str, Any]]:
 
 
 def _field_names(value: Any, kind: type) -> list[str]:
-    """The declared fields of a record; none for other objects, which are not ours to open."""
+    """The declared fields of a dataclass or similar record; none for objects of other classes."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     if kind is types.SimpleNamespace:
@@ -226,11 +224,11 @@ def _is_cache(kind: type) -> bool:
 
 
 def _cache_items(value: Any, cache: int, tensor: type) -> list[tuple[str, str, Any]]:
-    """A key-value cache of transformers as the nested tuples it used to be: layer, then 0 keys, 1
-    values.
+    """Items of a key-value cache of transformers, named as in the nested tuples it used to be.
 
-    Every layer is handed the whole cache; its own part is all that concerns it. Walking the rest
-    for each layer would cost layers squared.
+    The first level is the layer; below it, 0 is the keys and 1 the values. Every layer gets the
+    whole cache as an argument but uses only its own part. Reading the whole cache for each layer
+    would take time quadratic in the number of layers.
     """
     if cache == NO_CACHE:
         return []

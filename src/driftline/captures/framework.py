@@ -1,8 +1,8 @@
-"""The frameworks whose programs can be captured: where their adapters are, and what they provide.
+"""The frameworks whose programs can be captured, and the addresses of their adapters.
 
-One table instead of a list in every place that asks. This file loads no framework: a part is
-imported by its address when it is used. `Engine` is the view of the saving hook: leaf layers, hooks
-on them, tensors as host bytes; the hook itself knows no framework.
+This is the only list of them. The file loads no framework: each part is imported by its address
+when it is used. `Engine` is the interface that the saving hook needs of a framework: leaf layers,
+hooks on them, tensors as host bytes. The hook itself knows no framework.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Framework(NamedTuple):
-    """Where the parts of a framework's adapter are.
+    """Addresses of the parts of a framework's adapter.
 
     Attributes:
         adapter: Module with `is_model`, `session_for`, `check_levels`, `facts` and, for the saving
             hook, `Engine`.
-        module_calls: Module with `active`, the sessions that watch calls.
+        module_calls: Module with `active`, which returns the sessions that watch calls.
         session: Class of a session, as `module:class`.
         provenance: Module with `facts` and, where the framework knows it, `rank`.
     """
@@ -35,8 +35,8 @@ class Framework(NamedTuple):
     provenance: str
 
 
-# The order is the one in which a model's classes are asked. `launch.bootstrap` has the names once
-# more, because it imports nothing; a test holds the two together.
+# A model's classes are compared with the frameworks in this order. `launch.bootstrap` repeats the
+# names, because it must import nothing; a test checks that both lists agree.
 FRAMEWORKS = {
     "torch": Framework(
         adapter="driftline.captures.torch.framework",
@@ -59,8 +59,8 @@ class Leaf(NamedTuple):
     Attributes:
         layer: The layer itself.
         site: Its path in the model.
-        name: What the seed's files call it: Paddle's own name, or the path of a torch module.
-        called: Somebody calls it. Some layers only read the weights of those below them.
+        name: Its name in the saving hook's files: Paddle's own name, or the path of a torch module.
+        called: Whether it is called at all; some layers only read the weights of their children.
     """
 
     layer: Any
@@ -70,28 +70,28 @@ class Leaf(NamedTuple):
 
 
 class Engine(Protocol):
-    """One framework, as the saving hook sees it."""
+    """The saving hook's interface to one framework."""
 
     def is_model(self, model: object) -> bool: ...
 
     def leaves(self, model: Any) -> list[Leaf]:
-        """In the order in which the model holds them."""
+        """The leaf layers of a model, in the order in which the model stores them."""
         ...
 
     def after_forward(self, layer: Any, look: Callable[[Any], None]) -> None:
-        """Call `look` with what every call of a layer returns."""
+        """Call `look` with the result of every call of a layer."""
         ...
 
     def parameters(self, leaf: Leaf) -> Iterator[tuple[str, str, Any]]:
-        """Short name, name for files, and the parameter, of those a backward pass reaches."""
+        """(short name, name in files, parameter) of each parameter that gets a gradient."""
         ...
 
     def at_gradient(self, parameter: Any, look: Callable[[Any], None]) -> None:
-        """Call `look` with what each backward pass contributes, before it is accumulated."""
+        """Call `look` with each backward pass's gradient, before it is accumulated."""
         ...
 
     def tensors(self, output: Any) -> list[tuple[str, str, Any]]:
-        """Slot, alias and tensor of everything in a returned value."""
+        """(slot, alias, tensor) of each tensor in a returned value."""
         ...
 
     def look(self, tensor: Any) -> Snapshot | Refusal | Pending: ...
@@ -99,19 +99,19 @@ class Engine(Protocol):
     def undisturbed(self) -> AbstractContextManager[None]: ...
 
     def is_replay(self) -> bool:
-        """Whether this forward is a compiler's, or the second one of gradient checkpointing."""
+        """Whether a compiler is tracing this forward, or gradient checkpointing is repeating it."""
         ...
 
     def rank(self) -> tuple[int, int] | None:
-        """Rank and world size, if the program has told the framework."""
+        """Rank and world size, if the program has initialised them in the framework."""
         ...
 
     def facts(self) -> dict[str, JSON]: ...
 
 
 def adapter_of(model: object) -> Any | None:
-    """The adapter module of a model's framework; None for what is no model of any."""
-    # The class hierarchy is enough to tell the framework, so that no other one is imported.
+    """The adapter module of a model's framework; None if it is a model of none of them."""
+    # The packages of the model's classes name its framework, so that no other one is imported.
     packages = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     for name, framework in FRAMEWORKS.items():
         if name in packages:
@@ -122,6 +122,6 @@ def adapter_of(model: object) -> Any | None:
 
 
 def engine_for(model: object) -> Engine | None:
-    """The engine of a model's framework; None for what is no model, or has no saving hook."""
+    """The engine of a model's framework; None if it is no model or its adapter has no engine."""
     engine = getattr(adapter_of(model), "Engine", None)
     return None if engine is None else engine()

@@ -1,8 +1,8 @@
-"""The steps that are looked at when nobody names any: a ladder that gets wider with time.
+"""The ladder: the steps that are captured by default, further and further apart.
 
-Which steps are rungs depends on a step's number only, so that two runs keep the same ones. Step 0
-is kept in full, later rungs as summaries; between rungs the hooks of a model are off. Knows no
-framework and no tensor.
+Whether a step is a rung of the ladder depends only on its number, so that two runs capture the same
+steps. Step 0 is kept in full, later rungs as summaries. Between rungs the capture of a model is
+off. This file knows no framework and no tensor.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LADDER = "ladder"
-"""What a selection of steps says instead of numbers."""
+"""The word that a selection of steps contains instead of numbers."""
 BUDGET = 1 << 30
-"""Bytes of disk that all steps after the first may take."""
+"""Disk budget, in bytes, of all steps after the first together."""
 EVERY_STEP = 16
-"""As many steps at the beginning are all rungs."""
+"""Number of steps at the beginning that are all rungs."""
 
 
 def is_rung(step: int) -> bool:
     """Whether a step is on the ladder: 0 to 15, then powers of two and their successors.
 
-    The successor is there because of the update in between: what a step's update did shows in the
-    next step.
+    The successors are included because the effect of a step's parameter update appears in the next
+    step.
 
     >>> [step for step in range(14, 140) if is_rung(step)]
     [14, 15, 16, 17, 32, 33, 64, 65, 128, 129]
@@ -32,22 +32,22 @@ def is_rung(step: int) -> bool:
 
 
 def takes_ladder(levels: Iterable[str], graph: str | None = None) -> bool:
-    """Whether later steps are captured where no steps were named.
+    """Whether the ladder is used by default with these levels.
 
-    Operators and compiled graphs are recorded to be executed again, which summaries cannot be; of
-    these step 0 is enough.
+    Operators and compiled graphs are recorded so that they can be executed again, for which
+    summaries are not enough. With them only step 0 is captured.
     """
     return "ops" not in levels and not graph
 
 
 class StepBudget:
-    """How much disk the steps after the first may take; whole rungs are dropped, the latest first.
+    """Disk budget of the steps after the first; once a rung does not fit, no later one is captured.
 
-    One for all models of a process. A rung is begun only if the largest one so far would fit, so
-    that none is there in part.
+    All models of a process share one. A rung is captured only if one as large as the largest so far
+    would still fit, so that no rung is captured in part.
 
     Attributes:
-        used: Bytes that later steps have taken.
+        used: Bytes that the steps after the first have taken.
         dropped: The first rung that was left out; None as long as all fit.
     """
 
@@ -60,11 +60,11 @@ class StepBudget:
         self._largest = 0
 
     def charge(self, size: int) -> None:
-        """A later step has taken so many bytes."""
+        """Count bytes that a step after the first has taken."""
         self.used += size
 
     def allows(self, step: int) -> bool:
-        """Whether a rung may be captured; asked in the order in which steps run."""
+        """Whether a rung may be captured; must be called in the order in which steps run."""
         if step <= self._rung:
             return step == 0 or self.dropped is None or step < self.dropped
         self._largest = max(self._largest, self.used - self._before)

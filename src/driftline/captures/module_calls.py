@@ -1,7 +1,7 @@
-"""Around a module call: steps that every framework's wrapper takes.
+"""Parts of a module call's wrapper that all frameworks share.
 
-Taps are informed, failures are noted, and Python's recursion limit is raised for the frames that
-capture itself adds. How a framework's calls are intercepted is in its own `module_calls.py`.
+Taps are notified, failures are reported, and Python's recursion limit is raised by the number of
+frames that capture adds. Each framework's own `module_calls.py` intercepts its calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST_EXCEPTION = 200
 
 
 def tell_taps(session: Any, frame: Frame, *, outermost: bool) -> None:
-    """The last thing before a module runs: tell the taps; an outermost call is enclosed."""
+    """Notify the taps just before a module runs; enter their contexts around an outermost call."""
     if outermost:
         # Operator and gradient taps install their modes around the outermost call only.
         frame.around = contextlib.ExitStack()
@@ -28,9 +28,8 @@ def tell_taps(session: Any, frame: Frame, *, outermost: bool) -> None:
 
 
 def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
-    """Report the module an exception was raised in, once per exception."""
-    # The same exception object passes through every outer module; only the innermost is its
-    # origin.
+    """Report the module in which an exception was raised, once per exception."""
+    # The same exception object passes through every outer module; the innermost one comes first.
     thread = session.thread
     first = thread.failure != id(error)
     thread.failure = id(error) if len(thread.stack) > 1 else 0
@@ -49,7 +48,7 @@ def note_failure(session: Any, frame: Frame, error: BaseException) -> None:
 
 
 def exception_words(error: BaseException) -> str:
-    """An exception in one line: its class and the beginning of what it says."""
+    """An exception in one line: its class and the beginning of its message."""
     try:
         text = str(error).strip().partition("\n")[0][:_LONGEST_EXCEPTION]
     except Exception:  # an exception of the program may fail to describe itself
@@ -60,8 +59,7 @@ def exception_words(error: BaseException) -> str:
 def fault(session: Any, module: object, error: Exception) -> None:
     """Turn an error of the capture itself into an event; the program goes on."""
 
-    # `guarded` formats the traceback of a raised exception, so the error is raised again for
-    # it.
+    # `guarded` formats the traceback of a raised exception, so the error is raised again inside it.
     def again() -> None:
         raise error
 
@@ -69,22 +67,23 @@ def fault(session: Any, module: object, error: Exception) -> None:
 
 
 def optimizer_stepped(sessions: Iterable[Any]) -> None:
-    """Some optimizer has made its step."""
+    """Notify the step clocks of all sessions that an optimizer has updated parameters."""
     for session in sessions:
         session.guarded("optimizer", session.clock.optimizer_stepped)
 
 
-# Recursion limit: the capture's own frames need room where modules nest by the hundred.
+# Recursion limit: with hundreds of nested modules, the frames that capture adds could exceed it.
 
 
 DEEP = 32
 """The limit is raised once per this many levels of nested modules."""
-_OWN_FRAMES = 6  # at most, for each module call: the wrapper's own, and calls from C count too
+# At most this many frames are added per module call; calls from C count too.
+_OWN_FRAMES = 6
 
 
 def raise_recursion_limit() -> int:
-    """Raise the recursion limit by the capture's own frames; returns it, 0 if refused."""
-    # The program may have set the largest limit there is.
+    """Raise the recursion limit by the capture's own frames; return it, or 0 if refused."""
+    # The program may already have set the largest possible limit.
     with contextlib.suppress(ValueError, OverflowError):
         limit = sys.getrecursionlimit() + _OWN_FRAMES * DEEP
         sys.setrecursionlimit(limit)
@@ -94,7 +93,7 @@ def raise_recursion_limit() -> int:
 
 def restore_recursion_limit(limit: int) -> None:
     """Lower the recursion limit again."""
-    if sys.getrecursionlimit() == limit:  # else the program has set its own meanwhile
+    if sys.getrecursionlimit() == limit:  # otherwise the program has set a limit meanwhile
         # Python refuses a limit below the current depth.
         with contextlib.suppress(RecursionError):
             sys.setrecursionlimit(limit - _OWN_FRAMES * DEEP)

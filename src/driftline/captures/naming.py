@@ -1,13 +1,14 @@
-"""What a module is called: its path below the root of its model, stable over runs and wrappers.
+"""Names of modules: paths below the root of a model, stable across runs and wrappers.
 
-One rule for every framework, so that names of the same model meet; what a module is made of is
-asked of its `ModuleStructure`.
+All frameworks share these rules, so that the names of one model are equal in all of them. The
+structure of a framework's modules is read through its `ModuleStructure`.
 
-The first model of a process keeps the names its framework gives, and is itself called `(root)`.
-Later models are prefixed with their class name (`Draft.layers.0`, the next of that class
-`Draft_1.`). A module without parameters that belongs to no model, such as a loss, is a helper and
-goes by its class name. Wrappers that change where a model runs but not what it is (data
-parallelism, compilers) leave no trace. This file knows nothing of tensors and steps.
+The first model of a process keeps the names that its framework gives, and is itself called
+`(root)`. Names of later models begin with the class name (`Draft.layers.0`; `Draft_1.` for the next
+model of that class). A module without parameters that belongs to no model, such as a loss, is a
+helper, and is named after its class. Wrappers that change where a model runs but not what it
+computes (data parallelism, compilers) do not appear in names. This file knows nothing about tensors
+and steps.
 """
 
 # pyright: reportPrivateUsage=false
@@ -18,10 +19,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
-# Parentheses cannot occur in a Python attribute name, so no module can be called this.
+# Parentheses cannot occur in a Python attribute name, so no module can have this name.
 ROOT = "(root)"
 _SEARCHED_ROOTS = 32
-"""A program that makes models by the hundred must not wait for the search of each one's parents."""
+"""Number of models whose parents are searched; the search takes too long for hundreds of models."""
 
 
 class ModuleStructure(Protocol):
@@ -39,11 +40,11 @@ class ModuleStructure(Protocol):
     def table(self) -> str: ...
 
     def wrapped(self, module: Any) -> Any | None:
-        """What a known wrapper wraps; None for any other module."""
+        """The module inside a known wrapper; None for any other module."""
         ...
 
     def class_name(self, module: Any) -> str:
-        """The class the program wrote."""
+        """Name of the module's class as the program defined it."""
         ...
 
     def children(self, module: Any) -> Iterator[tuple[str, Any]]:
@@ -51,26 +52,26 @@ class ModuleStructure(Protocol):
         ...
 
     def has_parameters(self, module: Any) -> bool:
-        """Whether there is one in it or below."""
+        """Whether the module or any module below it has a parameter."""
         ...
 
     def is_foreign(self, module: Any, *, called_by_module: bool) -> bool:
-        """Whether it is no part of any model, such as a compiler's own graph."""
+        """Whether the module belongs to no model, such as a compiler's own graph."""
         ...
 
 
 class Root:
-    """One model of the process, and how far its steps have come.
+    """One model of the process, and its current step.
 
     Attributes:
-        prefix: What the names of its modules begin with; empty for the first model.
-        helper: Has no parameters and belongs to no model: it never counts steps.
-        step: The step it is in.
+        prefix: Beginning of the names of its modules; empty for the first model.
+        helper: Whether it has no parameters and belongs to no model; helpers never count steps.
+        step: Its current step.
         called: Whether the model has been called in this step.
-        opened: Parts called by themselves in this step, before the model (`generate`'s encoder).
-        openers: Parts that were called by themselves in the first step, before the model.
-        ever_called: Whether the model itself was called at all.
-        training: Whether its last call was one that an optimizer's step will conclude.
+        opened: Parts that were called alone in this step, before the model (`generate`'s encoder).
+        openers: Parts that were called alone in the first step, before the model.
+        ever_called: Whether the model itself has ever been called.
+        training: Whether its last call was part of training, so that an optimizer ends the step.
     """
 
     __slots__ = (
@@ -87,8 +88,8 @@ class Root:
     )
 
     def __init__(self, module: Any, prefix: str, *, helper: bool) -> None:
-        # Weak references throughout: capture must not keep a model alive that the program
-        # dropped.
+        # All references to modules are weak: capture must not keep a model alive after the program
+        # has dropped it.
         self.module = weakref.ref(module)
         self.prefix = prefix
         self.helper = helper
@@ -98,14 +99,16 @@ class Root:
         self.training = False
         self.opened: set[str] = set()
         self.openers: set[str] = set()
-        self.tree: Any = None  # as it was last seen: a model may be gone before the capture is
+        # The module tree when it was last read: the model may be deleted before the capture ends.
+        self.tree: Any = None
 
 
 class Place:
-    """One module's name and everything that can be decided about it once.
+    """The name of one module, and everything that is decided once per module.
 
-    `look` is filled by whoever selects: a cached decision, so that a call costs a dictionary
-    lookup. `last` is what an adapter keeps of the last call, to take the next one faster.
+    `look` caches the session's decision which of its tensors are captured, so that a call costs
+    only a dictionary lookup. `last` is what an adapter remembers of the previous call, to handle
+    the next one faster.
     """
 
     __slots__ = ("class_name", "ids", "is_root", "last", "look", "ref", "root", "site", "wraps")
@@ -140,19 +143,20 @@ def unwrapped(structure: ModuleStructure, module: Any) -> Any:
 
 
 def parent_of(structure: ModuleStructure, module: Any) -> Any | None:
-    """The module that holds this one as a child, found through the garbage collector's references.
+    """The module that has this one as a child, found by the garbage collector's referrers.
 
-    Copies (`deepcopy`) and models built before capture began are found too, which a registration
-    hook would miss. Takes some 10 ms per ancestor in a large program and is asked once per model.
+    Unlike a registration hook, this also finds the parents of copies (`deepcopy`) and of models
+    built before the capture began. It takes some 10 ms per ancestor in a large program, and is done
+    once per model.
     """
     kind, attribute = structure.kind, structure.table
     for table in gc.get_referrers(module):
         if not issubclass(type(table), dict):
             continue
-        # A module's table of children is referred to by its `__dict__`, or by the module itself
-        # where CPython stores attributes inline.
+        # The referrer of a module's table of children is the module's `__dict__`, or the module
+        # itself if CPython stores its attributes inline.
         for owner in gc.get_referrers(cast("dict[str, Any]", table)):
-            # By type: `isinstance` would ask `__class__`, which is code of its own in lazy proxies.
+            # `isinstance` would read `__class__`, which may run the code of a lazy proxy.
             if issubclass(type(owner), kind):
                 candidates: list[Any] = [owner]
             elif type(owner) is dict and cast("dict[str, Any]", owner).get(attribute) is table:
@@ -162,8 +166,8 @@ def parent_of(structure: ModuleStructure, module: Any) -> Any | None:
             for candidate in candidates:
                 if (
                     issubclass(type(candidate), kind)
-                    # The table must be the owner's own, because copies of the
-                    # dictionary are referrers too.
+                    # Copies of the module's `__dict__` are referrers too, so the table must be the
+                    # candidate's own.
                     and candidate is not module
                     and candidate.__dict__.get(attribute) is table
                 ):
@@ -172,8 +176,8 @@ def parent_of(structure: ModuleStructure, module: Any) -> Any | None:
 
 
 def topmost(structure: ModuleStructure, module: Any) -> Any:
-    """The outermost model a module is part of; itself when it is part of none."""
-    # Modules may refer to each other in a cycle.
+    """The outermost module that contains a module; the module itself if none does."""
+    # Modules may contain each other in a cycle.
     seen = {id(module)}
     while (parent := parent_of(structure, module)) is not None and id(parent) not in seen:
         seen.add(id(parent))
@@ -182,11 +186,11 @@ def topmost(structure: ModuleStructure, module: Any) -> Any:
 
 
 class ModuleNames:
-    """The names of all modules met so far.
+    """The names of all modules seen so far.
 
     Args:
-        structure: What modules are made of.
-        only: The one model to name; None for every model of the process.
+        structure: Access to the structure of modules.
+        only: The only model to name; None for every model of the process.
         on_place: Called once for each new place.
     """
 
@@ -210,14 +214,13 @@ class ModuleNames:
 
     def known(self, module: Any) -> Place | None:
         place = self._places.get(id(module))
-        # The id of a dead module can be reused by a new one, so the reference is compared
-        # too.
+        # A new module can have the id of a dead one, so the reference is compared too.
         if place is not None and place.ref() is module:
             return place
         return None
 
     def of(self, module: Any, caller: Place | None) -> Place | None:
-        """The place of a module that is being called; None when it is not part of what is watched.
+        """The place of a module that is being called; None if the module is not watched.
 
         Args:
             module: The module.
@@ -229,14 +232,14 @@ class ModuleNames:
         if self.structure.is_foreign(module, called_by_module=caller is not None):
             return None
         inside = self.known(unwrapped(self.structure, module))
-        if inside is not None:  # wrapped since it got its name
+        if inside is not None:  # the module was wrapped after it got its name
             self._name(module, inside.site, inside.ids, inside.root, is_root=inside.is_root)
             return self.known(module)
         if caller is not None:
             return self._late_place(module, caller)
         if self._only:
             return None
-        # A loss or an activation outside any model does not make a model.
+        # A loss or an activation outside any model is not a model of its own.
         if not self.structure.has_parameters(module) and not self._is_lone_model(module):
             return self._helper_place(module)
         searched = len(self.roots) < _SEARCHED_ROOTS
@@ -244,7 +247,7 @@ class ModuleNames:
         return self.known(module)
 
     def _is_lone_model(self, module: Any) -> bool:
-        """A model without parameters is a model all the same when it has parts and comes first."""
+        """Whether a module without parameters is a model: the first one, if it has children."""
         return not self._has_first and any(True for _ in self.structure.children(module))
 
     def site(self, site: str) -> Place | None:
@@ -252,7 +255,7 @@ class ModuleNames:
 
     @property
     def count(self) -> int:
-        """How many places have a name."""
+        """Number of named places."""
         return len(self._by_site)
 
     def places(self) -> Iterator[Place]:
@@ -270,7 +273,7 @@ class ModuleNames:
             wraps=inner is not module,
         )
         self._places[id(module)] = place
-        # A wrapper and the model inside share one site; the outer one is listed.
+        # A wrapper and the model inside share one site; the wrapper, named first, is listed.
         self._by_site.setdefault(place.site, place)
         if self._on_place is not None:
             self._on_place(place)
@@ -291,8 +294,10 @@ class ModuleNames:
         self._walk(module, root, site=prefix or ROOT, ids="" if not prefix else None)
 
     def _walk(self, top: Any, root: Root, *, site: str, ids: str | None) -> None:
-        """Name everything below, depth first; what has a name keeps it, unless another module has
-        taken its place (an adapter wrapped around a layer).
+        """Name a module and everything below it, depth first.
+
+        A module that has a name keeps it, unless another module has taken its place in the tree (an
+        adapter wrapped around a layer).
         """
         seen: set[int] = set()
         sites: set[str] = set()
@@ -303,8 +308,7 @@ class ModuleNames:
                 continue
             seen.add(id(module))
             place = self.known(module)
-            # Inserting an adapter gives an existing site to the new module, and moves
-            # the old one.
+            # An inserted adapter takes over the site of a layer, which then gets a new one.
             if place is None or (place.site != site and place.site in sites):
                 is_root = root.module() is unwrapped(self.structure, module)
                 self._name(module, site, ids, root, is_root=is_root)
@@ -320,29 +324,28 @@ class ModuleNames:
                 (child, base + name, None if ids is None else f"{ids}_{i}" if ids else str(i))
                 for i, (name, child) in enumerate(self.structure.children(module))
             ]
-            # Reversed because the list is a stack: the first child has to be named
-            # first.
+            # Reversed because the list is a stack, and the first child has to be named first.
             waiting.extend(reversed(below))
 
     def _late_place(self, module: Any, caller: Place) -> Place | None:
-        """A module called inside another that was not there when the model was named.
+        """The place of a module that was not in the tree when its caller was named.
 
-        It was added since, or is held outside the module tree (in a list, or made on the fly by the
-        forward that calls it); the latter share the site `<caller>.<Class>` and count as visits of
-        it.
+        It was added to the tree later, or is outside the tree: in a list, or made by the forward
+        that calls it. Modules of one class outside the tree share the site `<caller>.<Class>`, and
+        their calls count as visits of it.
         """
         name = type(module).__name__
         site = name if caller.site == ROOT else f"{caller.site}.{name}"
         holder = caller.ref()
         made_before = self._by_site.get(site)
-        # Made anew by every forward (a softmax, a loss): looking for it each time would be slow.
+        # Such a module (a softmax, a loss) may be made anew by every forward, and a search for each
+        # would be slow.
         passing = (
             made_before is not None
             and made_before.class_name == name
             and not self.structure.has_parameters(module)
         )
-        # First the tree of the caller is walked again: the module may have been added to
-        # it.
+        # The module may have been added to the caller's tree, so the tree is walked again first.
         if holder is not None and not passing:
             self._walk(holder, caller.root, site=caller.site, ids=caller.ids)
             place = self.known(module)

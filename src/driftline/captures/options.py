@@ -19,7 +19,7 @@ LEVELS = ("modules", "ops", "gradients", "params")
 
 def checked_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     """Check one level or several and return them as a tuple."""
-    # A text with commas, a list and a tuple are all accepted.
+    # A string with commas, a list and a tuple are all accepted.
     chosen = patterns(levels)
     for level in chosen:
         if level not in LEVELS:
@@ -27,7 +27,7 @@ def checked_levels(levels: str | Iterable[str]) -> tuple[str, ...]:
     return chosen
 
 
-# Memory budgets: how much capture may use for tensors of devices.
+# Memory budgets: how much memory capture may use for tensors of devices.
 
 
 WhenFull = Literal["wait", "drop"]
@@ -56,10 +56,10 @@ def budgets_from(
     """Check budgets and fill in the defaults.
 
     Raises:
-        BadInput: One cannot.
+        BadInput: A budget or `when_full` is invalid.
     """
     for name, value in (("device_budget", device), ("host_budget", host)):
-        # `bool` is an int in Python; True as a number of bytes is a mistake.
+        # `bool` is a subclass of int, but True as a number of bytes is a mistake.
         if value is not None and (type(value) is not int or value < 0):
             raise BadInput(f"{name} is a number of bytes, not {value!r}")
     if when_full not in get_args(WhenFull):
@@ -74,11 +74,11 @@ def budgets_from(
     )
 
 
-# Reductions: of a wanted tensor all is kept, a sample, ten numbers, a digest, or its shape.
+# Reductions: all of a tensor is kept, or a sample, a summary, a digest, or only its description.
 
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
-# Shells take parentheses for their own, hence `sample:100` and `sample=100` too.
+# Shells interpret parentheses, so `sample:100` and `sample=100` are accepted too.
 _SAMPLE = re.compile(r"sample\((\d+)\)|sample[:=](\d+)")
 DEFAULT_SAMPLE = 1024
 
@@ -131,16 +131,16 @@ class Reduction:
         return self.kept if self.later is None or step == 0 else self.later
 
     def with_ladder(self) -> Reduction:
-        """The same for steps of the ladder: of later ones summaries, or less if less is asked."""
+        """This reduction for steps of the ladder: later steps keep summaries, or less."""
         return replace(self, later="summary") if self.kept in ("full", "sample") else self
 
     def stride(self, count: int) -> int:
-        """Distance between the elements a sample keeps.
+        """Distance between the elements that a sample keeps.
 
         >>> Reduction("sample", 10).stride(101)
         11
         """
-        # Rounded up: a sample may be smaller than asked for, never larger.
+        # Rounded up, so that a sample may be smaller than requested but never larger.
         return max(1, -(-count // self.sample)) if self.kept == "sample" else 1
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Patches to other people's code: applied when their module is imported, and taken back together.
+"""Patches to other libraries: applied when their module is imported, and restored together.
 
-The compiler of torch takes seconds to load, and most programs that are captured never compile
-anything: patches to it are applied when the program itself imports it.
+torch's compiler takes seconds to load, and most captured programs never compile anything. So
+patches to it are applied when the program itself imports it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from typing import Any
 
 
 def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Act when a module has been imported, at once if it is there; returns what calls it off."""
+    """Call a function when a module has been imported, or at once if it is imported already.
+
+    Returns:
+        A function that cancels the call.
+    """
     module = sys.modules.get(name)
-    # A module that is still being initialised lacks the functions to be patched.
+    # A module that is still being initialised may lack the functions to be patched.
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         act()
         return _nothing
@@ -26,11 +30,11 @@ def when_imported(name: str, act: Callable[[], None]) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """Cancel nothing: the module was there already."""
+    """Cancel nothing, because the function was called already."""
 
 
 class _Watch:
-    """A finder that delegates to the other finders and wraps the loader of one module."""
+    """A finder that asks the other finders for one module and wraps the module's loader."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name = name
@@ -41,8 +45,7 @@ class _Watch:
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        # Another tool's finder may be the one that finds the module; asking all keeps its
-        # work.
+        # All other finders are asked, because another tool's finder may be the one that finds it.
         for finder in sys.meta_path:
             if finder is not self and hasattr(finder, "find_spec"):
                 spec = finder.find_spec(name, path, target)
@@ -57,14 +60,13 @@ class _Watch:
 
     def _follow(self, spec: ModuleSpec) -> None:
         loader: Any = spec.loader
-        # A loader of the old protocol cannot be followed; then the patch is simply not
-        # applied.
+        # A loader of the old protocol has no `exec_module`; then the patch is not applied.
         execute = getattr(loader, "exec_module", None)
         if execute is None:
             return
 
         def exec_module(module: ModuleType) -> None:
-            # After the body ran, because the patch needs what the body defines.
+            # Called after the module's body has run, which defines what is to be patched.
             execute(module)
             self.call_off()
             self._act()
@@ -73,17 +75,17 @@ class _Watch:
 
 
 class PatchSet:
-    """Attributes of other people's classes and modules that are replaced for a while.
+    """Temporarily replaced attributes of other libraries' classes and modules.
 
-    Somebody else may wrap an attribute after us. Then it is left alone when the rest is restored:
-    our replacement stays below theirs, and has to do nothing once nobody watches.
+    Another library may wrap an attribute after us. Such an attribute is not restored: our
+    replacement stays below the other wrapper, and must do nothing when no session is watching.
     """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
-        """Put what `make` makes of an attribute in its place; False where there is no such one."""
+        """Replace an attribute by `make(original)`; return False if there is no such attribute."""
         if not hasattr(owner, name):
             return False
         original = getattr(owner, name)
@@ -93,7 +95,7 @@ class PatchSet:
         return True
 
     def restore(self) -> None:
-        """Put everything back that nobody else has replaced since, the last one first."""
+        """Restore the attributes that nobody else has replaced since, the last one first."""
         for owner, name, original, replacement in reversed(self._replaced):
             if getattr(owner, name) is replacement:
                 setattr(owner, name, original)

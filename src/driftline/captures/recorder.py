@@ -1,8 +1,8 @@
-"""From a wanted tensor to the sink: snapshot, reduction, record; and the events of a run.
+"""The recorder: snapshot, reduce and record selected tensors; write the events of a run.
 
-`Snapshot`, `Refusal` and `Pending` are what an adapter answers when asked to read a tensor. The
-recorder reduces the tensor, builds its record and hands it over, directly or through a device
-backend. How a framework's tensor is read is the adapter's own business.
+To read a tensor, an adapter returns a `Snapshot`, a `Refusal` or a `Pending`. The recorder reduces
+the tensor, builds its record and passes it to the sink, directly or through a device backend. Only
+the adapter knows how a framework's tensor is read.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Snapshot(NamedTuple):
-    """One tensor's description and, unless only described, its bytes in C order.
+    """The description of one tensor and, if its values were requested, its bytes in C order.
 
     Attributes:
-        address: Where its bytes are, possibly in live memory.
-        length: How many bytes; negative when only the description was wanted.
-        elements: How many, logically.
-        placement: For a shard: how the whole is spread over its ranks.
-        owner: Keeps the memory alive.
-        repeats: For a view that repeats its elements, too large to be written out: how often.
-            `address`, `length` and `elements` are those of one repetition.
+        address: Memory address of its bytes, possibly in the program's live memory.
+        length: Number of bytes; negative if only the description was requested.
+        elements: Number of logical elements.
+        placement: For a shard: how the full tensor is distributed over ranks.
+        owner: Object that keeps the memory alive.
+        repeats: Number of repetitions, for a view that repeats its elements and is too large to be
+            written out. `address`, `length` and `elements` describe one repetition.
     """
 
     dtype: str
@@ -61,7 +61,7 @@ class Snapshot(NamedTuple):
 
     @property
     def data(self) -> ByteArray | None:
-        """The flat bytes, not copied; None when only the description was wanted."""
+        """The flat bytes, not copied; None if only the description was requested."""
         return bytes_at(self.address, self.length) if self.length >= 0 else None
 
 
@@ -72,10 +72,10 @@ class Refusal(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A tensor that has no values yet: the result of a collective that may still be under way.
+    """A tensor that has no values yet: the result of a collective that may still be running.
 
     Attributes:
-        when_there: Called with a function, hands it the tensor with its values, now or later.
+        when_there: Takes a function and calls it with the complete tensor, now or later.
         placement: As in a snapshot.
     """
 
@@ -90,7 +90,7 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
     width = DTYPES[shot.dtype].bits
     if stride == 1:
         return data
-    if width < 8:  # two elements a byte: a sample of bytes is a sample of pairs, so unpack first
+    if width < 8:  # a byte holds two elements, so it is unpacked before elements are chosen
         codes = np.stack((data & 0x0F, data >> 4), axis=1).reshape(-1)[::stride]
         padded = np.append(codes, np.uint8(0)) if codes.size % 2 else codes
         return (padded[0::2] | (padded[1::2] << 4)).astype(np.uint8)
@@ -99,7 +99,7 @@ def every_nth(shot: Snapshot, stride: int) -> ByteArray:
 
 
 def reduced(dtype: str, kept: Kept, address: int, length: int) -> tuple[str, Summary | None]:
-    """Digest and, where it is kept, summary of a tensor's bytes in C order."""
+    """Digest and, if `kept` is "summary", summary of a tensor's bytes in C order."""
     digest = kernel.digest_at(address, length)
     if kept != "summary":
         return digest, None
@@ -108,13 +108,13 @@ def reduced(dtype: str, kept: Kept, address: int, length: int) -> tuple[str, Sum
 
 
 class TensorAddress(NamedTuple):
-    """Where in a run a tensor belongs: everything that is known of it before it is read.
+    """The place of a tensor in a run: everything that is known before the tensor is read.
 
     Attributes:
-        step: The step its call belongs to.
-        visit: Which call of the site in that step.
-        phase: forward, backward or recompute; empty for the usual one of the port.
-        moment: before or after the call; empty for the usual one of the port.
+        step: The step to which its call belongs.
+        visit: Index of the call among the site's calls in that step.
+        phase: forward, backward or recompute; empty for the port's default.
+        moment: before or after the call; empty for the port's default.
         alias: Another name of the slot.
         class_name: Class of the module, or name of the operator.
     """
@@ -130,7 +130,7 @@ class TensorAddress(NamedTuple):
     class_name: str = ""
 
     def key(self, rank: int) -> TensorKey:
-        """The key of its record; the sink tells processes of one rank apart."""
+        """The key of its record; the sink fills in the number of the process."""
         return TensorKey(
             self.site,
             cast(Port, self.port),
@@ -145,14 +145,14 @@ class TensorAddress(NamedTuple):
 
 
 Look = Callable[..., Snapshot | Refusal | Pending]
-"""Looks at one tensor; `values=False` describes it only."""
+"""Reads one tensor; with `values=False` it only describes the tensor."""
 
 Tensors = Sequence[tuple[str, str, Any]]
 """Tensors of one port: (slot, alias, tensor)."""
 
-# Bytes of a line of the index with a summary, and without.
+# Estimated bytes of an index line with a summary, and without one.
 _SUMMARY_BYTES, _RECORD_BYTES = 1200, 300
-# Bounded, because a long program sees millions of digests; only recent tensors come again.
+# Limited, because a long program has millions of digests; only recent tensors occur again.
 _REMEMBERED_SUMMARIES = 512
 
 
@@ -161,11 +161,11 @@ def _first_line(error: Exception) -> str:
 
 
 class DeviceBackend(Protocol):
-    """Takes in what is not in host memory, and hands it over later, in its turn.
+    """Takes tensors that are not in host memory, and delivers their records later, in order.
 
     Attributes:
-        under_way: Whether anything taken before now has not been handed over.
-        degraded: For lack of memory only summaries are kept from now on.
+        under_way: Whether anything taken so far has not been delivered yet.
+        degraded: Whether only summaries are kept from now on, for lack of memory.
     """
 
     @property
@@ -175,40 +175,40 @@ class DeviceBackend(Protocol):
     def degraded(self) -> bool: ...
 
     def takes(self, tensor: Any) -> bool:
-        """Whether a tensor is its business."""
+        """Whether this backend is responsible for a tensor."""
         ...
 
     def take(self, tensor: Any, address: TensorAddress, placement: str) -> bool:
-        """Take it in; False when it has to go over the host."""
+        """Take a tensor; return False if the host has to copy it instead."""
         ...
 
     def take_again(
         self, frame: Frame, port: str, slot: str, alias: str, tensor: Any, moment: str
     ) -> bool:
-        """Take a tensor like the last one of its place; False if it is not alike.
+        """Take a tensor of the same kind as the previous one from this place; False if it differs.
 
-        Runs nothing that the program's modes could see, if there are any.
+        The program's dispatch and function modes, if there are any, notice nothing of it.
         """
         ...
 
     def queue(self, record: Record, data: Bytes | None) -> None:
-        """Hand a record over when all before it is; its bytes are copied."""
+        """Queue a record, to be delivered after all earlier ones; its bytes are copied."""
         ...
 
     def queue_act(self, act: Callable[[], None]) -> None:
-        """Do something then."""
+        """Queue a function, to be called after all earlier records are delivered."""
         ...
 
     def send(self) -> None:
-        """Hand over what has come; nothing is waited for."""
+        """Deliver what has arrived, without waiting."""
         ...
 
     def drain(self) -> None:
-        """Hand over everything."""
+        """Wait for everything taken so far and deliver it."""
         ...
 
     def finish(self) -> None:
-        """The same for good, and say what was left out."""
+        """Deliver everything, end the capture on devices, and report what was left out."""
         ...
 
 
@@ -217,13 +217,14 @@ class Recorder:
 
     Attributes:
         lock: Held around everything that writes.
-        tensors: How many were handed to the sink.
-        weight_bytes: What parameters took of the sink; a second step finds them there.
-        broken: The sink could not even take an event; nothing more is tried.
-        budget: How much disk steps after the first may take; None where steps were named.
+        tensors: Number of tensors passed to the sink.
+        weight_bytes: Bytes that the sink wrote for parameters; a second step does not write them
+            again.
+        broken: Whether the sink failed to take even an event; nothing more is tried then.
+        budget: Disk budget of the steps after the first; None if the user named steps.
         device_backend: Takes tensors of devices; the framework's session sets it.
-        prepare: Called by the program's thread before another one makes the sink: a fork must not
-            find it in the middle of an import.
+        prepare: Called by the program's thread before another thread makes the sink, so that a fork
+            never happens while that other thread is importing modules.
     """
 
     def __init__(
@@ -258,11 +259,11 @@ class Recorder:
         self.tensors = self.weight_bytes = 0
 
     def event(self, kind: str, message: str, **details: Any) -> None:
-        """Note something for the reader of the run."""
+        """Write an event for the reader of the run."""
         self._open_sink().event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
-        """The same, but only the first time for this kind and site."""
+        """Write an event, but only once for each kind, site and message."""
         key = (kind, f"{details.get('site', '')}\0{message}")
         if key not in self._seen_events:
             self._seen_events.add(key)
@@ -272,14 +273,14 @@ class Recorder:
         return any(noted == kind for noted, _ in self._seen_events)
 
     def guarded(self, where: str, act: Callable[..., Any], *args: Any) -> None:
-        """Do something for the capture's sake; what goes wrong is an event, not an exception."""
+        """Call a function of the capture; an exception becomes an event and is not raised."""
         try:
             act(*args)
         except Exception as error:
             self._fault(where, error)
 
     def _fault(self, where: str, error: Exception) -> None:
-        """Note an exception of the capture's own while it is being handled."""
+        """Report an exception of the capture's own code; called while it is being handled."""
         try:
             self.event_once(
                 "capture-fault",
@@ -287,15 +288,15 @@ class Recorder:
                 site=where,
                 trace=traceback.format_exc(limit=-4),
             )
-        except Exception:  # the sink itself is broken; there is nobody left to tell
+        except Exception:  # the sink itself is broken, so nothing can be reported
             self.broken = True
 
     def take_all(self, frame: Frame, port: str, tensors: Tensors, moment: str) -> None:
         """`take`, guarded, for the tensors of one port of a module call."""
         site, class_name, visit = frame.site, frame.class_name, frame.visit
         phase, step, take = frame.phase, frame.step, self.take
-        # The loop is inlined rather than guarded per tensor: it runs for every tensor of
-        # every call.
+        # This loop runs for every tensor of every call, so it handles exceptions itself instead of
+        # calling `guarded` for each tensor.
         for slot, alias, tensor in tensors:
             try:
                 take(
@@ -306,7 +307,7 @@ class Recorder:
                 self._fault(site, error)
 
     def take(self, address: TensorAddress, tensor: Any, placement: str = "") -> None:
-        """Reduce a wanted tensor and hand it to the sink. May raise: call it guarded."""
+        """Reduce a selected tensor and pass it to the sink. It may raise, so call it guarded."""
         if self.broken:
             return
         kept = self._reduction.kept_in(address.step)
@@ -319,8 +320,7 @@ class Recorder:
             if device_backend.degraded and kept in ("full", "sample"):
                 kept = "summary"
         shot = self._look(tensor, values=kept != "describe")
-        # The result of an asynchronous collective is recorded when it arrives, under this
-        # same key.
+        # The result of an asynchronous collective is recorded when it arrives, under this same key.
         if isinstance(shot, Pending):
             placed = shot.placement
             shot.when_there(lambda t: self.guarded(address.site, self.take, address, t, placed))
@@ -334,7 +334,7 @@ class Recorder:
                 slot=address.slot,
             )
             return
-        # Only the snapshot knows on which device the tensor lives.
+        # The device of the tensor is known only from its snapshot.
         if not self._selection.takes_device(shot.device_index):
             return
         key = address.key(self._rank)
@@ -352,7 +352,8 @@ class Recorder:
         elif kept != "describe":
             digest = kernel.digest_at(shot.address, shot.length)
             if kept == "summary":
-                summary = self._summary(digest, shot)  # at once: the bytes are still in the cache
+                # The bytes are still in the processor's cache.
+                summary = self._summary(digest, shot)
             elif kept == "sample":
                 stride = self._reduction.stride(shot.elements)
                 data = every_nth(shot, stride)
@@ -371,18 +372,16 @@ class Recorder:
             summary,
             shot.placement,
         )
-        # Records keep their order: a host tensor waits behind the device tensors taken
-        # before it.
+        # Records keep their order: a host tensor waits for the device tensors taken before it.
         if self.device_backend is not None and self.device_backend.under_way:
             self.device_backend.queue(record, data)
         else:
             self.hand_over(record, data)
 
     def hand_over(self, record: Record, data: Bytes | None) -> None:
-        """Give a record to the sink: the last thing that happens to it here, in any thread."""
+        """Pass a record to the sink; any thread may call this."""
         sink = self.sink or self._open_sink()
-        # Parameters are stored once per run; the size estimate has to count them
-        # separately.
+        # Parameters are stored once per run, so the size estimate counts them separately.
         if record.key.port == "param":
             before = sink.bytes_written
             sink.put(record, data)
@@ -395,7 +394,7 @@ class Recorder:
             self.budget.charge(size if data is None else size + len(data))
 
     def hand_over_group(self, group: Group) -> None:
-        """The same for several records without bytes, none of them of a parameter."""
+        """Pass several records without bytes to the sink; none of them may be a parameter's."""
         sink = self.sink or self._open_sink()
         if isinstance(sink, TakesGroups):
             sink.put_group(group)
@@ -407,33 +406,33 @@ class Recorder:
             self.budget.charge(len(group) * _SUMMARY_BYTES)
 
     def in_turn(self, act: Callable[[], None]) -> None:
-        """Do something when everything taken before now has been handed over."""
+        """Call a function after everything taken so far has been passed to the sink."""
         if self.device_backend is not None and self.device_backend.under_way:
             self.device_backend.queue_act(act)
         else:
             act()
 
     def call_done(self) -> None:
-        """A model has run: what has come of what it left elsewhere is handed over."""
+        """Pass on device tensors that have arrived; called when a model's call is over."""
         if self.device_backend is not None:
             self.device_backend.send()
 
     def drain(self) -> None:
-        """Return when everything taken has been handed over."""
+        """Wait until everything taken so far has been passed to the sink."""
         if self.device_backend is not None:
             self.device_backend.drain()
 
     def finish(self) -> None:
-        """The same, for good."""
+        """Pass everything to the sink and end the capture on devices."""
         if self.device_backend is not None:
             self.device_backend.finish()
 
     def _reduce_expanded(
         self, site: str, shot: Snapshot, kept: Kept
     ) -> tuple[Kept, str, Summary | None]:
-        """What is kept of a view that repeats its elements and is too large to be written out."""
+        """Reduction, digest and summary of a repeating view that is too large to be written out."""
         part = kernel.digest_at(shot.address, shot.length)
-        # A kind of its own: it must never equal the digest of a tensor that has these bytes once.
+        # The prefix keeps it from equalling the digest of a tensor that has these bytes once.
         digest = f"repeated-{shot.repeats}-{part}"
         if kept in ("describe", "digest"):
             return kept, digest, None
@@ -446,7 +445,10 @@ class Recorder:
         return "summary", digest, repeat_summary(self._summary(part, shot), shot.repeats)
 
     def _summary(self, digest: str, shot: Snapshot) -> Summary:
-        """One module's output is the next one's input: what was summarised is not read again."""
+        """The summary of a snapshot, from a cache if the same bytes were summarised recently.
+
+        Cache hits are common, because one module's output is the next one's input.
+        """
         key = (digest, shot.dtype, shot.elements)
         summary = self._summaries.get(key)
         if summary is None:
@@ -454,13 +456,13 @@ class Recorder:
                 shot.address, shot.length, DTYPES[shot.dtype], count=shot.elements
             )
             self._summaries[key] = summary
-            # The oldest summary goes first; the cache stays bounded in long programs.
+            # The oldest summary is removed, so that the cache stays small in long programs.
             if len(self._summaries) > _REMEMBERED_SUMMARIES:
                 self._summaries.popitem(last=False)
         return summary
 
     def begin(self) -> None:
-        """Make the sink, and let it leave a trace of this process before there is a tensor."""
+        """Make the sink, and let it register this process before there is a tensor."""
         sink = self._open_sink()
         if isinstance(sink, Begins):
             sink.begin()

@@ -1,3 +1,1 @@
-"""Error check: what was found about NaN, infinities, saturation and underflow, whatever the
-framework.
-"""
+"""Error check: findings of NaN, infinities, saturation and underflow, for every framework."""

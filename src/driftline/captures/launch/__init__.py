@@ -1,9 +1,9 @@
-"""Launch: run somebody's unchanged program with a capture inside it, and report what came out.
+"""Launch: run a user's unchanged program with a capture inside it, and report the outcome.
 
-One environment variable is set, which a `.pth` file in our site-packages looks at when a Python
-starts. That survives scripts that set `PYTHONPATH`, bring their own `sitecustomize`, or start
-Python with `-E` or `-I`. For a program in another environment than ours, a folder with nothing but
-the `driftline` package and a `sitecustomize` that calls the user's own is put in front of
-`PYTHONPATH`. Nothing happens until the program imports a framework; a rank folder appears with its
-first tensor. `bootstrap` runs at interpreter start: standard library only.
+One environment variable is set. A `.pth` file in our site-packages reads it whenever Python starts.
+This also works for scripts that set `PYTHONPATH`, bring their own `sitecustomize`, or start Python
+with `-E` or `-I`. For programs in another environment than ours, a folder is put in front of
+`PYTHONPATH`. It holds only the `driftline` package and a `sitecustomize` that calls the user's own.
+Nothing is captured until the program imports a framework; the folder of a process appears with its
+first watched call. `bootstrap` runs when the interpreter starts and uses only the standard library.
 """

@@ -1,8 +1,8 @@
-"""Programs of the Ascend Transformer Boost library: switch its own probe on beside the capture.
+"""Use the vendor's probe for programs of the Ascend Transformer Boost library, next to our capture.
 
-Finds the probe library that fits the program's ABI, sets its environment variables from a capture
-plan, and counts what it wrote. The probe is the vendor's; this file never loads it, it only names
-it in `LD_PRELOAD`.
+This file finds the probe library that has the program's ABI, sets the probe's environment variables
+from a capture plan, and counts what the probe wrote. It never loads the probe, but only names it in
+`LD_PRELOAD`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from driftline.errors import BadInput, DriftlineError
 
 # Section type SHT_DYNSYM of the ELF specification.
 _DYNSYM = 11
-# Bounds against a damaged file that claims billions of entries.
+# Limits, in case a damaged file claims to have billions of entries.
 _MOST_SECTIONS = 4096
 _MOST_SYMBOLS = 4_000_000
 
 
 def dynamic_names(library: Path) -> Iterator[bytes]:
-    """Every name of `.dynsym`; nothing for a file that is no 64-bit little-endian ELF.
+    """Every name in `.dynsym`; none if the file is not a 64-bit little-endian ELF file.
 
     Raises:
         OSError: The file cannot be read.
@@ -41,12 +41,12 @@ def dynamic_names(library: Path) -> Iterator[bytes]:
     with data:
         try:
             return iter(list(_names(data)))
-        except (struct.error, IndexError, OverflowError):  # cut off, or damaged
+        except (struct.error, IndexError, OverflowError):  # the file is cut off or damaged
             return iter(())
 
 
 def _names(data: mmap.mmap) -> Iterator[bytes]:
-    # Magic number, 64 bit, little endian: what the vendor ships.
+    # Magic number, 64 bit, little endian, as in the vendor's libraries.
     if data[:6] != b"\x7fELF\x02\x01":
         return
     # Offsets of the ELF header: the section table, then its entry size and count.
@@ -68,12 +68,12 @@ def _names(data: mmap.mmap) -> Iterator[bytes]:
                 yield data[start : max(start, data.find(b"\0", start, strings + room))]
 
 
-# Finding the probe and giving it its orders.
+# Finding the probe and setting its options.
 
 
 PROBES = Path("tools", "ait_backend", "dump")
-"""Where a toolkit keeps its probes."""
-# The probe reads a signed 32-bit number, and has no word for "no end".
+"""Folder of the probes in a toolkit."""
+# The probe reads signed 32-bit numbers, and cannot express an open range.
 _LAST_EXECUTION = 2**31 - 1
 _RANGE = re.compile(r"(\d+)(?:(-)(\d*))?")
 _TORCH_ONLY = ("sites", "classes", "ports", "ranks")
@@ -81,14 +81,14 @@ _OPTION = {"sites": "--site", "classes": "--class", "ports": "--port", "ranks": 
 
 
 class NoProbe(BadInput):
-    """There is no probe library to preload, or none that can be trusted."""
+    """There is no probe library, or none that can be trusted."""
 
 
 def find_probe(env: Mapping[str, str]) -> Path:
     """The probe library built for the ABI of the program's `libatb.so`.
 
     Raises:
-        NoProbe: It is not where the toolkit keeps it, or somebody else may write it.
+        NoProbe: It is not in the toolkit's folder, or another user can replace it.
     """
     toolkit = Path(env.get(settings.ASCEND_TOOLKIT) or settings.ASCEND_TOOLKIT_DEFAULT)
     name = f"libatb_probe_abi{_abi(env)}.so"
@@ -108,7 +108,7 @@ def find_probe(env: Mapping[str, str]) -> Path:
             f"{probe} is no library file",
             hint=f"set {settings.ASCEND_TOOLKIT} to the toolkit's folder",
         )
-    # A library that others can replace would run their code inside the user's program.
+    # If others can replace the library, their code would run inside the user's program.
     if facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NoProbe(
             f"{probe} can be written by others than its owner, so it is not loaded",
@@ -119,7 +119,7 @@ def find_probe(env: Mapping[str, str]) -> Path:
             f"{probe} belongs to another user, so it is not loaded",
             hint="install the toolkit as root or as yourself",
         )
-    # The dynamic loader splits LD_PRELOAD at both.
+    # The dynamic loader splits LD_PRELOAD at both characters.
     if ":" in str(probe) or " " in str(probe):
         raise NoProbe(
             f"the loader cannot be given a path with a blank or a colon: {probe}",
@@ -129,7 +129,7 @@ def find_probe(env: Mapping[str, str]) -> Path:
 
 
 def _abi(env: Mapping[str, str]) -> int:
-    """1 if the library speaks C++11 strings with its probe, else 0, as its symbols say."""
+    """1 if the library passes C++11 strings to its probe according to its symbols; otherwise 0."""
     home = env.get(settings.ATB_HOME)
     if not home:
         raise NoProbe(
@@ -150,13 +150,13 @@ def _abi(env: Mapping[str, str]) -> int:
 def atb_environment(
     plan: CapturePlan, base: Mapping[str, str], probe: Path, *, timestamp: str
 ) -> dict[str, str]:
-    """The program's environment with the probe's orders in it.
+    """The program's environment with the probe's options in it.
 
     Args:
         plan: What to capture.
-        base: The environment so far. A library that is preloaded already stays.
-        probe: What `find_probe` found.
-        timestamp: For roots that carry one, `YYYYmmdd_HHMMSS`.
+        base: The environment so far; libraries that it preloads are kept.
+        probe: The probe library.
+        timestamp: For output folders whose name contains one: `YYYYmmdd_HHMMSS`.
     """
     chosen = plan.selection
     order = {
@@ -173,7 +173,8 @@ def atb_environment(
         "ATB_CUR_PID": str(os.getpid()),
         "ATB_TIMESTAMP": timestamp,
     }
-    # Inputs before, outputs after: the older probe needs both words, the newer one the second.
+    # Inputs before the call, outputs after it. The older probe needs ATB_SAVE_TENSOR_TIME as well,
+    # the newer one only this variable.
     if chosen.time is None:
         order["ATB_SAVE_TENSOR_IN_BEFORE_OUT_AFTER"] = "1"
     if chosen.ids:
@@ -184,10 +185,10 @@ def atb_environment(
         order["ATB_DEVICE_ID"] = str(chosen.device)
     if plan.reduction.kept == "summary":
         order["ATB_SAVE_TENSOR_STATISTICS"] = "1"
-    # A variable left over from somebody's shell would filter a dump that asked for everything.
+    # A variable left over in the user's shell would filter tensors that the plan does not filter.
     env = {name: value for name, value in base.items() if name not in _OURS}
     preloaded = env.get("LD_PRELOAD", "")
-    # In front: the probe has to replace functions before any other preloaded library does.
+    # The probe comes first, so that its functions precede those of other preloaded libraries.
     env["LD_PRELOAD"] = f"{probe}:{preloaded}" if preloaded else str(probe)
     return env | order
 
@@ -203,11 +204,11 @@ _OURS = frozenset(
         "ATB_DUMP_CONFIG",
     }
 )
-"""Orders of the probe that we set only sometimes, or never."""
+"""Options of the probe that we set only sometimes, or never."""
 
 
 def not_for_the_probe(plan: CapturePlan) -> list[str]:
-    """Sentences about what was asked for and the probe does not know."""
+    """Sentences about options of the plan that the probe does not support."""
     chosen = plan.selection
     notes = [
         f"{_OPTION[name]} selects what torch captures; the ATB probe does not know it"
@@ -222,7 +223,11 @@ def not_for_the_probe(plan: CapturePlan) -> list[str]:
 
 
 def _ranges(steps: Sequence[str]) -> list[tuple[int, int]]:
-    """Executions as pairs with both ends included."""
+    """Ranges of executions as pairs of first and last.
+
+    Raises:
+        BadInput: A pattern is not a range.
+    """
     if not steps:
         return [(0, _LAST_EXECUTION)]
     pairs: list[tuple[int, int]] = []
@@ -239,7 +244,7 @@ def _ranges(steps: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
-# What the probe wrote, counted through the reader of its dumps.
+# Dumps of the probe, counted with the reader for its format.
 
 
 _BESIDE = {
@@ -253,20 +258,20 @@ _BESIDE = {
 
 
 _VALUES = ("tensors", "data")
-"""Where probes put tensors."""
+"""Folders in which probes store tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtbHarvest:
-    """The probe's dumps in numbers.
+    """Counts of the probe's dumps.
 
     Attributes:
-        roots: Their folders; several when processes of one program wrote several.
-        tensors: Tensors in all of them.
-        bytes: What the values of these take.
+        roots: Folders of the dumps; processes of one program may write several.
+        tensors: Number of tensors in all dumps.
+        bytes: Size of their values.
         devices: Device numbers.
         steps: Executions that have tensors.
-        also_written: What else was written, in words.
+        also_written: Descriptions of other files that were written.
         trouble: Sentences about dumps that could not be read.
     """
 
@@ -283,7 +288,8 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
     """Count what the probe wrote below the plan's output.
 
     Args:
-        already: What `process_folders` found before the program ran, and is not its work.
+        plan: The plan.
+        already: `process_folders` before the program ran; these are not counted.
     """
     from driftline.formats.registry import open_run
 
@@ -303,7 +309,7 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
         for record in run.records:
             devices.add(record.key.rank)
             steps.add(record.key.step)
-            # Tensors of the probe that were only described have no bytes.
+            # Tensors that the probe only described have no bytes.
             size += record.blob.length if record.blob is not None else 0
         if run.losses:
             trouble.append(f"{len(run.losses)} tensors cannot be read, {run.losses[0]} the first")
@@ -322,7 +328,10 @@ def gather_atb(plan: CapturePlan, already: frozenset[Path]) -> AtbHarvest:
 
 
 def dumps_in(output: Path) -> list[Path]:
-    """Folders below the output that a probe may have written, the output itself for the oldest."""
+    """Folders in the output that a probe may have written.
+
+    The oldest probes write into the output itself, which then comes last.
+    """
     from driftline.formats.ascend.atb.folders import ROOTS
 
     if not output.is_dir():
@@ -336,7 +345,7 @@ def dumps_in(output: Path) -> list[Path]:
 
 
 def process_folders(output: Path) -> frozenset[Path]:
-    """The folders of single processes in all dumps below the output."""
+    """The folders of single processes in all dumps in the output."""
     return frozenset(path for root in dumps_in(output) for path in _process_folders_of(root))
 
 
@@ -347,7 +356,10 @@ def _process_folders_of(root: Path) -> frozenset[Path]:
 
 
 def _folders_to_count(root: Path, already: frozenset[Path]) -> list[Path]:
-    """The dump where all of it is new; else the new processes of it: a probe may add to a dump."""
+    """The dump itself if all of it is new; otherwise its new processes.
+
+    A probe may add processes to an earlier dump.
+    """
     folders = {path for path in _process_folders_of(root) if path.parent.name in _VALUES}
     if not folders:
         return []  # topology or profiling only

@@ -1,15 +1,15 @@
-"""Switch capture on inside a program that has never heard of Driftline.
+"""Switch capture on inside a program that does not know Driftline.
 
 `wake` is called while the interpreter starts: by `driftline-launch.pth` of an installed Driftline,
 and by the `sitecustomize` that `environment` puts in front of the program's PYTHONPATH for
-environments where Driftline is not installed. Both may call it, and site reads `.pth` folders
-twice: the second call does nothing.
+environments where Driftline is not installed. Both may call it, and `site` may read a folder of
+`.pth` files twice; the second call does nothing.
 
-It only leaves a message ("a Python process was reached") and sets a watch for `import torch` and
+It only leaves a message ("a Python process was reached") and watches for `import torch` and
 `import paddle`. It imports nothing that is not loaded at interpreter start, reads no plan and never
-imports a framework: a process without one pays for one empty file. It also stays readable for
-older Pythons than Driftline needs, so that such a process can be named instead of being silently
-missed.
+imports a framework, so that a process without one only creates one empty file. The syntax is also
+valid in Python versions older than Driftline supports, so that such a process is reported instead
+of being silently missed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import sys
 import time
 
-TYPE_CHECKING = False  # `typing` itself costs more than everything else here
+TYPE_CHECKING = False  # importing `typing` would take longer than everything else here
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -31,10 +31,13 @@ _armed: list[ImportWatch] = []
 
 
 def wake(plan_path: str) -> None:
-    """Arm this process for the capture plan at `plan_path`. Never raises, never prints."""
+    """Watch for frameworks in this process, for the plan at `plan_path`.
+
+    It never raises and never prints.
+    """
     if _armed or not plan_path:
         return
-    # A message that cannot be written must not stop a program that only started here.
+    # A message that cannot be written must not stop the program.
     try:
         if sys.version_info < OLDEST_PYTHON:
             send_message(plan_path, "too-old", "Python " + ".".join(map(str, sys.version_info[:3])))
@@ -48,15 +51,15 @@ def wake(plan_path: str) -> None:
             if framework in sys.modules:
                 watch.is_here(framework)
     except OSError:
-        # The folder of the plan is gone: the launcher has ended, this process outlived it.
+        # The folder of the plan is gone, because this process has outlived the launcher.
         return
 
 
 def send_message(plan_path: str, kind: str, text: str) -> None:
-    """Write a small file next to the plan, for the launcher to read when the program has ended."""
+    """Write a small file next to the plan, which the launcher reads when the program has ended."""
     folder = plan_path.rpartition("/")[0]
     name = f"{folder}/messages/{kind}.{os.getpid()}.{time.time_ns():x}"
-    # O_EXCL: the folder is private to the launch, and a name is never used twice.
+    # O_EXCL, because the folder is private to the launch and a name is never used twice.
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
     try:
         file = os.open(name, flags, 0o600)
@@ -66,8 +69,8 @@ def send_message(plan_path: str, kind: str, text: str) -> None:
         file = os.open(name, flags, 0o600)
     os.close(file)
     if text:
-        # Threads of the program may open and close files meanwhile. Not at the top: most processes
-        # leave nothing but an empty message.
+        # `OwnedFile` is used because threads of the program may open and close files meanwhile. It
+        # is imported here because most processes write only empty messages.
         from driftline.runs.files.owned_file import OwnedFile
 
         with OwnedFile(name) as file:
@@ -76,15 +79,19 @@ def send_message(plan_path: str, kind: str, text: str) -> None:
 
 _spare: list[tuple[int, int, int]] = []
 _SPARE_FROM = 40
-"""Above the numbers that a program may know by heart, and below any usual limit."""
+"""Smallest number of the spare descriptor.
+
+It is above fixed numbers that a program may use, and below any usual limit.
+"""
 
 
 def keep_spare(plan_path: str) -> None:
-    """Keep a descriptor back, so that a program that has no more can still be reported.
+    """Reserve a file descriptor, so that messages can be sent when the program has used up all.
 
-    It leads to the plan, a file that nobody else opens: whether it is still ours can be seen.
+    The descriptor refers to the plan, a file that nothing else opens, so that we can check whether
+    the descriptor is still ours.
     """
-    import fcntl  # only on systems that programs are launched on
+    import fcntl  # does not exist on every system
 
     file = os.open(plan_path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -96,7 +103,7 @@ def keep_spare(plan_path: str) -> None:
 
 
 def _give_up_spare() -> bool:
-    """Close the descriptor that was kept back; False if there is none, or it is not ours now."""
+    """Close the reserved descriptor; return False if there is none or it is no longer ours."""
     if not _spare:
         return False
     file, device, inode = _spare.pop()
@@ -111,11 +118,11 @@ def _give_up_spare() -> bool:
 
 
 class ImportWatch:
-    """A meta path finder that finds nothing itself and starts a capture when a framework comes.
+    """A meta path finder that starts a capture when a framework is imported.
 
-    Libraries ask `find_spec("torch")` without importing it, so finding is not enough: the start
-    hangs on the execution of the module that was found. A program may import several frameworks,
-    and each has a capture of its own.
+    It finds no modules by itself, but asks the other finders. Libraries call `find_spec("torch")`
+    without importing torch, so the capture starts only when the found module has been executed. A
+    program may import several frameworks, each of which has its own capture.
     """
 
     def __init__(self, plan_path: str) -> None:
@@ -128,7 +135,7 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         if name not in self.waiting:
             return None
-        # The other finders are asked, so that editable installs and zip imports are found as usual.
+        # All other finders are asked, so that editable installs and zip imports are found as usual.
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -140,7 +147,10 @@ class ImportWatch:
         return None
 
     def _is_absent(self, framework: str) -> None:
-        """Somebody asked for a framework that is not installed: a reason, if nothing else comes."""
+        """Report that the program looked for a framework that is not installed.
+
+        It may be the reason why nothing is captured.
+        """
         if framework not in self.absent:
             self.absent.append(framework)
             try:
@@ -149,15 +159,15 @@ class ImportWatch:
                 return
 
     def is_here(self, framework: str) -> None:
-        """Start the capture; whatever fails there is told to the launcher, not to the program."""
+        """Start the capture of a framework; failures are reported to the launcher only."""
         if framework not in self.waiting:
             return
         self.waiting.remove(framework)
-        # A finder that has nothing to wait for would slow down every later import.
+        # A finder that waits for nothing more would slow down every later import.
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
         try:
-            # Imported only now: a process without a framework never pays for it.
+            # Imported only now, so that a process without a framework never loads it.
             from driftline.captures.launch.process import begin
 
             begin(self.plan_path, framework)
@@ -170,7 +180,7 @@ class ImportWatch:
     def _follow(self, framework: str, spec: ModuleSpec) -> None:
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
-        if execute is None:  # a namespace folder of that name, not the framework
+        if execute is None:  # not the framework but a namespace package of that name
             return
 
         def exec_module(module: ModuleType) -> None:
@@ -178,7 +188,7 @@ class ImportWatch:
             self.is_here(framework)
 
         try:
-            # Loaders are made per spec: replacing the method on this one touches no other import.
+            # Every spec has its own loader, so no other import is affected.
             loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         except AttributeError:
             send_message(

@@ -1,7 +1,7 @@
 """Run a command as a shell would: same terminal, same process group, same signals.
 
 The program's input and output do not pass through the launcher, so chat loops, progress bars and
-pagers work. This file does not know what is captured.
+pagers work. This file knows nothing about captures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from driftline.errors import BadInput
 from driftline.runs.redaction import redact_argv, redact_text
 
-# Sent to the launcher alone, so they have to be passed on.
+# These signals are sent to the launcher only, so they have to be passed on.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
 # The terminal sends these to the whole process group, the program included.
@@ -29,11 +29,15 @@ _LEFT_TO_THE_PROGRAM = (signal.SIGINT, signal.SIGQUIT)
 
 
 class NoSuchCommand(BadInput):
-    """The program cannot be started at all."""
+    """The command cannot be started at all."""
 
 
 def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise when the program cannot be started, before anything is made on disk."""
+    """Check that a command can be started, before anything is written to disk.
+
+    Raises:
+        BadInput: It cannot.
+    """
     if not argv:
         raise BadInput("the command to run is empty", hint='give --exec "python infer.py"')
     if shutil.which(argv[0], path=env.get("PATH")) is None:
@@ -42,7 +46,7 @@ def require_command(argv: Sequence[str], env: Mapping[str, str]) -> None:
                 f"{argv[0]} is not executable",
                 hint=f"name what runs it, such as python {argv[0]}",
             )
-        shown = redact_text(argv[0])  # `HF_TOKEN=abc python x.py` is no command
+        shown = redact_text(argv[0])  # the user may have written `HF_TOKEN=abc python x.py`
         if "=" in argv[0]:
             hint = f"variables are set by env: env {shown} ..."
         else:
@@ -58,14 +62,17 @@ def run_child(
     folder: Path | None = None,
     unseen: UnseenPythons | None = None,
 ) -> int:
-    """Run to the end. Returns what a shell would report: its status, or 128 + the signal.
+    """Run a command and wait for its end.
 
     Args:
-        argv: The command, word by word.
+        argv: The words of the command.
         env: Its environment.
-        to_stderr: Send what it prints to standard error; standard output is for the report.
-        folder: Where it runs; the present folder when not given.
-        unseen: Told of the program's process, to look for Pythons that capture cannot reach.
+        to_stderr: Redirect its standard output to standard error, because ours is for the report.
+        folder: Its working folder; None for the present one.
+        unseen: Gets the command's process, to look for Pythons that capture cannot reach.
+
+    Returns:
+        The status that a shell would report: the exit status, or 128 + the signal.
     """
     try:
         child = subprocess.Popen(
@@ -80,37 +87,37 @@ def run_child(
         if unseen is not None:
             unseen.watch(child.pid)
         code = child.wait()
-    # Popen reports a signal as its negative number.
+    # Popen reports a signal as a negative number.
     return 128 - code if code < 0 else code
 
 
 class UnseenPythons:
-    """Python processes of a program that were started without the variables of capture.
+    """Finds Python processes of a program that lack the environment variables of capture.
 
-    Such a process is missed: `env -i python worker.py`, a job system that clears the environment, a
-    container. They are looked for where the system lists processes, four times a second; one that
-    lives shorter than that has no time to import a framework either. Those that have left their
-    parents (daemons) cannot be told from others and are not counted.
+    Capture misses such processes: `env -i python worker.py`, a job system that clears the
+    environment, a container. `/proc` is searched for them four times a second; a process that lives
+    shorter than that has no time to import a framework. Processes that are no longer descendants of
+    the program (daemons) cannot be recognised and are not counted.
     """
 
     _EVERY = 0.25
 
     def __init__(self, variable: str) -> None:
-        """variable: Name of the variable that every reached process has."""
+        """`variable` is the name of the environment variable that every reached process has."""
         self._variable = variable.encode() + b"="
         self._root = 0
         self._seen: dict[tuple[int, str], str] = {}
         self._stop = threading.Event()
 
     def watch(self, pid: int) -> None:
-        """Begin to look at what descends from a process."""
+        """Begin to watch the descendants of a process."""
         if not Path("/proc/self/environ").exists():  # not on every system
             return
         self._root = pid
         threading.Thread(target=self._loop, name="driftline-children", daemon=True).start()
 
     def commands(self) -> list[str]:
-        """Command lines of those that were missed, secrets hidden; stops looking."""
+        """Stop watching; return the command lines of missed processes, with secrets hidden."""
         self._stop.set()
         return list(self._seen.values())
 
@@ -130,7 +137,7 @@ class UnseenPythons:
                 return
             words = (place / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
             started = (place / "stat").read_text().rpartition(")")[2].split()[19]
-        except (OSError, IndexError):  # it has ended meanwhile, or belongs to somebody else
+        except (OSError, IndexError):  # it has ended meanwhile, or belongs to another user
             return
         self._seen.setdefault((pid, started), shlex.join(redact_argv(words))[:_LONGEST_COMMAND])
 
@@ -139,12 +146,12 @@ _LONGEST_COMMAND = 120
 
 
 def _descendants(root: int) -> list[int]:
-    """Processes that were started by a process, or by those it started."""
+    """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                # The name in parentheses may contain blanks, so fields are counted after it.
+                # The name, in parentheses, may contain blanks, so fields are counted after it.
                 fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
             except (OSError, ValueError, IndexError):
@@ -159,10 +166,11 @@ def _descendants(root: int) -> list[int]:
 
 @contextlib.contextmanager
 def _signals_shared_with(child: subprocess.Popen[bytes]) -> Generator[None]:
-    """While the program runs, Ctrl-C is its business and a request to end is passed on.
+    """Leave Ctrl-C to the program and pass on requests to terminate, while the program runs.
 
-    Ctrl-C reaches the whole process group, so the program gets it from the terminal; we only must
-    not die of it ourselves. A handler, not SIG_IGN: ignoring would be inherited.
+    The terminal sends Ctrl-C to the whole process group, so the program gets it anyway; the
+    launcher only must not end. A handler is set instead of SIG_IGN, because child processes would
+    inherit SIG_IGN.
     """
 
     def stay(_signal: int, _frame: FrameType | None) -> None:
@@ -176,7 +184,7 @@ def _signals_shared_with(child: subprocess.Popen[bytes]) -> Generator[None]:
     try:
         for numbers, handler in ((_LEFT_TO_THE_PROGRAM, stay), (_FORWARDED, pass_on)):
             for number in numbers:
-                # A launcher under nohup ignores hang-ups, and the program inherits that.
+                # Under nohup the launcher ignores SIGHUP, and the program inherits that.
                 if signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 with contextlib.suppress(ValueError):  # not the main thread

@@ -1,7 +1,7 @@
 """Files derived after a program has ended: operation csv files and ONNX graphs from its calls.
 
-What the processes wrote as they ran is not changed. A list that a killed process left in the middle
-of a line is read up to there.
+Tensors are never changed. A list of calls that ends in the middle of a line, because its process
+was killed, is read up to that line.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Sheets:
     """Side files of a dump.
 
     Attributes:
-        words: What there is, in words.
-        trouble: Sentences about what is not.
+        words: Descriptions of the files that exist.
+        trouble: Sentences about files that could not be made.
     """
 
     words: tuple[str, ...] = ()
@@ -39,8 +39,8 @@ class Sheets:
 
 
 def finish_sheets(plan: CapturePlan) -> Sheets:
-    """Write the files derived from the lists of calls, and say which side files there are."""
-    # Lists of calls exist only where one of these types was asked for.
+    """Write the files derived from the lists of calls, and describe all side files."""
+    # Lists of calls exist only if one of these types was requested.
     if not (plan.wants_calls or plan.wants_profile):
         return Sheets()
     output = Path(plan.output)
@@ -52,10 +52,10 @@ def finish_sheets(plan: CapturePlan) -> Sheets:
             for folder in sorted(output.glob("rank*")):
                 if parse_folder(folder.name) is not None:
                     trouble += _finish_part(plan, output, folder)
-    # The tensors are safe already; a full disk costs only what is derived from them.
+    # The tensors are on disk already, so on a full disk only derived files are lost.
     except OSError as problem:
         trouble.append(f"the sheets are incomplete: {reason_of(problem)}")
-    # Not what a probe of another library left next to it.
+    # Only our own folders are searched; the probe of another library may have written next to them.
     own = [output / "ait_dump"] if plan.layout == "ait" else sorted(output.glob("rank*"))
     return Sheets(tuple(_words(own)), tuple(dict.fromkeys(trouble)))
 
@@ -68,7 +68,7 @@ def _words(folders: Sequence[Path]) -> list[str]:
         if kind is not None and path.suffix == (
             ".txt" if kind == "operation_statistic" else ".csv"
         ):
-            steps_by_kind[kind].add(path.stem)  # several processes have the same steps
+            steps_by_kind[kind].add(path.stem)  # a step of several processes counts once
         graphs += path.suffix == ".onnx"
     words = [
         f"{_IN_WORDS[kind]} of {len(steps)} step{'s' if len(steps) != 1 else ''}"
@@ -80,14 +80,14 @@ def _words(folders: Sequence[Path]) -> list[str]:
 
 def _calls(root: Path, path: Path) -> list[Call]:
     try:
-        # Bounded, and no link can lead out of the dump.
+        # The size is limited, and links that lead out of the dump are refused.
         text = read_inside(root.resolve(), path, LARGEST_CALLS).decode("utf-8", "replace")
     except OSError:
         return []
     return list(read_calls(text))
 
 
-# --- in a run
+# --- Files in a run.
 
 
 def _finish_part(plan: CapturePlan, output: Path, folder: Path) -> list[str]:
@@ -111,7 +111,7 @@ def _finish_part(plan: CapturePlan, output: Path, folder: Path) -> list[str]:
 
 
 def _kept(output: Path, folder: Path) -> dict[tuple[str, int, int, str, str, str], str]:
-    """Keys of the tensors that the run holds, as a csv names them."""
+    """The keys of the stored tensors of one process, as text, by the fields that a csv knows."""
     from driftline.runs.reader import open_run
 
     place = parse_folder(folder.name)
@@ -151,7 +151,7 @@ def _draw(plan: CapturePlan, folder: Path, calls: list[Call]) -> list[str]:
     return []
 
 
-# --- in the seed's tree
+# --- Files in ait's tree.
 
 
 def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
@@ -183,22 +183,23 @@ def _finish_tree(plan: CapturePlan, root: Path) -> list[str]:
         pid = folder.name.partition("_")[2] or folder.name
         if calls or sheets:
             trouble += write_sheets(root, pid, calls, sheets, wanted, file_of)
-        # With the tensors of operators their parameters are kept: `opcheck` takes them from here.
+        # Next to tensors of operators the list is kept, because `opcheck` reads their parameters
+        # from it.
         kept = wanted.operations and plan.wants_tensors
         for path in (*side_files, *(() if kept else (folder / f"{SHEET}{CALLS}",))):
             path.unlink(missing_ok=True)
-        # The ait layout has a tree only where model or layer was asked for.
+        # Without tensors, the module tree is kept only if type model or layer was requested.
         if not plan.wants_tensors and not wanted.layers:
-            (folder / "model_tree.json").unlink(missing_ok=True)  # nobody asked for it
+            (folder / "model_tree.json").unlink(missing_ok=True)
         drop_empty(folder)
     return trouble
 
 
-# --- of the ATB probe
+# --- Graphs of the ATB probe.
 
 
 def draw_atb(roots: Iterable[Path]) -> Sheets:
-    """An ONNX file beside each topology that the probe wrote."""
+    """Write an ONNX file next to each topology of the probe, and describe them."""
     from driftline.graphs.open import topology_to_onnx
 
     trouble: list[str] = []

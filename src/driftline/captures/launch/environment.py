@@ -1,9 +1,9 @@
-"""The folder in front of a program's PYTHONPATH, which brings Driftline into foreign environments.
+"""Make the folder in front of a program's PYTHONPATH, for environments without Driftline.
 
-An environment without Driftline has no `driftline-launch.pth`. This folder holds a `sitecustomize`
-that starts the bootstrap and then loads the program's own `sitecustomize`, and a link to the
-`driftline` package. Nothing else becomes importable: other packages of the launcher's environment
-would shadow the program's own numpy and torch.
+Such an environment has no `driftline-launch.pth`. The folder holds a `sitecustomize`, which starts
+the bootstrap and then loads the program's own `sitecustomize`, and a link to the `driftline`
+package. No other package of the launcher's environment becomes importable, because it would shadow
+the program's own numpy and torch.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if _spec is not None:
 
 
 class Plan(Protocol):
-    """What the launched processes are to do, as they read it."""
+    """A plan for the launched processes, which they read as JSON."""
 
     def to_json(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnvironment:
-    """One launch's private folder: the plan, the messages of its processes, and the path entry."""
+    """The private folder of one launch: the plan, the processes' messages and the path entry."""
 
     folder: Path
 
@@ -76,9 +76,7 @@ class ProgramEnvironment:
         return self.folder / "path"
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The program's environment: `base`, the plan's address, and the folder before its
-        PYTHONPATH.
-        """
+        """`base` with the path of the plan, and the path entry in front of its PYTHONPATH."""
         env = dict(base)
         own = env.get("PYTHONPATH", "")
         # An empty PYTHONPATH entry would mean the current folder.
@@ -88,7 +86,7 @@ class ProgramEnvironment:
 
 
 def build_environment(folder: Path, plan: Plan) -> ProgramEnvironment:
-    """Fill an empty private folder for one launch."""
+    """Fill an empty folder for one launch."""
     program_environment = ProgramEnvironment(folder)
     program_environment.messages.mkdir()
     program_environment.path_entry.mkdir()
@@ -99,7 +97,7 @@ def build_environment(folder: Path, plan: Plan) -> ProgramEnvironment:
         link.symlink_to(package, target_is_directory=True)
     except OSError:  # a file system without links
         shutil.copytree(package, link, ignore=shutil.ignore_patterns("__pycache__"))
-    # usercustomize is the second chance: a script may put its own sitecustomize before ours.
+    # `usercustomize` is used too, because a script may put its own `sitecustomize` before ours.
     for name in ("sitecustomize.py", "usercustomize.py"):
         (program_environment.path_entry / name).write_text(_CUSTOMIZE, encoding="utf-8")
     program_environment.plan_path.write_text(plan.to_json(), encoding="utf-8")

@@ -1,8 +1,7 @@
 """Run an unchanged command with the error check in every Python process, and report the findings.
 
-The counterpart of `launcher`: the program's terminal, signals and status stay its own. With
-`--engine atb` the probe of the ATB library looks for overflows too; its orders are set here and its
-result files are read.
+As in `launcher`, the program keeps its terminal and signals. With `--engine atb` the probe of the
+ATB library looks for overflows too; this file sets the probe's options and reads its result files.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from driftline.captures.launch.messages import LARGEST_MESSAGE, Messages, read_m
 from driftline.captures.launch.outcome import explain_no_start
 from driftline.errors import EXIT_COULD_NOT, EXIT_DIFFERENT, EXIT_FINE, BadInput
 
-# Names of the result file in the probe's two generations.
+# Names of the result files of the older and the newer probe.
 _RESULTS = ("ait_overflow_res_*.txt", "msit_overflow_res_*.txt")
 _OPERATOR = re.compile(r"Operator name:\s*(\S.*)")
 _LARGEST_TEXT = 1 << 20
 Headroom = tuple[str, str, float, float | None]
-"""Site, element type, largest magnitude, bits left."""
+"""(site, element type, largest magnitude, bits left before overflow)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtbFinding:
-    """An overflow that the ATB library's probe reported: the kernel, and the file that says so."""
+    """An overflow that the ATB library's probe reported: the kernel and the result file."""
 
     operator: str
     path: Path
@@ -46,23 +45,23 @@ class AtbFinding:
 
 @dataclass(frozen=True, slots=True)
 class WatchOutcome:
-    """What came of one launch.
+    """The outcome of one launch.
 
     Attributes:
-        plan: What was asked for.
+        plan: The plan that was carried out.
         program_status: The program's exit status as a shell reports it.
-        findings: Of all processes, the first first.
+        findings: Findings of all processes, the earliest first.
         stopped: The finding at which the program was stopped.
-        calls: Operators or modules that were looked at.
-        processes: Processes that reported at their end.
-        propagators: Calls that only handed on what others had made.
-        repeats: Saturation and underflow at sites that were reported before.
+        calls: Number of operator or module calls that were checked.
+        processes: Number of processes that reported at their end.
+        propagators: Number of calls that only passed on bad values of their inputs.
+        repeats: Number of saturations and underflows at sites that were already reported.
         headroom: How near sites came to their format's largest value, the nearest first.
-        atb: What the probe found; None when it was not switched on.
-        reason: Why nothing was watched; empty when something was.
+        atb: Findings of the probe; None if it was not used.
+        reason: Why nothing was watched; empty if something was.
         hint: What to try then.
-        remarks: Sentences for the person.
-        silent: Processes that were watched and ended without reporting: they were killed.
+        remarks: Sentences for the user.
+        silent: Number of watched processes that ended without a report, because they were killed.
     """
 
     plan: WatchPlan
@@ -86,7 +85,7 @@ class WatchOutcome:
 
     @property
     def exit_code(self) -> int:
-        """A finding is 1, however the program ended; without one its own failure counts."""
+        """1 if there is a finding; otherwise the program's own failure, or ours."""
         if self.found or self.stopped is not None:
             return EXIT_DIFFERENT
         if self.program_status:
@@ -95,16 +94,16 @@ class WatchOutcome:
 
 
 def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = True) -> WatchOutcome:
-    """Run a command to its end, or to its first finding, with the watch in it.
+    """Run a command to its end, or to its first finding, with the error check in it.
 
     Args:
-        argv: The command, word by word; no shell reads it.
+        argv: The words of the command; no shell reads them.
         plan: What to look for.
-        need_probe: With the engine atb: go no further without its probe library.
+        need_probe: With the engine atb, refuse to start without its probe library.
 
     Raises:
         BadInput: The command cannot be started, or the output cannot be written.
-        NoProbe: The probe is needed and not there.
+        NoProbe: The probe is needed and does not exist.
     """
     base = settings.environment()
     require_command(argv, base)
@@ -120,11 +119,11 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
     _require_writable(Path(plan.output))
     made: list[Path] = []
     if plan.engine == "atb":
-        # The probe makes no folder: without one it gives up silently, and nothing would be found.
+        # The probe does not make its folder, and without one it silently reports nothing.
         made = _make_folder(Path(plan.output))
-    # The probe appends to files of earlier runs; only what is new is this program's.
+    # The probe may append to result files of earlier programs, so files that change are recognised.
     before = _results(plan)
-    # A process that stops at a finding has to know up to which parent it may send signals.
+    # A process that stops at a finding sends signals to its ancestors below the launcher.
     plan = replace(plan, launcher=os.getpid())
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
         program_environment = build_environment(Path(folder).resolve(), plan)
@@ -134,7 +133,7 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
         stopped = _read_stop(program_environment.messages)
         if stopped is not None:
             _stop_the_rest(program_environment.messages, str(program_environment.plan_path))
-    # Findings on disk survive a kill; those in messages are for a disk that was full.
+    # Findings on disk survive a kill; messages contain those that a full disk did not take.
     findings = read_findings(Path(plan.folder))
     written = {(report.pid, report.number) for report in findings}
     for text in (line for report in watched for line in report["unwritten_findings"]):
@@ -152,10 +151,10 @@ def check_command(argv: Sequence[str], plan: WatchPlan, *, need_probe: bool = Tr
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder; those that were not there before, the innermost first.
+    """Make a folder and its parents; return those that did not exist, the innermost first.
 
     Raises:
-        BadInput: It cannot be made.
+        BadInput: The folder cannot be made.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -185,7 +184,7 @@ def judge(
     for report in watched:
         for site, dtype, most, bits in report["headroom"]:
             nearest_so_far = nearest.get((site, dtype))
-            # The same site in several ranks is one row, with the value nearest to the limit.
+            # A site of several ranks has one row, with the value nearest to the limit.
             if nearest_so_far is None or most > nearest_so_far[2]:
                 nearest[site, dtype] = (site, dtype, most, bits)
     outcome = WatchOutcome(
@@ -214,7 +213,7 @@ def _by_headroom(row: Headroom) -> tuple[float, str]:
 def _explain_nothing(plan: WatchPlan, messages: Messages, reported: int) -> tuple[str, str]:
     if messages.started == 0:
         reason, hint = explain_no_start(messages)
-        # The reasons are shared with capture, whose verb stands in them.
+        # The reasons are shared with capture and contain its verb.
         return reason.replace("captur", "watch"), hint
     if reported < messages.started:
         return (
@@ -232,8 +231,12 @@ def _explain_nothing(plan: WatchPlan, messages: Messages, reported: int) -> tupl
 
 
 def _require_writable(output: Path) -> None:
-    """Raise when a finding could not be written; makes nothing."""
-    # The output is made with the first finding, so the nearest existing parent is asked.
+    """Check that findings can be written to the output, without making anything.
+
+    Raises:
+        BadInput: They cannot.
+    """
+    # The output is made with the first finding, so the nearest existing parent is checked.
     folder = output
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -245,11 +248,11 @@ def _require_writable(output: Path) -> None:
         )
 
 
-# --- messages
+# --- Messages.
 
 
 def _read_messages(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The messages of one kind, those that can be read."""
+    """The readable messages of one kind."""
     messages: list[dict[str, Any]] = []
     for path in sorted(folder.glob(f"{kind}.*")):
         if path.stat().st_size > LARGEST_MESSAGE:
@@ -268,27 +271,28 @@ def _read_stop(folder: Path) -> Finding | None:
 
 
 def _stop_the_rest(folder: Path, plan_path: str) -> None:
-    """Other ranks and children of a program that was stopped; only those that carry its plan."""
+    """Terminate other ranks and children of a program that was stopped at a finding."""
     sign = f"{settings.LAUNCH}={plan_path}".encode()
     for path in folder.glob("reached.*"):
         word = path.name.split(".")[1]
         with contextlib.suppress(OSError, ValueError):
-            # A process id may have been reused: only a process that carries this plan is stopped.
+            # A process id may have been reused, so only processes with this plan in their
+            # environment are terminated.
             carried = Path(f"/proc/{word}/environ").read_bytes().split(b"\0")
             if sign in carried:
                 os.kill(int(word), signal.SIGTERM)
 
 
-# --- the ATB library
+# --- The ATB library.
 
 
 def atb_orders(plan: WatchPlan, base: Mapping[str, str], probe: Path) -> dict[str, str]:
-    """The program's environment with the probe's orders to look for overflows."""
+    """The program's environment with the probe's options for finding overflows."""
     env = dict(base)
     preloaded = env.get("LD_PRELOAD", "")
     env["LD_PRELOAD"] = f"{probe}:{preloaded}" if preloaded else str(probe)
     return env | {
-        "ATB_CHECK_TYPE": "1",  # overflow, the only one it knows
+        "ATB_CHECK_TYPE": "1",  # overflow, the only check of the probe
         "ATB_EXIT": str(int(plan.exit)),
         "ATB_OUTPUT_DIR": os.path.realpath(plan.output),
         "ATB_AIT_LOG_LEVEL": str(LOG_LEVELS.index(plan.log_level)),
@@ -296,7 +300,7 @@ def atb_orders(plan: WatchPlan, base: Mapping[str, str], probe: Path) -> dict[st
 
 
 def _results(plan: WatchPlan) -> dict[Path, tuple[int, int]]:
-    """Result files that are there, with what tells a new one from an old one."""
+    """Existing result files, with the time and size by which a change is recognised."""
     folder = Path(plan.output)
     stamps: dict[Path, tuple[int, int]] = {}
     for pattern in _RESULTS:
@@ -312,7 +316,7 @@ def _found_by_probe(
 ) -> tuple[AtbFinding, ...]:
     findings: list[AtbFinding] = []
     for path, facts in _results(plan).items():
-        # Unchanged since before the program.
+        # The file was not changed by the program.
         if before.get(path) == facts:
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -323,7 +327,11 @@ def _found_by_probe(
 
 
 def _beside_torch(outcome: WatchOutcome, atb: tuple[AtbFinding, ...]) -> WatchOutcome:
-    """The probe says nothing when it finds nothing, so torch's silence is no failure beside it."""
+    """Combine the outcome of torch's check with the findings of the ATB probe.
+
+    With the probe, it is not a failure if torch's check saw nothing: the probe may have watched the
+    program, and it reports nothing if there is no overflow.
+    """
     remarks = outcome.remarks
     if set(outcome.plan.types) - {"overflow"}:
         remarks = (*remarks, "the ATB probe looks for overflow only")

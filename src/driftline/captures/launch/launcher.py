@@ -1,8 +1,8 @@
 """Run an unchanged command with capture in every Python process it starts, and report the outcome.
 
-The command's own terminal, signals and exit status stay its own (`child`). This file decides what
-to report: a program's failure wins over everything, then a dump without a single tensor, with the
-reason that the processes' messages give.
+The command keeps its terminal and signals, and its exit status is reported (see `child`). This file
+decides on the outcome: first comes a failure of the program, then a dump without any tensor, with
+the reason found in the processes' messages.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Outcome:
     """The outcome of one launch.
 
     Attributes:
-        plan: What was asked for.
+        plan: The plan that was carried out.
         program_status: The program's exit status as a shell reports it.
-        harvest: Counts of what is on disk.
-        messages: What the processes reported.
+        harvest: Counts of the dump on disk.
+        messages: Messages of the processes.
         skipped_steps: Steps that ran and were not selected.
         unmatched: Sentences about patterns that matched nothing, with the nearest names.
-        reason: Why nothing was captured; empty when something was.
+        reason: Why nothing was captured; empty if something was.
         hint: What to try then.
-        atb: What the probe of the ATB library left; None when it was not switched on.
-        without_probe: Why it was not switched on, although the library is there.
+        atb: What the probe of the ATB library wrote; None if the probe was not used.
+        without_probe: Why the probe was not used although it was requested; otherwise empty.
         sheets: Files next to the tensors: operators, kernels, times, graphs.
         sent: Result of the upload to the plan's address; None if it has none.
     """
@@ -82,7 +82,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """The program's own failure wins, then an empty dump."""
+        """The program's status if it failed; otherwise whether the dump is empty or unsent."""
         if self.program_status:
             return self.program_status
         unsent = self.sent is not None and self.sent.reason
@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences of processes and of the run, each once."""
+        """Sentences about the processes and the run, each once."""
         reported = [note for report in self.messages.reports for note in report.notes]
         probes = [] if self.atb is None else [*not_for_the_probe(self.plan), *self.atb.trouble]
         missed = [text for text in unseen_words(self.messages.unseen) if text not in self.reason]
@@ -105,21 +105,21 @@ def run_command(
     """Run a command to its end with the plan's capture in it.
 
     Args:
-        argv: The command, word by word; no shell reads it.
+        argv: The words of the command; no shell reads them.
         plan: What to capture; its output must not exist.
         force: Replace an earlier dump at the output.
-        need_probe: With the engine atb: refuse to start without its probe library.
+        need_probe: With the engine atb, refuse to start without its probe library.
 
     Raises:
         BadInput: The command cannot be started, or the output cannot be written.
-        AlreadyThere: The output exists, or somebody writes there.
+        AlreadyThere: The output exists, or another process is writing to it.
         Unreachable: The plan's address does not answer.
-        NoProbe: The probe is needed and not there.
+        NoProbe: The probe is needed and does not exist.
     """
-    # Checked first, so that a misspelt command leaves nothing on disk.
+    # The command is checked first, so that a misspelt one leaves nothing on disk.
     require_command(argv, settings.environment())
     plan, base, without_probe = _engine_environment(plan, need_probe=need_probe)
-    # The remote address is claimed before the local folder is made: it may be refused.
+    # The remote address may be refused, so it is claimed before the local folder is made.
     sending = _begin_sending(plan, force=force)
     try:
         prepare_output(plan, force=force and not plan.url)
@@ -127,11 +127,11 @@ def run_command(
         if sending is not None:
             sending.abandon()
         raise
-    # A second dump into ait's tree adds the folders of its processes, as the original does.
+    # A second dump into ait's tree only adds folders of processes, as the original tool does.
     earlier = process_trees(plan) if plan.layout == "ait" else frozenset[Path]()
     # The lock lasts until everything below has been read and sent.
     lock = _hold(plan)
-    # Earlier dumps in the same folder are not this program's work.
+    # Earlier dumps in the same folder must not be counted as this program's.
     already = process_folders(Path(plan.output)) if plan.engine == "atb" else frozenset[Path]()
     # The folder may still be in use by a process that outlives the program.
     with tempfile.TemporaryDirectory(prefix="driftline-", ignore_cleanup_errors=True) as folder:
@@ -141,7 +141,7 @@ def run_command(
                 sending.begin()
             unseen = UnseenPythons(settings.LAUNCH)
             status = run_child(argv, program_environment.environment(base), unseen=unseen)
-        # The command could not be started, so nothing of the attempt is kept.
+        # The command could not be started, so everything that was prepared is removed.
         except BadInput:
             if sending is not None:
                 sending.abandon()
@@ -172,7 +172,13 @@ def run_command(
 def _engine_environment(
     plan: CapturePlan, *, need_probe: bool
 ) -> tuple[CapturePlan, Mapping[str, str], str]:
-    """The plan that can be carried out, the program's environment, and why there is no probe."""
+    """The plan to carry out, the program's base environment, and why there is no probe.
+
+    Without its probe, the engine atb is replaced by torch.
+
+    Raises:
+        NoProbe: The probe is needed and does not exist.
+    """
     base = settings.environment()
     without_probe = ""
     if plan.engine == "atb":
@@ -185,13 +191,13 @@ def _engine_environment(
             without_probe = str(problem)
             plan = replace(plan, engine="torch")
     if plan.wants_profile:
-        # Otherwise the profiler's library prints to the program's terminal.
+        # Without this the profiler's library prints to the program's terminal.
         base = {settings.PROFILER_LOG_LEVEL: "99", **base}
     return plan, base, without_probe
 
 
 def _with_atb(outcome: Outcome, plan: CapturePlan, already: frozenset[Path]) -> Outcome:
-    """Add what the ATB probe has written, and its graphs where they were asked for."""
+    """Add the files of the ATB probe to an outcome, and draw their graphs if requested."""
     outcome = beside_torch(outcome, gather_atb(plan, already), plan.step_option)
     if "onnx" not in plan.types or outcome.atb is None:
         return outcome
@@ -202,7 +208,7 @@ def _with_atb(outcome: Outcome, plan: CapturePlan, already: frozenset[Path]) -> 
 
 
 def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:
-    """Claim the address that the output goes to, before the program is started for nothing."""
+    """Claim the remote address, if there is one, before the program is started."""
     if not plan.url:
         return None
     from driftline.runs.stores.upload import Sending
@@ -211,7 +217,7 @@ def _begin_sending(plan: CapturePlan, *, force: bool) -> Sending | None:
 
 
 def _hold(plan: CapturePlan) -> int | None:
-    """Lock the output: no other dump replaces this run while this process lives."""
+    """Lock the output, so that no other dump replaces this run while this process lives."""
     if plan.layout != "run":
         return None
     try:
@@ -222,7 +228,7 @@ def _hold(plan: CapturePlan) -> int | None:
 
 def beside_torch(outcome: Outcome, atb: AtbHarvest, step_option: str) -> Outcome:
     """Combine the outcome of torch's capture with that of the ATB probe."""
-    # The probe's tensors count as a dump, even where torch captured nothing.
+    # The probe's files count as a dump, even if torch captured nothing.
     if atb.tensors or atb.also_written:
         return replace(outcome, atb=atb, reason="", hint="")
     if not outcome.reason:
@@ -237,11 +243,11 @@ def beside_torch(outcome: Outcome, atb: AtbHarvest, step_option: str) -> Outcome
 
 
 def prepare_output(plan: CapturePlan, *, force: bool) -> None:
-    """Make the output folder; what is there is replaced only if asked, and only if it is a dump."""
+    """Make the output folder; with `force`, replace an earlier dump in it, but nothing else."""
     output = Path(plan.output)
     if force and plan.engine == "atb":
         for dump in dumps_in(output):
-            # The output itself may hold other files of the user; only the dumps in it are removed.
+            # The output itself may hold other files of the user, so only dumps in it are removed.
             if dump != output:
                 shutil.rmtree(dump, ignore_errors=True)
     if plan.layout == "run":
@@ -251,7 +257,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
         return
     tree = output / "ait_dump"
     try:
-        # Processes write folders of their own there, so nothing that exists is overwritten.
+        # Every process writes its own folder there, so nothing that exists is overwritten.
         if force and tree.exists():
             shutil.rmtree(tree)
         tree.mkdir(parents=True, exist_ok=True)
@@ -263,9 +269,7 @@ def prepare_output(plan: CapturePlan, *, force: bool) -> None:
 
 
 def clear_empty_output(plan: CapturePlan) -> None:
-    """Remove what `prepare_output` made when nothing came into it, so that the next try can use
-    the name.
-    """
+    """Remove an output in which nothing was captured, so that its name can be used again."""
     output = Path(plan.output)
     if plan.layout == "ait":
         tree = output / "ait_dump"
@@ -275,7 +279,7 @@ def clear_empty_output(plan: CapturePlan) -> None:
     elif not any(output.glob("rank*")):
         for name in ("run.json", "events.jsonl"):
             (output / name).unlink(missing_ok=True)
-    # The current folder is kept, because the user's shell stands in it.
+    # The current folder is kept, because it is that of the user's shell.
     if output.is_dir() and output != Path.cwd() and not any(output.iterdir()):
         output.rmdir()
 
@@ -287,7 +291,7 @@ def judge(
     harvest: Harvest,
     sheets: Sheets | None = None,
 ) -> Outcome:
-    """Combine messages and files into an outcome; pure, so that every reason has a test."""
+    """Combine messages and counts into an outcome; a pure function, so that it is easy to test."""
     ran = sorted({step for report in messages.reports for step in report.steps_seen})
     skipped = tuple(step for step in ran if not plan.selection.takes_step(step))
     unmatched = tuple(_unmatched(plan, messages.places)) if messages.places else ()
@@ -298,7 +302,7 @@ def judge(
         or bool(sheets.words)
         or (harvest.topologies > 0 and topology and not plan.wants_tensors)
     )
-    # A refused run has its own reason, better than any guess.
+    # If the run was refused, that reason is better than any derived one.
     reason, hint = harvest.refused
     if not got_something and not reason:
         reason, hint = explain_empty_dump(plan, messages, skipped, unmatched)

@@ -1,7 +1,7 @@
 """Messages of launched processes to their launcher: small files, read when the program has ended.
 
-A message's kind is the beginning of its file name. A process that was killed leaves its early
-messages and no report; the run on disk says the rest.
+A message's file name begins with its kind. A process that was killed leaves its early messages and
+no report; the run on disk tells the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-# Bounds against a program that writes into the folder itself, or calls modules without end.
+# Limits, in case the program writes into the folder itself or calls very many modules.
 LARGEST_MESSAGE = 16 << 20
 MOST_PLACES = 20_000
 
@@ -31,16 +31,16 @@ class ProcessReport:
     """Report of one process about its capture, written when the process ends.
 
     Attributes:
-        pid: Process.
+        pid: Its process id.
         rank: Its rank.
-        calls: Modules called, and operators called outside modules, wanted or not.
+        calls: Number of called modules, and of operators called outside modules, selected or not.
         steps_seen: Steps that ran.
-        steps_taken: Steps of which something was wanted.
-        tensors: Tensors handed to the sink.
-        bytes: Bytes the sink took over.
-        places: Modules seen, for patterns that matched nothing.
-        notes: Sentences for the person.
-        failure: Why tensors could not be written, as the system says it; empty if they could.
+        steps_taken: Steps that ran and were selected.
+        tensors: Number of tensors passed to the sink.
+        bytes: Number of bytes that the sink wrote.
+        places: Called modules, to explain patterns that matched nothing.
+        notes: Sentences for the user.
+        failure: The system's reason why tensors could not be written; empty if they could.
     """
 
     pid: int
@@ -59,7 +59,7 @@ class ProcessReport:
 
     @classmethod
     def from_json(cls, text: str) -> ProcessReport:
-        # Written by another process, maybe of another version: every field is converted.
+        # Every field is converted, because a process of another version may have written it.
         data = cast("dict[str, Any]", json.loads(text))
         return cls(
             pid=int(data["pid"]),
@@ -80,17 +80,17 @@ class Messages:
     """All messages of one launch.
 
     Attributes:
-        reached: Python processes that were reached.
-        started: Processes that imported the framework, with capture running.
-        failed: Why capture could not start, one sentence per process.
-        too_old: Pythons that are too old, as they call themselves.
-        reports: What processes said at their end.
-        experiments: What came of an experiment in each process, as JSON.
-        frameworks: Those that were imported, with capture running; torch where none is named.
-        apart: Frameworks that were imported and that this command cannot do its work with.
-        absent: Frameworks that were asked for and are not installed.
-        unasked: Frameworks that were imported and that nobody asked to look at.
-        unseen: Commands of Python processes that had not the variables of capture.
+        reached: Number of Python processes that were reached.
+        started: Number of captures that were started, one per process and framework.
+        failed: Reasons why capture could not start; equal ones once.
+        too_old: Versions of Python that are too old, such as `Python 3.9.2`.
+        reports: Reports that processes wrote at their end.
+        experiments: The result of the experiment in each process, as JSON.
+        frameworks: Frameworks for which capture was started; torch if none is named.
+        apart: Frameworks that were imported and that this command does not support.
+        absent: Frameworks that the program looked for and that are not installed.
+        unasked: Frameworks that were imported but excluded by the user's options.
+        unseen: Commands of Python processes that lacked the variables of capture.
     """
 
     reached: int = 0
@@ -111,8 +111,8 @@ class Messages:
 
 
 def read_messages(folder: Path) -> Messages:
-    # The same text from many ranks is one sentence for the reader.
-    """Read all messages; one that was cut short by a kill is passed over."""
+    """Read all messages; a report that was cut off by a kill is skipped."""
+    # A text that many ranks sent is kept once.
     texts: dict[str, list[str]] = {}
     for path in sorted(folder.iterdir()):
         if path.stat().st_size > LARGEST_MESSAGE:
@@ -127,7 +127,7 @@ def read_messages(folder: Path) -> Messages:
         too_old=tuple(dict.fromkeys(texts.get("too-old", []))),
         reports=tuple(_reports(texts.get("report", []))),
         experiments=tuple(texts.get("experiment", [])),
-        # An empty text stands for torch.
+        # An empty text means torch.
         frameworks=tuple(sorted(set(filter(None, texts.get("started", []))))) or ("torch",),
         apart=tuple(sorted(set(texts.get("apart", [])))),
         absent=tuple(sorted(set(texts.get("absent", [])))),

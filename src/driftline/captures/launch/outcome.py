@@ -1,7 +1,7 @@
-"""What a launched program left on disk, and, where it left nothing, why.
+"""Count what a launched program has left on disk, or explain why there is nothing.
 
-Counts a dump of either layout. For an empty one, goes through the stages of a capture in order and
-names the first that was not reached. Prints nothing.
+Dumps of both layouts are counted. For an empty dump, the stages of a capture are checked in order,
+and the first one that was not reached is named. This file prints nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Harvest:
     """Counts of a dump.
 
     Attributes:
-        tensors: Captured tensors.
-        bytes: Size of their values; equal tensors count once.
+        tensors: Number of captured tensors.
+        bytes: Size of their values; in a run, equal tensors count once.
         processes: Names of the processes' folders (`rank0`, `rank0.p1`, `cpu_4711`).
         steps: Steps that have tensors.
-        topologies: How many processes left a module tree.
-        events: Sentences worth showing, each once.
-        refused: Why the output is no usable run, and what to do; empty if it is one.
+        topologies: Number of processes that wrote a module tree.
+        events: Sentences for the user, each once.
+        refused: Why the output is no usable run, and what to do; empty if it is usable.
     """
 
     tensors: int = 0
@@ -54,11 +54,11 @@ def process_trees(plan: CapturePlan) -> frozenset[Path]:
 
 
 def gather(plan: CapturePlan, already: frozenset[Path] = frozenset()) -> Harvest:
-    """Count what a plan's program left.
+    """Count what the program of a plan has left on disk.
 
     Args:
-        plan: What was asked for.
-        already: Folders of processes that earlier programs left.
+        plan: The plan that was carried out.
+        already: Folders of processes of earlier programs, which are not counted.
     """
     output = Path(plan.output)
     if plan.layout == "ait":
@@ -77,7 +77,7 @@ def _gather_run(output: Path) -> Harvest:
     except DriftlineError as problem:
         return Harvest(refused=(str(problem), problem.hint))
     folders = sorted(path.parent.name for path in output.glob("rank*/index.jsonl"))
-    # Tensors with equal bytes share one blob, which is counted once.
+    # Tensors of a process with equal bytes share one blob, which is counted once.
     stored = {(r.key.rank, r.key.process, r.blob) for r in run.records if r.blob is not None}
     messages = [e for e in run.events() if is_shown(str(e.get("kind")))]
     return Harvest(
@@ -93,7 +93,7 @@ def _gather_run(output: Path) -> Harvest:
 
 
 def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
-    """Tensors lost for one reason are one sentence here; `show` lists them."""
+    """Sentences about losses, one for all tensors lost for the same reason; `show` lists them."""
     alike: dict[str, list[Loss]] = {}
     for loss in losses:
         if loss.key is not None:
@@ -103,7 +103,7 @@ def _in_short(losses: Sequence[Loss]) -> Iterable[str]:
             yield str(those[0])
         else:
             yield f"{len(those)} tensors without values, {those[0].where} the first: {reason}"
-    # Why nothing at all was captured is said by `explain_empty_dump`, which knows more.
+    # Losses of the manifest are left out: `explain_empty_dump` says more about an empty dump.
     yield from (str(loss) for loss in losses if loss.key is None and loss.where != MANIFEST)
 
 
@@ -131,25 +131,26 @@ def _events_of_tree(processes: Iterable[Path]) -> Iterable[str]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 event: Any = json.loads(line)
-            except ValueError:  # cut off by a kill or a full disk
+            except ValueError:  # the line was cut off by a kill or a full disk
                 continue
             if is_shown(str(event.get("kind"))):
                 yield str(event.get("message"))
 
 
-# Why a launched program left nothing, and what to try: the first stage that was not reached.
+# Empty dumps: why a launched program has left nothing, and what to try.
 
 
 _PACKAGES = {"paddle": "paddlepaddle"}
-"""Names on PyPI of frameworks that are imported under another name."""
+"""Names on PyPI of frameworks whose packages are imported under another name."""
 SHOWN_STEPS = 12
 
 
 def explain_empty_dump(
     plan: CapturePlan, messages: Messages, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
-    """The reason of an empty dump, and what to try: the first stage that was not reached."""
-    # The order of the checks is the order of the stages: process, module call, tensor, filter.
+    """The reason why a dump is empty, and what to try."""
+    # The checks are in the order of a capture's stages: process, module call, tensor, filter. The
+    # first stage that was not reached is the reason.
     if messages.started == 0:
         return explain_no_start(messages)
     if sum(report.calls for report in messages.reports) == 0:
@@ -160,11 +161,11 @@ def explain_empty_dump(
             f"{' and '.join(messages.frameworks)}",
             "of its layers there are --level modules, gradients and params, and --type model",
         )
-    # A rank that was not selected writes nothing, on purpose.
+    # A rank that was not selected is meant to write nothing.
     wanted = [report for report in messages.reports if plan.selection.takes_rank(report.rank)]
     handed_over = sum(report.tensors for report in wanted)
     if handed_over and plan.wants_tensors:
-        # The operating system's reason: a full disk, too many open files, no permission.
+        # The operating system's reason, such as a full disk, too many open files, no permission.
         failure = next((report.failure for report in wanted if report.failure), "")
         why = failure.removeprefix("could not be written: ")
         return (
@@ -192,7 +193,7 @@ def explain_empty_dump(
 
 
 def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
-    """Capture was running, but the program called nothing that is watched."""
+    """Explain an empty dump of a program that called nothing that is watched."""
     # A process without a report was killed, so its counts are unknown rather than zero.
     if len(messages.reports) < messages.started:
         return (
@@ -221,7 +222,7 @@ def _explain_no_call(plan: CapturePlan, messages: Messages) -> tuple[str, str]:
 def _explain_filters(
     plan: CapturePlan, messages: Messages, skipped: Sequence[int]
 ) -> tuple[str, str]:
-    """Something was called, but none of its tensors was selected."""
+    """Explain an empty dump of a program that called modules, but no tensor was selected."""
     any_selected = any(report.steps_taken for report in messages.reports)
     if skipped and not any_selected:
         ran = say_steps(skipped)
@@ -250,7 +251,7 @@ def _explain_filters(
 
 
 def _of_torch_only(plan: CapturePlan) -> str:
-    """What a plan asks for, if only torch programs can give it; else empty."""
+    """A clause about the plan's options, if they apply to torch programs only; otherwise empty."""
     if plan.wants_tensors:
         return "--level ops sees operators of torch programs" if plan.levels == ("ops",) else ""
     lists = [word for word in plan.types if word in TORCH_LISTS]
@@ -263,10 +264,10 @@ def _imported(messages: Messages) -> str:
 
 
 def explain_no_start(messages: Messages) -> tuple[str, str]:
-    """Why capture began in no process of a program, and what to try."""
+    """The reason why capture was not started in any process, and what to try."""
     if messages.failed:
-        # Text of our own refusals needs no class name and no advice about versions.
-        if messages.failed[0].startswith(f"{BadInput.__name__}: "):  # asked for what cannot be had
+        # An option that cannot be satisfied needs no class name and no advice about versions.
+        if messages.failed[0].startswith(f"{BadInput.__name__}: "):
             return f"nothing was captured: {messages.failed[0].partition(': ')[2]}", ""
         return (
             f"nothing was captured: capture could not start ({messages.failed[0]})",
@@ -278,7 +279,7 @@ def explain_no_start(messages: Messages) -> tuple[str, str]:
             f"nothing was captured: the program runs on {messages.too_old[0]}",
             "driftline captures programs on Python 3.11 or newer",
         )
-    # Isolated interpreters skip both ways in which the bootstrap is found.
+    # These processes lacked the environment variables, so the bootstrap was not loaded.
     if messages.reached == 0 and messages.unseen:
         return f"nothing was captured: {unseen_words(messages.unseen)[0]}", ""
     if messages.reached == 0:
@@ -333,7 +334,7 @@ def _filters_in_words(plan: CapturePlan) -> str:
 
 
 def say_steps(steps: Sequence[int]) -> str:
-    """Steps in words, neighbouring ones joined to ranges.
+    """Steps in words, with neighbouring steps joined to ranges.
 
     >>> say_steps([1, 2, 3, 7]), say_steps([0])
     ('steps 1-3, 7', 'step 0')

@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false
-"""Start the capture of a launched process, and end it with the process.
+"""Start the capture of a launched process, and end it when the process ends.
 
-Called by `bootstrap` once a framework is imported. Knows what a plan means: which sink, which rank,
-when to seal. A process may end in five ways: interpreter exit (atexit), multiprocessing's own exit
-(its finalizers), a fork's exit, `os._exit` and `os.exec*`, which are waited for, or a kill, after
-which the run is readable and unsealed.
+`bootstrap` calls `begin` when a framework has been imported. This file carries out a plan: it
+chooses the sink, finds the rank and seals the run. A process may end in several ways: by
+interpreter exit (atexit), by multiprocessing's own exit (its finalizers), or by `os._exit`, all of
+which seal the run; by `os.exec*`, before which the run is flushed; or by a kill, after which the
+run is readable but unsealed. A forked child starts with a run part of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CALLS_TAP = "driftline.captures.torch.operators.call_list:CallTap"
 PROFILE_TAP = "driftline.captures.torch.profiler:ProfileTap"
 GRAPH_TAP = "driftline.captures.torch.compile.tap:GraphTap"
 AIT_TREE = "driftline.dialects.ait.dump_tree:AitTree"
-"""A dialect is a layer above this one, so it is loaded by its address and only when asked for."""
+"""Dialects are a layer above this one, so they are loaded by address, and only if requested."""
 
 EXPERIMENTS = {
     "replay": "driftline.diagnosis.experiments.live.experiments:LiveReplay",
@@ -56,10 +57,13 @@ EXPERIMENTS = {
     "substitute": "driftline.diagnosis.experiments.live.experiments:LiveSubstitution",
     "batch": "driftline.diagnosis.experiments.live.experiments:LiveBatch",
 }
-"""Experiments on a running program, by kind; also layers above, loaded by address."""
+"""Experiments on a running program, by kind; also a layer above, loaded by address."""
 
-_LONGEST_GOODBYE = 2.0  # seconds: a signal handler may leave while its own thread is writing
-_SEAL_FIRST = 10  # multiprocessing runs finalizers of higher priority first; the writer's own has 0
+# Seconds that `os._exit` waits for the end of the capture. It may never come: a signal handler may
+# call `os._exit` while the thread that it interrupted is writing.
+_LONGEST_GOODBYE = 2.0
+# multiprocessing runs finalizers of higher priority first; the writer's finalizer has priority 0.
+_SEAL_FIRST = 10
 
 
 def begin(plan_path: str, framework: str) -> None:
@@ -89,18 +93,19 @@ def begin(plan_path: str, framework: str) -> None:
 
 
 def _stand_on_real_ground() -> None:
-    """Import what is still to come from the package's real folder, not through the launcher's link.
+    """Let later imports use the package's real folder, not the launcher's link to it.
 
-    The link goes away when the launcher ends, and a process may outlive it.
+    The link is removed when the launcher ends, and a process may outlive the launcher.
     """
     package = sys.modules["driftline"]
     package.__path__[:] = [os.path.realpath(entry) for entry in package.__path__]
 
 
 class Experiment(Protocol):
-    """What is done to a launched program; made with the plan's experiment, the session, the rank.
+    """An experiment on a launched program, which changes how module calls are executed.
 
-    It sets the session's `stand_in`, and says at the end what came of it.
+    It is made with the plan's experiment, the session and a function that returns the rank. It sets
+    the session's `stand_in`; `finish` returns its result.
     """
 
     def finish(self) -> Mapping[str, Any]: ...
@@ -123,7 +128,8 @@ class Launched:
         self.ended = False
         selection = plan.selection
         if self.place.world_size == 1:
-            # The program may tell torch.distributed its rank later: filter when the sink is made.
+            # The rank may be known only later, when the program initialises torch.distributed. So
+            # ranks are selected when the sink is made.
             selection = dataclasses.replace(selection, ranks=())
         self.sink = Late(self._make_sink, tree_is_enough=not plan.wants_tensors)
         self.session: Session = _load(FRAMEWORKS[framework].session)(
@@ -140,7 +146,8 @@ class Launched:
         device_backend: Any = getattr(self.session, "device_backend", None)
         if device_backend is not None:
             device_backend.budgets = plan.budgets
-        # Imported by the program's thread: a fork must not find another thread inside an import.
+        # Imported by the program's thread, so that a fork cannot happen while another thread is
+        # importing it.
         self.session.recorder.prepare = lambda: importlib.import_module("driftline.runs.writer")
         # Experiments change what a model computes, and other layouts have no place for facts.
         if plan.layout == "run" and not plan.experiment:
@@ -152,8 +159,8 @@ class Launched:
         if framework != "torch":
             self._say_what_is_not_there()
             return
-        # Whoever keeps operators whole can have them executed again, which takes their parameters.
-        # In ait's tree operators are kept where their csv was asked for.
+        # If operators are kept in full they can be executed again, which needs the list of calls
+        # with their parameters. In ait's tree this is supported if the operators' csv is requested.
         listed = plan.layout == "run" or "op" in plan.types
         again = self.session.replayable and listed and not plan.experiment
         self.session.for_replay = again
@@ -194,20 +201,21 @@ class Launched:
         atexit.register(self.end)
         os.register_at_fork(after_in_child=self._forked)
         util = importlib.import_module("multiprocessing.util")
-        # A child of multiprocessing forgets its parent's finalizers and ends without atexit.
+        # A child of multiprocessing drops its parent's finalizers and ends without atexit.
         util.register_after_fork(self, Launched._end_with_multiprocessing)
         self._end_with_multiprocessing()
         self._be_told_of_leaving()
 
     def end(self) -> None:
-        """Stop, seal, report. May be called twice, and by whichever way of ending comes first."""
+        """Stop the capture, seal the run and send the report; only the first call has an effect."""
         if self.ended:
             return
         self.ended = True
         if not self.session.execution_order:
-            # A data worker, forked from a process that knows a model: its tree is not its own.
+            # This may be a data worker, forked from a process with a model; the module tree is the
+            # parent's.
             self.sink.tree_is_enough = False
-        # Set by the interpreter for an exception that nobody caught, before it ends.
+        # The interpreter sets this for an uncaught exception before it ends.
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException):
             self.session.exception = exception_words(error)
@@ -215,7 +223,7 @@ class Launched:
         if self.experiment is not None:
             with contextlib.suppress(OSError):
                 send_message(self.plan_path, "experiment", json.dumps(self.experiment.finish()))
-        with contextlib.suppress(OSError):  # the launcher is gone, nobody reads reports any more
+        with contextlib.suppress(OSError):  # the launcher may have ended already
             send_message(self.plan_path, "report", self.report().to_json())
 
     def report(self) -> ProcessReport:
@@ -242,9 +250,9 @@ class Launched:
             util.Finalize(None, self.end, exitpriority=_SEAL_FIRST)
 
     def _be_told_of_leaving(self) -> None:
-        """Servers and launchers often end by `os._exit` or `os.exec*`, right after the last call.
+        """Wrap `os._exit` and `os.exec*`, which run no atexit functions.
 
-        Neither runs what atexit knows.
+        Servers and launchers often end by one of them, right after the last call.
         """
         leave, become = os._exit, {name: getattr(os, name) for name in ("execv", "execve")}
 
@@ -256,7 +264,8 @@ class Launched:
                 leave(status)
 
         def after_writing(name: str) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:  # may fail, and then the program goes on
+            # Only flushed, not sealed: `exec` may fail, and then the program continues.
+            def call(*args: Any, **kwargs: Any) -> Any:
                 _at_most(_LONGEST_GOODBYE, self.session.flush)
                 return become[name](*args, **kwargs)
 
@@ -267,7 +276,7 @@ class Launched:
             setattr(os, name, after_writing(name))
 
     def _forked(self) -> None:
-        """This process is a copy: what its parent has seen and written is not its own."""
+        """Start anew in a forked child, without what its parent has seen and written."""
         self.ended = False
         self.sink.forget()
         self.session.after_fork()
@@ -276,7 +285,8 @@ class Launched:
         self.session.outside = 0
 
     def _make_sink(self) -> Sink:
-        # A spawned process knows only now that it is one; the writer's own end must come later.
+        # A spawned process may be known to be a child of multiprocessing only now. Its finalizer
+        # must run before the writer's.
         self._end_with_multiprocessing()
         rank, world_size = self._rank()
         if not self.plan.selection.takes_rank(rank):
@@ -294,13 +304,13 @@ class Launched:
             command=self.plan.command,
             max_bytes=share or None,
             shard_bytes=self.plan.shard_bytes or SHARD_BYTES,
-            # The launched process seals in `end`, whichever way it leaves.
+            # `end` seals the run, however the process ends.
             seal_at_exit=False,
         )
         writer.describe(**self._provenance().facts())
         if self.plan.selection.ranks:
             writer.describe(only_ranks=list(self.plan.selection.ranks))
-        # Without tensors nothing else would make the writer create its files.
+        # Without tensors nothing else makes the writer create its files.
         if not self.plan.wants_tensors:
             writer.open()
         return Limited(writer, limit=share, say=self._say) if share else writer
@@ -319,7 +329,7 @@ class Launched:
         return importlib.import_module(FRAMEWORKS[self.framework].provenance)
 
     def _rank(self) -> tuple[int, int]:
-        """Rank and world size: as the framework says, else as the launcher's variables do."""
+        """Rank and world size, from the framework or else from the job's environment variables."""
         if self.framework != "torch":
             place = self._provenance().rank()
             return place or (self.place.rank, self.place.world_size)
@@ -330,12 +340,12 @@ class Launched:
 
 
 def _at_most(seconds: float, act: Callable[[], None]) -> None:
-    """Do something in a thread and wait so long: what holds it up must not keep a process alive."""
+    """Call a function in a thread and wait a limited time, so that the process can always end."""
     try:
         thread = threading.Thread(target=act, name=GOODBYE, daemon=True)
         thread.start()
         thread.join(seconds)
-    except RuntimeError:  # no threads any more: the interpreter is ending
+    except RuntimeError:  # the interpreter is ending and starts no more threads
         return
 
 
@@ -344,7 +354,7 @@ def _load(address: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# The error check of one launched process: starts when torch is imported, ends with the process.
+# The error check of one launched process: it starts when torch is imported.
 
 
 WATCH_MODULE = "driftline.captures.torch.errcheck.api"
@@ -356,7 +366,7 @@ _MOST_ANCESTORS = 64
 
 
 class Watched(Launched):
-    """The error watch of one launched process."""
+    """The error check of one launched process."""
 
     def __init__(self, watch: WatchPlan, plan_path: str) -> None:
         super().__init__(
@@ -372,7 +382,7 @@ class Watched(Launched):
         )
         self.watch = watch
         errcheck = importlib.import_module(WATCH_MODULE)
-        # The probe of the ATB library writes the seed's text itself.
+        # With the engine atb, the library's probe itself writes text files to the output.
         texts = None if watch.engine == "atb" else Path(watch.output)
         self.file = FindingsFile(Path(watch.folder), texts)
         self.reporter: Any
@@ -399,7 +409,7 @@ class Watched(Launched):
             "pid": os.getpid(),
             "rank": self._rank()[0],
             "calls": reporter.calls,
-            # Those on disk are read there; these are for a disk that takes nothing.
+            # The launcher reads findings from disk; these are sent if they could not be written.
             "unwritten_findings": [
                 finding.to_json() for finding in reporter.findings[:MOST_UNWRITTEN]
             ]
@@ -408,7 +418,7 @@ class Watched(Launched):
             "propagators": reporter.propagators,
             "repeats": reporter.repeats,
             "remarks": [*reporter.remarks, *filter(None, (self.file.failure,))],
-            # Enough for a model of any size; the message stays below the limit on messages.
+            # Enough for any model, and small enough for the limit on the size of messages.
             "headroom": rows[:MOST_SITES],
         }
 
@@ -436,8 +446,11 @@ class Watched(Launched):
             self._stop(finding)
 
     def _stop(self, finding: Finding) -> NoReturn:
-        """End this process, and those between it and the launcher, which prints the finding."""
-        # A process that is being stopped must end, whatever its message or its sink does.
+        """End this process and all processes between it and the launcher.
+
+        The launcher prints the finding.
+        """
+        # The process must end even if sending the message or closing the sink fails.
         with contextlib.suppress(Exception):
             send_message(self.plan_path, "stopped", finding.to_json())
         with contextlib.suppress(Exception):
@@ -445,7 +458,7 @@ class Watched(Launched):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # A shell script or torchrun would otherwise go on after its child has ended.
+        # A shell script or torchrun would otherwise continue after its child has ended.
         for pid in ancestors(self.watch.launcher):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
@@ -455,14 +468,14 @@ class Watched(Launched):
 def ancestors(launcher: int) -> list[int]:
     """Processes between the launcher and this one, the launcher's child first.
 
-    None where they cannot be followed up to it.
+    The list is empty if the parents cannot be followed up to the launcher.
     """
     pids: list[int] = []
     pid = os.getppid()
     while pid != launcher and pid > 1 and len(pids) < _MOST_ANCESTORS:
         pids.insert(0, pid)
         try:
-            # The name in parentheses may contain blanks, so fields are counted after it.
+            # The name, in parentheses, may contain blanks, so fields are counted after it.
             after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             pid = int(after_name[1])
         except (OSError, ValueError, IndexError):

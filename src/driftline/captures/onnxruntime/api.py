@@ -1,6 +1,6 @@
 """The Python entry for ONNX models: `driftline.capture_onnx("m.onnx", {"x": x}, "run")`.
 
-Checks the arguments, then lets `capture.ModelCapture` optimise, execute and record the model.
+This file checks the arguments; `capture.ModelCapture` optimises, executes and records the model.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -37,7 +37,7 @@ from driftline.runs.writer import RunWriter
 Filter = str | int | Iterable[str | int] | None
 LEVELS = ("modules", "ops", "params")
 MEMORY = 1 << 30
-"""Bytes of inner tensors that are in memory at a time, unless something else is said."""
+"""Default limit of the bytes of inner tensors that are in memory at a time."""
 
 
 class OnnxCapture(NamedTuple):
@@ -136,7 +136,7 @@ def capture_onnx(
     shown = _levels(levels)
     require_visible(chosen.ports, shown)
     reduction = Reduction.parse(keep)
-    # A budget of no bytes could never hold a tensor; no limit on the count is written 0.
+    # `memory` must not be 0, because no tensor would fit; 0 means no limit for `values_at_once`.
     for name, number in (("memory", memory), ("values_at_once", values_at_once)):
         if type(number) is not int or number < 0 or (name == "memory" and not number):
             raise BadInput(f"{name} is a number above nought, not {number!r}")
@@ -157,18 +157,19 @@ def capture_onnx(
     files = [file, *model_file.check_external(file, proto)]
     exported = float_view(Graph(proto))
     exported_nodes = len(proto.graph.node)
-    # The protobuf of a large graph takes as much memory again as the graph made of it.
+    # The protobuf of a large graph takes as much memory as the graph made from it.
     del proto
     writes = isinstance(path, str | os.PathLike)
-    if writes:  # before minutes of work
+    if writes:  # checked before minutes of work
         refuse_addresses(path)
         check_room(Path(path), force=force)
     place = Path(path) if writes else path.path if isinstance(path, RunWriter) else None
     with contextlib.ExitStack() as stack:
-        # In the run's own folder, because an optimised model may be too large for the system's.
+        # Next to the run, because an optimised model may be too large for the system's temporary
+        # folder.
         folder = _scratch(stack, place.absolute().parent if place is not None else None)
         work = ModelCapture(file, plan, exported, folder)
-        # After the session exists: it says which inputs the model takes.
+        # The inputs are checked only now, because the session knows which inputs the model takes.
         all_feeds = feeds_of(inputs, work.wanted)
         feeds = [(step, feed) for step, feed in all_feeds if chosen.takes_step(step)]
         if not feeds:
@@ -178,7 +179,7 @@ def capture_onnx(
                 hint="each set of inputs is a step",
             )
         selected = work.choose(chosen, shown)
-        # Outputs without capture come first, so that the session that made them can be freed.
+        # Outputs without capture are computed first, so that their session can be freed.
         expected = [work.plain_digests(feed) for _, feed in feeds]
         if profile is not None:
             work.save_profile(Path(profile))
@@ -186,7 +187,7 @@ def capture_onnx(
         # The run is created only now: everything that can be refused has been checked.
         sink, written = _sink(path, max_bytes=max_bytes, force=force)
         stack.callback(sink.close)
-        # What was asked for, for whoever judges what this run can show, on disk and in memory.
+        # The request is stored, because readers of the run need to know what it can contain.
         asked: dict[str, JSON] = {"levels": list(shown), "selection": chosen.to_json()}
         sink.describe(capture=asked, **facts(file, files, plan, work.traced))
         recorder = Recorder(sink, chosen, reduction, 0, look)
@@ -242,7 +243,7 @@ def run_onnx(
 def _notes(sink: Sink, work: ModelCapture, *, faithful: bool) -> tuple[str, ...]:
     notes = work.unseen()
     if integer_nodes := work.integer_nodes():
-        # Integers have to be multiplied by their scales before they can be compared.
+        # Integers must be multiplied by their scales before they can be compared.
         notes.append(
             f"{integer_nodes} nodes compute with integers: against a float model their values are "
             "taken times their scales; with optimize 'none' all of a QDQ model is floats"
@@ -291,7 +292,7 @@ def _levels(levels: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _scratch(stack: contextlib.ExitStack, parent: Path | None) -> Path:
-    """A folder for the optimised model: where the run will be, which has room for large ones."""
+    """A temporary folder for the optimised model: in `parent`, if that can be written."""
     if parent is not None:
         with contextlib.suppress(OSError):
             parent.mkdir(parents=True, exist_ok=True)

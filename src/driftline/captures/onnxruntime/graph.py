@@ -2,9 +2,9 @@
 # pyright: reportUnknownArgumentType=false
 """An ONNX graph as plain values, and the relation between an exported graph and its optimised form.
 
-Nodes, which of them makes a tensor, which read it. Values keep the names that the file gives them:
-an optimiser leaves those alone, so they tell which exported nodes a fused node replaces. Knows the
-protobuf of a model and nothing of sessions.
+A graph has nodes, the node that makes each value, and the nodes that read it. Values keep their
+names from the file. Optimisers do not change names, so the names show which exported nodes a fused
+node replaces. This file knows the protobuf of a model, but nothing about sessions.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ class Node(NamedTuple):
     """One node.
 
     Attributes:
-        name: As the file has it; may be empty, and need not be the only one.
+        name: Its name in the file, which may be empty and need not be unique.
         op: Its type.
-        domain: Where that type comes from; empty for ONNX's own.
-        inputs: Names of the values it reads, with those that its subgraphs read; an input that was
-            left out is empty.
-        outputs: Names of the values it makes; empty where one is not wanted.
-        about: What exporters wrote next to it.
-        subgraphs: How many graphs it holds: bodies of loops and branches.
-        activation: The activation that was worked into it; empty for none.
-        channels_last: It takes and gives images with their channels last.
+        domain: Domain of the type; empty for ONNX's own.
+        inputs: Names of the values that it and its subgraphs read; empty for an omitted input.
+        outputs: Names of the values that it makes; empty for an unused output.
+        about: Metadata that the exporter wrote.
+        subgraphs: Number of its subgraphs: bodies of loops and branches.
+        activation: The activation that was fused into it; empty for none.
+        channels_last: Whether its images have their channels last.
         ran_as: Its type in the file, if that computes with integers what `op` does with floats.
-        integers: Names of weights that it takes as integers.
-        rounds: It rounds what it is given to integers, with a scale that it computes.
+        integers: Names of its weights that are integers.
+        rounds: Whether it rounds its input to integers, with a scale that it computes.
     """
 
     name: str
@@ -54,25 +53,26 @@ class Node(NamedTuple):
 
     @property
     def shown_op(self) -> str:
-        """Its type, as the file has it."""
+        """Its type in the file."""
         return self.ran_as or self.op
 
 
 class Graph:
-    """A graph of nodes in the order of its file, which is one of execution.
+    """A graph of nodes in the order of its file, which is an order of execution.
 
     Attributes:
-        nodes: All of them.
+        nodes: All nodes.
         maker: Value → number of the node that makes it.
         readers: Value → numbers of the nodes that read it.
-        inputs: Names of what a caller gives.
-        outputs: Names of what a caller gets.
-        constants: Initializers and outputs of Constant nodes, by name.
-        shapes: Value → sizes, names of sizes or None, as far as the file says.
+        inputs: Names of the graph's inputs.
+        outputs: Names of the graph's outputs.
+        weights: Names of the initializers.
+        constants: Names of initializers and of outputs of Constant nodes.
+        shapes: Value → sizes, names of sizes or None, as far as they are in the file.
         types: Value → ONNX's number of its element type.
         scalars: Constants of one element: scales, zero points, epsilons.
-        clipped: Values that are stored as integers without a sign, though their node may give
-            numbers below zero: a rectifier may have been worked into the rounding.
+        clipped: Values that are stored as unsigned integers although their node may have negative
+            results, because a ReLU may have been fused into the rounding.
     """
 
     clipped: frozenset[str] = frozenset()
@@ -80,12 +80,12 @@ class Graph:
     def __init__(self, model: Any) -> None:
         graph = model.graph
         self.nodes = [_node(node) for node in graph.node]
-        # Older exporters list initializers among the inputs too; a caller does not supply those.
+        # Older exporters also list initializers as inputs, which a caller does not supply.
         weights = {tensor.name for tensor in graph.initializer}
         weights |= {sparse.values.name for sparse in graph.sparse_initializer}
         self.inputs = [info.name for info in graph.input if info.name not in weights]
         self.outputs = [info.name for info in graph.output]
-        # Constant nodes and initializers are the same to a reader of the graph.
+        # Outputs of Constant nodes are constants, as initializers are.
         constant = {n.outputs[0] for n in self.nodes if n.op == "Constant" and n.outputs}
         self.weights: frozenset[str] = frozenset(weights)
         self.constants: frozenset[str] = frozenset(weights | constant)
@@ -108,7 +108,7 @@ class Graph:
         self.readers: dict[str, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for value in node.outputs:
-                # An output that is not wanted has an empty name.
+                # An unused output has an empty name.
                 if value:
                     self.maker[value] = number
             for value in dict.fromkeys(node.inputs):
@@ -116,21 +116,21 @@ class Graph:
                     self.readers.setdefault(value, []).append(number)
 
     def rewritten(self, nodes: list[Node], names: Mapping[str, str]) -> Graph:
-        """The same graph with other nodes, whose values have other names."""
+        """A copy of the graph with other nodes, in which some values have new names."""
         graph = copy.copy(self)
         graph.nodes = nodes
         graph.weights = frozenset(names.get(value, value) for value in self.weights)
         graph.constants = frozenset(names.get(value, value) for value in self.constants)
         graph.shapes, graph.types = dict(self.shapes), dict(self.types)
         for old, new in names.items():
-            # Shapes of integers are those of the values; their type is not.
+            # The shape of the old value also holds for the new one, but its type does not.
             if old in self.shapes:
                 graph.shapes.setdefault(new, self.shapes[old])
         graph._wire()
         return graph
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Give values other names."""
+        """Rename values."""
         self.nodes = [
             node._replace(
                 inputs=tuple(names.get(value, value) for value in node.inputs),
@@ -152,26 +152,26 @@ class Graph:
                 self.shapes[info.name] = tuple(sizes_in(tensor_type.shape))
 
     def has_value(self, value: str) -> bool:
-        """Whether the graph has a value of this name, made, given or constant."""
+        """Whether the graph has a value of this name: computed, an input or a constant."""
         return value in self.maker or value in self.constants or value in self.inputs
 
     def data_inputs(self, node: Node) -> list[str]:
-        """What a node reads that is computed or given, in order, each once."""
+        """The inputs of a node that are not constants, in order, each once."""
         return [v for v in dict.fromkeys(node.inputs) if v and v not in self.constants]
 
     def before(self, node: Node) -> list[int]:
-        """Numbers of the nodes that make what a node reads."""
+        """Numbers of the nodes that make the inputs of a node."""
         makers = (self.maker.get(value) for value in node.inputs)
         return [number for number in dict.fromkeys(makers) if number is not None]
 
     def behind(self, node: Node) -> list[int]:
-        """Numbers of the nodes that read what a node makes."""
+        """Numbers of the nodes that read the outputs of a node."""
         read = (number for value in node.outputs for number in self.readers.get(value, ()))
         return list(dict.fromkeys(read))
 
 
 def _scalar(tensor: Any) -> float | None:
-    """The number of a tensor of one element; None where it has more, or is elsewhere."""
+    """The number in a tensor of one element; None if it has several or is in another file."""
     if math.prod(tensor.dims) != 1 or tensor.external_data or tensor.data_type == _TEXT:
         return None
     try:
@@ -181,7 +181,7 @@ def _scalar(tensor: Any) -> float | None:
 
 
 def sizes_in(shape: Any) -> Iterable[int | str | None]:
-    """The sizes of a declared shape: a number, the name of one, or nothing."""
+    """The sizes of a declared shape: a number, the name of a size, or None."""
     for size in shape.dim:
         yield size.dim_value if size.HasField("dim_value") else size.dim_param or None
 
@@ -212,33 +212,35 @@ def _subgraphs(attributes: Iterable[Any]) -> Iterable[Any]:
 
 
 def _outer(graph: Any) -> list[str]:
-    """What the body of a loop or branch reads of the graph around it."""
+    """The values of the surrounding graph that the body of a loop or branch reads."""
     own = {info.name for info in graph.input} | {info.name for info in graph.initializer}
     own.update(value for node in graph.node for value in node.output)
     read = [value for node in graph.node for value in node.input]
-    # Bodies of loops and branches may hold further ones.
+    # Bodies may contain further bodies.
     read += [v for n in graph.node for inner in _subgraphs(n.attribute) for v in _outer(inner)]
     read += [info.name for info in graph.output]
     return [value for value in dict.fromkeys(read) if value and value not in own]
 
 
-# Lineage: which exported nodes each node of an optimised graph stands for.
+# Lineage: the exported nodes that each node of an optimised graph replaces.
 
 
-# Nodes that only change the layout or the width of what another node computed.
+# Nodes that only change the layout or the element type of another node's result.
 _LAYOUTS = ("ReorderOutput", "ReorderInput", "Cast", "Transpose")
 
 
 class Lineage(NamedTuple):
-    """The nodes of an optimised graph, seen from the exported one.
+    """The relation between the nodes of an optimised graph and those of the exported graph.
 
     Attributes:
-        members: For each node of the optimised graph the numbers of those it stands for.
-        holder: Number of an exported node → that of the optimised one it went into. One that became
-            a constant, or was found to be useless, has none.
-        near: Value that only the optimised graph has → the next one after it that both have.
-        gives: For each node of the optimised graph the values of the exported one that it computes,
-            though another node may lay them out.
+        members: For each node of the optimised graph, the numbers of the exported nodes that it
+            replaces.
+        holder: Number of an exported node → number of the optimised node that replaces it. Nodes
+            that became constants or were removed are not in it.
+        near: Value that exists only in the optimised graph → the next value after it that exists in
+            both graphs.
+        gives: For each node of the optimised graph, the values of the exported graph that it
+            computes, even if another node changes their layout.
     """
 
     members: list[tuple[int, ...]]
@@ -248,14 +250,15 @@ class Lineage(NamedTuple):
 
 
 def lineage_of(exported: Graph, optimised: Graph) -> Lineage:
-    """Say what each node of an optimised graph stands for."""
+    """Find the exported nodes that each node of an optimised graph replaces."""
     members: list[tuple[int, ...]] = []
     holder: dict[int, int] = {}
     near = _near(exported, optimised)
     worker = {
         number: _worker(number, exported, optimised) for number in range(len(optimised.nodes))
     }
-    # In two rounds: a node of the exported graph belongs to the one that makes its own output.
+    # There are two rounds. In the first, an exported node belongs to the node that makes its
+    # output.
     owned: dict[int, set[int]] = {}
     gives: dict[int, list[str]] = {}
     for number, node in enumerate(optimised.nodes):
@@ -275,9 +278,7 @@ def lineage_of(exported: Graph, optimised: Graph) -> Lineage:
 
 
 def _worker(number: int, exported: Graph, optimised: Graph) -> int:
-    """The node that does the work of one that only lays out again what was made in a device's own
-    layout.
-    """
+    """The node that computes the result of a node, if that only changes layout or element type."""
     node = optimised.nodes[number]
     while node.op in _LAYOUTS and node.inputs:
         maker = optimised.maker.get(node.inputs[0])
@@ -293,7 +294,7 @@ def _replaced(own: set[int], exported: Graph, optimised: Graph) -> set[int]:
     while waiting:
         for value in exported.nodes[waiting.pop()].inputs:
             maker = exported.maker.get(value)
-            # What the optimised graph still makes is not hidden inside this node.
+            # A value that still exists in the optimised graph is not computed inside this node.
             if maker is None or maker in replaced or optimised.has_value(value):
                 continue
             replaced.add(maker)
@@ -302,9 +303,9 @@ def _replaced(own: set[int], exported: Graph, optimised: Graph) -> set[int]:
 
 
 def _near(exported: Graph, optimised: Graph) -> dict[str, str]:
-    """For values of the optimiser's own, from the graph's end: where they lead."""
+    """For each value that only the optimised graph has, the next value that both graphs have."""
     near: dict[str, str] = {}
-    # Backwards, so that the readers of a value have been placed before it.
+    # Nodes are visited backwards, so that the readers of a value come before it.
     for node in reversed(optimised.nodes):
         for value in node.outputs:
             if value and value not in exported.maker:

@@ -1,7 +1,7 @@
 """Inputs of an ONNX model: arrays by name, `.npz` files, or the inputs that another run captured.
 
-Each set of inputs is a step. Names, types and shapes are checked against the model before anything
-is run, and every refusal says what the model takes.
+Each set of inputs is a step. Names, types and shapes are checked against the model before it is
+run. Error messages list the inputs of the model.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,7 +25,7 @@ from driftline.runs.reader import open_run
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
-# Sites that stand for the model as a whole.
+# Sites of the whole model.
 ROOTS = ("(root)", "")
 _TEXTS = "tensor(string)"
 NOTHING_TAKEN = "the model takes no inputs"
@@ -33,13 +33,13 @@ Source = Mapping[str, Any] | str | os.PathLike[str] | Run
 
 
 class Wanted(NamedTuple):
-    """One input that a model takes.
+    """One input of a model.
 
     Attributes:
         name: Its name.
-        dtype: Our name of its type; empty for what is no tensor of numbers.
-        shape: Sizes; a text or None where any size will do.
-        kind: How the session calls its type.
+        dtype: Our name of its element type; empty if it is not a tensor of numbers.
+        shape: Its sizes; a text or None for a size that may vary.
+        kind: The session's name of its type.
     """
 
     name: str
@@ -64,7 +64,7 @@ def wanted_by(session: Any) -> list[Wanted]:
 
 
 def declared(model: Any) -> str:
-    """What a model takes, as its file says it."""
+    """The inputs that a model's file declares, as text."""
     weights = {tensor.name for tensor in model.graph.initializer}
     declared_inputs: list[Wanted] = []
     for info in model.graph.input:
@@ -82,10 +82,10 @@ def declared(model: Any) -> str:
 def feeds_of(
     sources: Source | Iterable[Source], wanted: Sequence[Wanted]
 ) -> list[tuple[int, Feed]]:
-    """Sets of inputs, each with the number of its step.
+    """Read and check sets of inputs; return each with the number of its step.
 
     Raises:
-        DriftlineError: One cannot be read, or is not what the model takes.
+        DriftlineError: A set cannot be read, or does not fit the model.
     """
     source_list = (
         [sources] if isinstance(sources, (str, os.PathLike, Mapping, Run)) else list(sources)
@@ -97,7 +97,7 @@ def feeds_of(
     feeds: list[tuple[int, Feed]] = []
     for source in source_list:
         for step, arrays, where in _sets(cast(Source, source), wanted):
-            # Steps of a single run keep their numbers; sets from several sources are counted.
+            # Steps of a single run keep their numbers; sets from several sources are numbered.
             number = step if len(source_list) == 1 else len(feeds)
             feeds.append((number, checked(arrays, wanted, where)))
     return feeds
@@ -115,9 +115,9 @@ def _sets(source: Source, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[s
 
 
 def _from_file(path: Path, wanted: Sequence[Wanted]) -> Mapping[str, Any]:
-    """Arrays of an `.npz`; a single `.npy` is the only input there is."""
+    """The arrays of an `.npz` file, or of an `.npy` file if the model has a single input."""
     try:
-        # A lone array needs no name where the model has only one input.
+        # An array needs no name if the model has only one input.
         if path.suffix == ".npy" and len(wanted) == 1:
             return {wanted[0].name: np.load(path, allow_pickle=False)}
         if not zipfile.is_zipfile(path):
@@ -139,11 +139,11 @@ def _from_file(path: Path, wanted: Sequence[Wanted]) -> Mapping[str, Any]:
 
 
 def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str, Any], str]]:
-    """What the model of another run was given, step by step."""
+    """The inputs of another run's model, for each step."""
     by_step: dict[int, list[Record]] = {}
     for record in run.records:
         key = record.key
-        # Rank 0 and the first call stand for all: the model's inputs are what is fed again.
+        # Only the model's inputs in rank 0 and in the first call of each step are used.
         if key.port == "input" and key.site in ROOTS and (key.rank, key.visit) == (0, 0):
             by_step.setdefault(key.step, []).append(record)
     if not by_step:
@@ -152,7 +152,8 @@ def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str
             hint="dump it again without --site, --class and --port, or give an .npz file",
         )
     where = f"run '{run.name}'"
-    # Summaries, as a run may keep of later steps, cannot be fed; a run of nothing else is refused.
+    # A run may keep only summaries of later steps, which cannot be inputs, so these steps are left
+    # out. If there is no other step, the run is refused below.
     valued = {
         step: records
         for step, records in by_step.items()
@@ -167,9 +168,13 @@ def _from_run(run: Run, wanted: Sequence[Wanted]) -> list[tuple[int, Mapping[str
 def _named(
     records: Sequence[Record], run: Run, wanted: Sequence[Wanted], where: str
 ) -> dict[str, HostTensor]:
-    """A model's captured inputs under the names that the ONNX file has for them.
+    """A model's captured inputs, by their names in the ONNX file.
 
-    By name; then by position, where type and shape fit; then what is the only one of its look.
+    They are matched by name, then by position if type and shape fit, then by type and shape if
+    there is only one candidate.
+
+    Raises:
+        BadInput: An input has no match.
     """
     by_name = {record.key.slot: record for record in records}
     chosen = {need.name: by_name[need.name] for need in wanted if need.name in by_name}
@@ -201,7 +206,7 @@ def _choose_by_position(
 def _choose_the_only_ones(
     wanted: Sequence[Wanted], left: list[Record], chosen: dict[str, Record]
 ) -> None:
-    """The last resort: pairs in which neither side has another candidate."""
+    """Match pairs of equal type and shape in which neither side has another candidate."""
     open_needs = [need for need in wanted if need.name not in chosen]
     for need in list(open_needs):
         candidates = [record for record in left if _fits(record, need)]
@@ -224,7 +229,7 @@ def _shape_fits(shape: tuple[int, ...], need: Wanted) -> bool:
 
 
 def _host(run: Run, record: Record, where: str) -> HostTensor:
-    # A reduced tensor cannot be fed to a model.
+    # A reduced tensor cannot be an input of a model.
     if record.kept != "full":
         raise BadInput(
             f"{where} keeps only a {record.kept} of {record.key}",
@@ -234,10 +239,10 @@ def _host(run: Run, record: Record, where: str) -> HostTensor:
 
 
 def checked(arrays: Mapping[str, Any], wanted: Sequence[Wanted], where: str) -> Feed:
-    """A set of inputs that a model will take.
+    """Check a set of inputs and convert it for the model.
 
     Raises:
-        BadInput: A name is missing or unknown, a type or a shape is another one.
+        BadInput: A name is missing or unknown, or a type or shape does not fit.
     """
     by_name = {need.name: need for need in wanted}
     for name in arrays:
@@ -258,7 +263,7 @@ def _one(value: Any, need: Wanted, where: str) -> HostTensor | TextTensor:
     if need.kind == _TEXTS and not isinstance(value, HostTensor):
         return _texts(value, need, where)
     tensor = value if isinstance(value, HostTensor) else _array(value, need, where)
-    # ONNX Runtime cannot build tensors of less than a byte per element from Python.
+    # From Python, ONNX Runtime cannot make tensors with less than a byte per element.
     if not need.dtype or DTYPES[need.dtype].bits < 8:
         raise BadInput(
             f"the input '{need.name}' is a {need.kind}, which cannot be given from here",
@@ -280,7 +285,7 @@ def _one(value: Any, need: Wanted, where: str) -> HostTensor | TextTensor:
 
 def _texts(value: Any, need: Wanted, where: str) -> TextTensor:
     array: AnyArray = np.asarray(value)
-    # numpy holds texts as U, S or object; numbers in an object array would pass as well.
+    # numpy stores texts as U, S or object; an object array may contain other things, too.
     if array.dtype.kind not in "US" and not all(isinstance(text, str) for text in array.flat):
         raise BadInput(
             f"input '{need.name}' of {where} is {array.dtype.name}, the model takes texts",
@@ -294,7 +299,7 @@ def _texts(value: Any, need: Wanted, where: str) -> TextTensor:
 
 
 def _array(value: Any, need: Wanted, where: str) -> HostTensor:
-    # A torch tensor of the host is an array to numpy; one of a device, or bfloat16, is not.
+    # numpy accepts a torch tensor on the host, but not one on a device or of bfloat16.
     try:
         array: AnyArray = np.asarray(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -311,7 +316,7 @@ def _array(value: Any, need: Wanted, where: str) -> HostTensor:
 
 
 def _takes(wanted: Sequence[Wanted]) -> str:
-    # A hint with a hundred inputs would hide the ones that matter.
+    # Only some inputs are listed, to keep the hint short.
     shown = "; ".join(map(str, wanted[:6])) + (" and more" if len(wanted) > 6 else "")
     return f"the model takes {shown}" if wanted else NOTHING_TAKEN
 
@@ -325,29 +330,29 @@ def _list(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names)
 
 
-# Inputs by chance, for a comparison of two files that nobody has inputs at hand for.
+# Random inputs, for a comparison of two files if the user has no inputs.
 
 BATCH, LENGTH = 2, 8
-"""Sizes that files leave open: of the first axis, and of any other."""
+"""Sizes used if files leave them open: of the first axis, and of any other axis."""
 
 
 def random_inputs(
     model: str | os.PathLike[str], seed: int = 0, companion: str | os.PathLike[str] | None = None
 ) -> dict[str, AnyArray]:
-    """Arrays for every input that a model declares, drawn by chance.
+    """Random arrays for all declared inputs of a model.
 
-    Numbers are normal; whole numbers are rows of the tables that they are looked up in, so that
-    they are valid ids, and ones where nothing is looked up (masks, flags). An axis of one name has
-    one size everywhere; one that a file leaves open has the size that the other file declares.
+    Floating point numbers are normally distributed. Integers that index a table are valid row
+    numbers of it; other integers (masks, flags) are ones. Axes with the same name have the same
+    size. A size that the file leaves open is that of the other file, if that declares it.
 
     Args:
-        model: The file.
-        seed: Of the numbers.
-        companion: Another file that is given the same.
+        model: The model file.
+        seed: Seed of the random numbers.
+        companion: Another model file that will get the same inputs.
 
     Raises:
         BadFile: A file is no ONNX model.
-        BadInput: It takes something that cannot be drawn.
+        BadInput: The model has an input that is not a tensor of numbers.
     """
     graph = Graph(load_graph(Path(model)))
     rng = np.random.default_rng(seed)
@@ -382,7 +387,7 @@ def _drawn(dtype: str, shape: tuple[int, ...], rows: int, rng: np.random.Generat
 
 
 def _rows_of(name: str, graph: Graph) -> int:
-    """Rows of the smallest table that an input is looked up in; 0 if it is in none."""
+    """Number of rows of the smallest table that an input indexes; 0 if it indexes none."""
     rows: list[int] = []
     for number in graph.readers.get(name, ()):
         node = graph.nodes[number]

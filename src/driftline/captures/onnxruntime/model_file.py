@@ -1,9 +1,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""ONNX model files: the graph without its weights, the weights one at a time, and a digest.
+"""Read ONNX model files: the graph without its weights, the weights one at a time, and a digest.
 
-A model of gigabytes is mapped and skimmed: tensors lose their values on the way into the protobuf,
-so that its graph costs what its nodes cost. Knows the wire format of protobuf and no session.
+A large model file is memory-mapped, and the values of its tensors are left out before protobuf
+parses it, so that the graph needs memory only for its nodes. This file knows the wire format of
+protobuf, but no session.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from driftline.runs.files.mapped_file import map_file, map_range
 
 INSTALL = "onnxruntime onnx"
 SMALL = 1024
-"""Values of tensors up to so many bytes stay in the graph: shapes, axes, scales."""
+"""Bytes up to which the values of a tensor stay in the graph, such as shapes, axes and scales."""
 
 # Field numbers of ModelProto.graph and GraphProto.initializer.
 _GRAPH, _INITIALIZER = 7, 5
 _VALUES = frozenset({4, 5, 6, 7, 9, 10, 11})
-"""Fields of a TensorProto that hold values; 13 says where they are outside."""
-# Wire type of length-delimited fields: messages, texts and packed numbers.
+"""Fields of a TensorProto that hold values; field 13 locates values in another file."""
+# Wire type of fields with a length: messages, texts and packed numbers.
 _BYTES = 2
 
 
@@ -39,7 +40,7 @@ def engine() -> Any:
     """The package onnxruntime.
 
     Raises:
-        NotInstalled: It is missing; the sentence has the line that installs it.
+        NotInstalled: It is missing; the hint has the command that installs it.
     """
     return _package("onnxruntime")
 
@@ -64,10 +65,10 @@ def _package(name: str) -> Any:
 
 
 def load_graph(path: Path) -> Any:
-    """The model as a protobuf, tensors of more than a kilobyte without their values.
+    """The model as a protobuf; tensors of more than a kilobyte have no values.
 
     Raises:
-        BadFile: It cannot be read, or is no ONNX model.
+        BadFile: The file cannot be read, or is no ONNX model.
     """
     onnx = protobuf()
     try:
@@ -84,7 +85,7 @@ def load_graph(path: Path) -> Any:
     if text is not None:
         try:
             model = onnx.ModelProto.FromString(text)
-        except Exception:  # protobuf's own error, whose type depends on its implementation
+        except Exception:  # the class of protobuf's error depends on its implementation
             model = None
     if model is None or not (model.graph.node or model.graph.output):
         raise BadFile(
@@ -95,7 +96,7 @@ def load_graph(path: Path) -> Any:
 
 
 def _without_values(data: memoryview) -> bytes | None:
-    """The bytes of a ModelProto whose initializers have no long values; None if it is none."""
+    """The bytes of a ModelProto without long values of initializers; None if it is invalid."""
     try:
         return _copied(data, (_GRAPH, _INITIALIZER))
     except (IndexError, ValueError):
@@ -107,11 +108,11 @@ def _without_values(data: memoryview) -> bytes | None:
 def _copied(data: memoryview, way: tuple[int, ...]) -> bytes:
     out: list[bytes] = []
     for field, start, first, end in _fields(data):
-        # At the end of the way stands a tensor: its long value fields are left out.
+        # At the end of the path of fields is a tensor, whose long value fields are left out.
         if not way and field in _VALUES and end - first > SMALL:
             continue
         if way and field == way[0]:
-            # A message that lost fields needs a new length.
+            # The length of a message changes if fields are left out.
             inner = _copied(data[first:end], way[1:])
             out.append(_varint(field << 3 | _BYTES) + _varint(len(inner)) + inner)
         else:
@@ -120,13 +121,18 @@ def _copied(data: memoryview, way: tuple[int, ...]) -> bytes:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
-    """Number, where the field begins, where its content begins, and where it ends."""
+    """(number, start, start of the content, end) of each field of a message.
+
+    Raises:
+        ValueError: The message is invalid.
+        IndexError: The message is cut off.
+    """
     offset, size = 0, len(data)
     while offset < size:
         start = offset
         tag, offset = _read(data, offset)
         kind = tag & 7
-        # The wire types of protobuf: varint, bytes, and fixed 64 or 32 bits.
+        # The wire types of protobuf are varint, bytes, and fixed 64 or 32 bits.
         if kind == 0:
             first = offset
             _, offset = _read(data, offset)
@@ -137,7 +143,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int, int, int]]:
             first, offset = offset, offset + (8 if kind == 1 else 4)
         else:
             raise ValueError("no field of protobuf")
-        # Field number 0 does not exist; such a file is no protobuf.
+        # Field number 0 does not exist in protobuf.
         if offset > size or not tag >> 3:
             raise ValueError("a field ends beyond its message")
         yield tag >> 3, start, first, offset
@@ -152,7 +158,7 @@ def _read(data: memoryview, offset: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, offset
         shift += 7
-        # A varint has ten bytes at most; more is a damaged file, not a large number.
+        # A varint has at most ten bytes; a longer one means that the file is damaged.
         if shift > 63:
             raise ValueError("a number is too long")
 
@@ -167,10 +173,10 @@ def _varint(value: int) -> bytes:
 
 
 def external_files(model: Any) -> list[str]:
-    """The files beside a model that hold values of its tensors, as it names them."""
+    """Names of the files that hold values of a model's tensors, as in the model."""
     return sorted(
         {
-            # What is no UTF-8 comes as bytes; a name on disk may be any.
+            # A name that is not UTF-8 is bytes; file names on disk may be any bytes.
             entry.value if isinstance(entry.value, str) else os.fsdecode(entry.value)
             for tensor in model.graph.initializer
             for entry in tensor.external_data
@@ -183,19 +189,19 @@ def check_external(path: Path, model: Any) -> list[Path]:
     """The files of a model's weights.
 
     Raises:
-        BadFile: One is missing, or is outside of the model's folder.
+        BadFile: A file is missing, or is outside the model's folder.
     """
     files: list[Path] = []
     for name in external_files(model):
         folder = path.parent.resolve()
         try:
             place = (folder / name).resolve()
-        except (OSError, ValueError, RuntimeError):  # a zero byte, or a loop of links
+        except (OSError, ValueError, RuntimeError):  # a name with a zero byte, or a loop of links
             raise BadFile(
                 f"'{path.name}' keeps weights in {name!r:.80}, which is no name of a file",
                 hint="export the model again",
             ) from None
-        # A model file may come from anywhere: it must not make Driftline read other files.
+        # A model from an unknown source must not make Driftline read other files.
         if not place.is_relative_to(folder):
             raise BadFile(
                 f"'{path.name}' keeps weights in '{name}', which is not below its own folder",
@@ -211,7 +217,7 @@ def check_external(path: Path, model: Any) -> list[Path]:
 
 
 def digest_of(files: list[Path]) -> str:
-    """One digest of some files, one after the other: what identifies a model."""
+    """One digest of several files in order, which identifies a model."""
     parts: list[str] = []
     for path in files:
         # An empty file cannot be mapped.
@@ -220,7 +226,7 @@ def digest_of(files: list[Path]) -> str:
         with path.open("rb") as file, map_file(file.fileno(), str(path)) as data:
             view = np.frombuffer(data, np.uint8)
             parts.append(kernel.digest(view))
-            # The map cannot be closed while an array looks into it.
+            # The map cannot be closed while an array refers to it.
             del view
     if len(parts) == 1:
         return parts[0]
@@ -231,7 +237,7 @@ def digest_of(files: list[Path]) -> str:
 
 
 class Weights:
-    """The initializers of a model whose large ones are next to it."""
+    """The initializers of a model, of which large ones are in files next to it."""
 
     def __init__(self, path: Path) -> None:
         model = protobuf().load(str(path), load_external_data=False)
@@ -239,7 +245,7 @@ class Weights:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def read(self, name: str) -> HostTensor | None:
-        """One of them; None if it holds no numbers, or there is none."""
+        """The initializer of this name; None if it does not exist or has no readable numbers."""
         tensor = self._tensors.get(name)
         dtype = TYPES.get(tensor.data_type, "") if tensor is not None else ""
         if tensor is None or not dtype:
@@ -252,7 +258,7 @@ class Weights:
     def _bytes(self, tensor: Any, size: int) -> AnyArray | None:
         if tensor.external_data:
             where = {entry.key: entry.value for entry in tensor.external_data}
-            # An empty region cannot be mapped either.
+            # An empty region cannot be mapped.
             if not size:
                 return np.empty(0, np.uint8)
             return map_range(self._folder / where["location"], int(where.get("offset", 0)), size)

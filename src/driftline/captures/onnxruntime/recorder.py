@@ -1,8 +1,8 @@
-"""Which values of an optimised graph are recorded, in execution order, and in which portions.
+"""Choose the values of an optimised graph to record, in execution order, and split them.
 
-An observation is one tensor at one place: a node's input, its output, a module's. Portions of
-observations are captured one after the other, each by an execution of its own, so that no more than
-one portion's tensors are in memory. Knows graphs and sizes; no session.
+An observation is one tensor at one place: an input or output of a node or module. Observations are
+split into portions. Each portion is captured by a separate execution, so that only the tensors of
+one portion are in memory. This file knows graphs and sizes, but no session.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from driftline.captures.selection import Selection
 from driftline.numerics.dtypes import DTYPES
 
 _WITH_SUM = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
-"""Norms that ONNX Runtime joins with the sum before them."""
+"""Norms that ONNX Runtime fuses with the sum before them."""
 _UNKNOWN = 16 << 20
-"""Bytes that a value is taken for where no size of the graph is known."""
+"""Assumed bytes of a value if no size in the graph is known."""
 
 
 class Observation(NamedTuple):
     """One tensor at one place.
 
     Attributes:
-        site: The place.
+        site: Site of the node or module.
         port: input, output or param.
-        slot: Which tensor of it.
-        value: The name it has in the graph.
-        class_name: Of the place.
-        visit: Which call of a module.
+        slot: Name of the tensor in the port.
+        value: Name of the tensor in the graph.
+        class_name: Operator of the node, or class of the module.
+        visit: Index of the module's call.
         alias: Another name of the slot.
     """
 
@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
 
 class TracedGraph(NamedTuple):
-    """An optimised graph and everything that is known of where it comes from."""
+    """An optimised graph, with everything that is known about its origin."""
 
     exported: Graph
     optimised: Graph
@@ -62,12 +62,12 @@ class TracedGraph(NamedTuple):
         return self.names.site(value, self.lineage.near.get(value, ""))
 
     def is_there(self, value: str) -> bool:
-        """Whether the optimised graph still has a value as a tensor that is computed or given."""
+        """Whether a value is still computed in the optimised graph, or is an input of it."""
         return value in self.optimised.maker or value in self.optimised.inputs
 
 
 def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observation]:
-    """Everything that can be recorded, in order."""
+    """All observations at some levels, in execution order."""
     before, after = _module_observations(traced) if "modules" in levels else ({}, {})
     observations: list[Observation] = []
     root = root_call(traced.exported, traced.names)
@@ -79,7 +79,7 @@ def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observat
     for number, node in enumerate(traced.optimised.nodes):
         made = [value for value in node.outputs if value]
         if node.op == "Constant" or not made:
-            # Constants are part of the model, not of what it computes.
+            # Constants are part of the model, not computed values.
             continue
         observations += before.get(number, [])
         site = traced.site(made[0])
@@ -108,9 +108,10 @@ def observations_of(traced: TracedGraph, levels: Sequence[str]) -> list[Observat
 
 
 def _parameter(value: str, site: str, op: str, number: int, traced: TracedGraph) -> Observation:
-    """A weight at the module whose name it has, if that is the one that reads it; else at the node.
+    """The observation of a weight.
 
-    Where an exporter merged modules the weights have their old names and other values.
+    It belongs to the module in its name, if a node of that module reads it; otherwise to the node.
+    If an exporter merged modules, weights have their old names but other values.
     """
     path, _, slot = value.rpartition(".")
     for member in traced.lineage.members[number]:
@@ -124,8 +125,9 @@ def _parameter(value: str, site: str, op: str, number: int, traced: TracedGraph)
 def _module_observations(
     traced: TracedGraph,
 ) -> tuple[dict[int, list[Observation]], dict[int, list[Observation]]]:
-    """What modules are given, before their first node, and what they give, after the one that
-    makes it.
+    """Observations of modules: inputs by the node before which they are recorded, and outputs.
+
+    Inputs are recorded before the module's first node, an output after the node that makes it.
     """
     before: dict[int, list[Observation]] = {}
     after: dict[int, list[Observation]] = {}
@@ -133,7 +135,7 @@ def _module_observations(
         held = [traced.lineage.holder[n] for n in call.nodes if n in traced.lineage.holder]
         if not held:
             continue
-        # An input that was fused away is computed nowhere.
+        # An input that was fused away is not computed.
         present = [value for value in call.inputs if traced.is_there(value)]
         if call.inputs and not present:
             present = _terms(traced.optimised.nodes[min(held)], traced)
@@ -144,7 +146,8 @@ def _module_observations(
         left = [value for value in call.outputs if value in traced.optimised.maker]
         for value in left:
             slot = slot_of(value, call)
-            # In front: calls come outermost first, and an inner module ends before the outer ones.
+            # Inserted at the front, because calls are listed outermost first but inner modules end
+            # first.
             after.setdefault(traced.optimised.maker[value], []).insert(
                 0, Observation(call.site, "output", slot, value, call.class_name, call.visit)
             )
@@ -152,14 +155,15 @@ def _module_observations(
 
 
 def _terms(node: Node, traced: TracedGraph) -> list[str]:
-    """The terms of a sum that was worked into a norm: they go in, in the place of the sum."""
+    """The terms of a sum that was fused into a norm; they are the inputs, instead of the sum."""
     terms = node.inputs[:2] if node.op in _WITH_SUM else ()
     return [value for value in terms if traced.is_there(value)]
 
 
 def slot_of(value: str, call: ModuleCall) -> str:
-    """The slot of an output: one that leaves is what the module gives; of several nothing says
-    which is which.
+    """The slot of a module's output: `0` for a single one, otherwise the value's name.
+
+    The order of several outputs is unknown.
     """
     return "0" if len(call.outputs) == 1 else value
 
@@ -167,7 +171,7 @@ def slot_of(value: str, call: ModuleCall) -> str:
 def wanted(
     observations: Iterable[Observation], selection: Selection, ids: Mapping[str, str]
 ) -> list[Observation]:
-    """The observations that a selection takes."""
+    """The observations that are selected."""
     return [
         observation
         for observation in observations
@@ -181,22 +185,22 @@ def wanted(
 def portions(
     observations: Sequence[Observation], sizes: Mapping[str, int], memory: int, max_values: int
 ) -> list[list[Observation]]:
-    """Consecutive observations whose distinct values take no more than some bytes.
+    """Split observations into portions whose distinct values fit into memory.
 
     Args:
-        found: All of them.
-        sizes: Bytes of every value; those that are given or constant take none.
-        memory: The bytes.
-        most: How many values a portion may have at most; 0 is no limit.
+        observations: All observations, in order.
+        sizes: Bytes of every computed value; inputs and constants are not counted.
+        memory: Largest number of bytes of a portion.
+        max_values: Largest number of values in a portion; 0 means no limit.
     """
     parts: list[list[Observation]] = [[]] if observations else []
     in_portion: set[str] = set()
     total = 0
     for observation in observations:
-        # A value that several observations share is held once.
+        # A value that several observations share is in memory once.
         if observation.value in sizes and observation.value not in in_portion:
             size = sizes[observation.value]
-            # A portion has one value at least, however large it is.
+            # A portion has at least one value, however large it is.
             if in_portion and (
                 total + size > memory or (max_values and len(in_portion) >= max_values)
             ):
@@ -210,11 +214,11 @@ def portions(
 
 
 def sizes_of(graph: Graph, input_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """How many bytes every computed value takes, as far as the graph says; a guess where not.
+    """Bytes of every computed value; an estimate if its shape or dtype is unknown.
 
     Args:
-        graph: The optimised one, with the shapes that ONNX Runtime inferred.
-        given: Shapes of the inputs, which say what named sizes are.
+        graph: The optimised graph, with the shapes that ONNX Runtime inferred.
+        input_shapes: Shapes of the inputs, from which named sizes are known.
     """
     named: dict[str, int] = {}
     for name, shape in input_shapes.items():
@@ -232,6 +236,6 @@ def sizes_of(graph: Graph, input_shapes: Mapping[str, tuple[int, ...]]) -> dict[
             byte_counts[value] = DTYPES[dtype].byte_count(
                 math.prod(s for s in sizes if s is not None)
             )
-    # The largest known value is the safe guess for one of unknown shape.
+    # The largest known size is a safe estimate for a value of unknown shape.
     guess = max(byte_counts.values(), default=_UNKNOWN)
     return {value: byte_counts.get(value, guess) for value in graph.maker}

@@ -1,8 +1,9 @@
-"""Sessions of ONNX Runtime: the one a user would have, and those that expose inner values.
+"""Sessions of ONNX Runtime: the one that a user would have, and those that expose inner values.
 
-Asking a session for inner values before it optimises keeps it from fusing them: another program
-would be measured. So the model is optimised first, by the session a user would have; that graph is
-written down, gets its values as outputs, and runs with optimisation off: the same nodes.
+If a session is asked for inner values before it optimises, it cannot fuse them, and another program
+is measured. So the model is optimised first, by the session that a user would have. The optimised
+graph is saved, gets inner values as outputs, and runs with optimisation off, so that its nodes are
+the same.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -31,14 +32,14 @@ _LEVELS = {
 }
 _ENDING = "ExecutionProvider"
 _SILENT = 4
-"""What ONNX Runtime has to say of a failure is in the error that it raises."""
-# Fragments of the messages that name a missing operator, in several versions.
+"""Log severity at which only fatal messages are printed; errors are raised as exceptions."""
+# Parts of messages about a missing operator, in several versions of ONNX Runtime.
 _NO_OPERATOR = ("not a registered", "no op registered", "not implemented", "could not find an impl")
 _LONGEST = 600
-"""Characters of what ONNX Runtime says that are passed on."""
+"""Largest number of characters of ONNX Runtime's messages that are shown."""
 _LOADING = re.compile(r"^Load model from .*? failed:\s*")
 _SOURCE = re.compile(r"/\S+\.(?:h|cc|cpp):\d+ .*?\)(?: const)?(?:::<lambda\(\)>)? (?=[A-Z])")
-"""Where in its own sources it noticed something."""
+"""The part of a message that names a line of ONNX Runtime's own source."""
 _WEIGHTS = "weights.bin"
 
 
@@ -46,13 +47,13 @@ class SessionPlan(NamedTuple):
     """How a model is run.
 
     Attributes:
-        level: How much of the graph is optimised.
-        providers: Where it runs, the preferred one first; whole names.
-        threads: Threads of one node; 0 leaves it to ONNX Runtime.
-        parallel_nodes: Threads for nodes side by side; 0 runs them one after the other.
+        level: The level of optimisation.
+        providers: Full names of execution providers, the preferred one first.
+        threads: Threads for one node; 0 lets ONNX Runtime choose.
+        parallel_nodes: Threads for parallel execution of nodes; 0 runs nodes one after the other.
         custom_ops: Libraries of operators to load.
         config: Further entries of the session's configuration.
-        profiled: The session without capture measures its nodes.
+        profiled: Whether the session without capture measures the times of its nodes.
     """
 
     level: Level = "all"
@@ -74,11 +75,12 @@ def plan_of(
     config: Mapping[str, str] | None = None,
     profiled: bool = False,
 ) -> SessionPlan:
-    """The plan that some words mean.
+    """Check options and make a plan from them.
 
     Raises:
         NotInstalled: onnxruntime is missing.
-        BadInput: There is no such level or provider, or it is not in this build.
+        BadInput: There is no such level or provider, or this build lacks the provider.
+        BadFile: A library of operators does not exist.
     """
     if level not in LEVELS:
         raise BadInput(
@@ -93,7 +95,7 @@ def plan_of(
                 f"there is no library of operators '{library}'",
                 hint="--custom-ops takes the path of a shared library",
             )
-    # Only providers of the installed build can be used.
+    # Only the providers of the installed build can be used.
     available = list(model_file.engine().get_available_providers())
     return SessionPlan(
         level,
@@ -107,7 +109,7 @@ def plan_of(
 
 
 def _provider(word: str, available: Sequence[str]) -> str:
-    """A provider by its name, with or without its ending, in any case."""
+    """The full name of a provider; `word` may lack the ending, and upper case does not matter."""
     wanted = word.strip().lower().removesuffix(_ENDING.lower())
     for name in available:
         if name.lower().removesuffix(_ENDING.lower()) == wanted:
@@ -124,8 +126,8 @@ class Optimised(NamedTuple):
     """A model as a user's session runs it.
 
     Attributes:
-        session: That session; what it gives is what the captured one must give.
-        path: The optimised graph, its weights next to it.
+        session: That session; the captured one must have the same outputs.
+        path: File of the optimised graph; its weights are next to it.
     """
 
     session: Any
@@ -133,20 +135,20 @@ class Optimised(NamedTuple):
 
 
 def optimise(model: Path, plan: SessionPlan, folder: Path) -> Optimised:
-    """Load a model as a user would, and write down the graph that was made of it.
+    """Load a model as a user would, and save the optimised graph.
 
     Args:
-        model: The file.
-        plan: How it is run.
-        folder: An empty one, for the graph and its weights.
+        model: The model file.
+        plan: How the model is run.
+        folder: An empty folder for the graph and its weights.
 
     Raises:
-        BadFile: It cannot be loaded; says what ONNX Runtime says.
+        BadFile: The model cannot be loaded; the text contains ONNX Runtime's message.
     """
     place = folder / "optimised.onnx"
     options = _options(plan, _LEVELS[plan.level])
     options.optimized_model_filepath = str(place)
-    # Weights go into a file of their own, because a protobuf cannot exceed 2 GB.
+    # Weights are written to a separate file, because a protobuf cannot exceed 2 GB.
     named = "session.optimized_model_external_initializers"
     options.add_session_config_entry(f"{named}_file_name", _WEIGHTS)
     options.add_session_config_entry(f"{named}_min_size_in_bytes", str(model_file.SMALL))
@@ -163,7 +165,7 @@ def optimise(model: Path, plan: SessionPlan, folder: Path) -> Optimised:
 
 
 def with_outputs(optimised: Path, values: Sequence[str], number: int) -> Path:
-    """The optimised graph with further outputs, as a file next to it."""
+    """Write the optimised graph with further outputs to a file next to it; return the file."""
     onnx = model_file.protobuf()
     model = onnx.load(str(optimised), load_external_data=False)
     # An output must not be listed twice.
@@ -177,7 +179,7 @@ def with_outputs(optimised: Path, values: Sequence[str], number: int) -> Path:
 
 
 def capturing(path: Path, plan: SessionPlan, name: str) -> Any:
-    """A session that runs a graph as it is."""
+    """A session that runs a graph without further optimisation."""
     return _session(path, _options(plan, _LEVELS["none"]), plan, name)
 
 
@@ -217,7 +219,7 @@ def _session(path: Path, options: Any, plan: SessionPlan, name: str) -> Any:
         )
     except DriftlineError:
         raise
-    except Exception as error:  # its errors have no base class of their own
+    except Exception as error:  # ONNX Runtime's errors have no common base class
         raise _refused(error, name) from None
 
 
@@ -242,7 +244,7 @@ def _refused(error: Exception, name: str) -> BadFile:
 
 
 def message_of(error: Exception) -> str:
-    """What ONNX Runtime said, without its own source lines and numbers."""
+    """The message of an ONNX Runtime error, without its error code and source lines."""
     text = " ".join(str(error).split())
     parts = text.split(" : ")
     if text.startswith("[ONNXRuntimeError]") and len(parts) > 2:
@@ -254,10 +256,10 @@ def message_of(error: Exception) -> str:
 
 
 def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str) -> list[Any]:
-    """Values of one execution.
+    """Execute a model and return the values of some outputs.
 
     Raises:
-        DriftlineError: The model failed; says what ONNX Runtime says.
+        DriftlineError: The model failed; the text contains ONNX Runtime's message.
     """
     try:
         if any(isinstance(value, np.ndarray) for value in feed.values()):
@@ -271,7 +273,7 @@ def run(session: Any, outputs: Sequence[str], feed: Mapping[str, Any], name: str
 
 
 def _run_with_texts(session: Any, outputs: Sequence[str], feed: Mapping[str, Any]) -> list[Any]:
-    """By way of arrays: no value of ONNX Runtime is made of texts."""
+    """Execute a model with arrays as inputs, because ONNX Runtime has no values of texts."""
     arrays = {
         name: value if isinstance(value, np.ndarray) else value.numpy()
         for name, value in feed.items()

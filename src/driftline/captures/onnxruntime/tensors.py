@@ -1,7 +1,7 @@
 """Tensors of ONNX Runtime: their element types, snapshots of their bytes, and tensors from bytes.
 
-Formats that numpy has no type for (bfloat16, the 8-bit floats, 4-bit integers) are read from memory
-as they are there.
+Elements for which numpy has no type (bfloat16, 8-bit floats, 4-bit integers) are read from memory
+as raw bytes.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -18,10 +18,10 @@ from driftline.captures.recorder import Refusal, Snapshot
 from driftline.numerics.dtypes import DTYPES
 
 TYPES: dict[int, str] = {d.onnx: d.name for d in DTYPES.values() if d.onnx}
-"""ONNX's numbers of element types, as our names. 8 is a text, which has no numbers."""
+"""Our names of ONNX's element types, by ONNX's number. Type 8, text, has none."""
 
 NUMBERS = {name: number for number, name in TYPES.items()}
-# Sessions print C++ names for these; the others are spelt as here.
+# Sessions print C++ names of these types; other types have the same names as ours.
 _WORDS = {
     "float": "float32", "double": "float64", "bool": "bool", "float16": "float16",
     "bfloat16": "bfloat16",
@@ -30,7 +30,7 @@ AnyArray = npt.NDArray[Any]
 
 
 def dtype_in(word: str) -> str:
-    """Our name of a type as a session prints it: `tensor(float)`; empty if it has none.
+    """Our name of a type that a session prints, such as `tensor(float)`; empty if there is none.
 
     >>> dtype_in("tensor(float)"), dtype_in("tensor(int64)"), dtype_in("seq(tensor(float))")
     ('float32', 'int64', '')
@@ -43,7 +43,7 @@ def dtype_in(word: str) -> str:
 
 
 class HostTensor:
-    """Bytes in host memory that are fed to, or were read for, a model."""
+    """A tensor in host memory: an input of a model, or a weight read from its files."""
 
     __slots__ = ("data", "dtype", "shape")
 
@@ -53,11 +53,11 @@ class HostTensor:
         self.shape = shape
 
     def to_ort(self, ort: Any) -> Any:
-        """As a value of a session."""
+        """The tensor as a value of ONNX Runtime; None if it cannot be converted."""
         storage = self.data.view(np.dtype(DTYPES[self.dtype].storage))
         if np.dtype(storage.dtype).name == self.dtype:
             return ort.OrtValue.ortvalue_from_numpy(storage.reshape(self.shape))
-        # Python bindings cannot build a value of less than a byte per element.
+        # The Python bindings cannot make a value with less than a byte per element.
         if DTYPES[self.dtype].bits < 8:
             return None
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
@@ -66,7 +66,7 @@ class HostTensor:
 
 
 class TextTensor:
-    """Texts that are fed to, or were given by, a model; they are handed on, and never recorded."""
+    """A tensor of texts, an input or output of a model. It is never recorded."""
 
     __slots__ = ("data", "dtype", "shape")
 
@@ -76,15 +76,15 @@ class TextTensor:
         self.shape: tuple[int, ...] = data.shape
 
     def to_ort(self, ort: Any) -> Any:
-        """As it is: ONNX Runtime makes no value of texts by itself."""
+        """The array itself, because ONNX Runtime has no values of texts in Python."""
         del ort
         return self.data
 
 
 def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
-    """Snapshot of a tensor of a session, or of one that is fed to it.
+    """Snapshot of an output of a session, or of one of its inputs.
 
-    The snapshot is a window on live memory: read it before the value is freed.
+    The snapshot refers to live memory, so it must be read before the value is freed.
     """
     if isinstance(value, HostTensor):
         count = math.prod(value.shape)
@@ -99,16 +99,16 @@ def look(value: Any, *, values: bool = True) -> Snapshot | Refusal:
         return Refusal("a sequence, map or optional value is no tensor")
     dtype = TYPES.get(value.element_type(), "")
     if not dtype:
-        # Element type 8 of ONNX, the only one without a row in the table.
+        # The only element type that is not in the table is text.
         return Refusal("texts have no numbers")
     shape = tuple(value.shape())
     count = math.prod(shape)
     length = DTYPES[dtype].byte_count(count)
     device = str(value.device_name())
     address, owner = 0, value
-    # An empty tensor may have no address at all.
+    # An empty tensor may have no address.
     if values and length:
-        # Values on a device are copied to the host first.
+        # A value on a device is copied to the host first.
         if device == "cpu":
             address = value.data_ptr()
         else:

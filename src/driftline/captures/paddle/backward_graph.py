@@ -3,10 +3,10 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """Paddle's backward graph: its nodes, the edges that lead to given nodes, and its passes.
 
-A hook behind a node hands the node's results back to Paddle, which does not accept lists of tensors
-there: the program's backward would raise. So only nodes of operations without lists of tensors, by
-name, are ever hooked (`list_operations` covers some of the others). Knows nothing of calls and
-sessions.
+A node's post hook returns the node's results to Paddle. Paddle does not accept lists of tensors
+from it, and the program's backward would raise. So only nodes whose operations take no lists of
+tensors are hooked, by name; `list_operations` covers some of the others. This file knows nothing
+about calls and sessions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paddle.base import core
 
 from driftline.captures.patching import PatchSet
 
-# The node that adds into a leaf's gradient; the graph ends there.
+# The node that accumulates a leaf's gradient, at which the graph ends.
 _LEAF = "GradNodeAccumulation"
 _MOST_NODES = 20_000
 
-# An argument that is a list of tensors, as the C++ declaration spells it.
+# An argument that is a list of tensors, as written in a C++ declaration.
 _LIST = re.compile(r"vector<[^<>]*Tensor")
 _HEADER = "include/paddle/phi/api/include/api.h"
 _DECLARED = re.compile(r"^PADDLE_API\s+.*?\s(\w+)\((.*?)\);", re.M | re.S)
@@ -51,14 +51,14 @@ temporal_shift thresholded_relu tile topk trace transpose tril triu unbind unfol
 unstack view_dtype view_shape where
 """
 USUAL = tuple(_USUAL.split())
-"""Operations that take no list of tensors, by Paddle's names, for where its header is not there."""
+"""Operations that take no list of tensors, by Paddle's names; used if there is no header."""
 
-# Not an operation of the header, but a node that Paddle makes for convolutions.
+# This node, which Paddle makes for convolutions, belongs to no operation of the header.
 _EXTRA = ("Conv2dGradNodeFinal",)
 
 
 def node_name(operation: str) -> str:
-    """What Paddle calls the node of an operation.
+    """Paddle's name of the backward node of an operation.
 
     >>> node_name("layer_norm"), node_name("conv2d")
     ('LayerNormGradNode', 'Conv2dGradNode')
@@ -69,24 +69,25 @@ def node_name(operation: str) -> str:
 
 @functools.cache
 def hookable() -> frozenset[str]:
-    """Names of nodes whose operations take no list of tensors, as the installed header says."""
+    """Names of nodes whose operations take no list of tensors, from Paddle's installed header."""
     try:
         text = (Path(paddle.__file__).parent / _HEADER).read_text(encoding="utf-8")
-    # A wheel without headers: the list above stands in for them.
+    # A wheel may have no headers; then the list above is used.
     except OSError:
         text = ""
     declared = _DECLARED.findall(text)
-    # By nodes: an operation and its in-place twin have one.
+    # Node names are compared, because an operation and its in-place variant share a node.
     with_lists = {node_name(name) for name, arguments in declared if _LIST.search(arguments)}
     plain = {node_name(name) for name in ([name for name, _ in declared] or USUAL)}
     return frozenset([*(plain - with_lists), *_EXTRA])
 
 
 def node_of(tensor: Any) -> Any | None:
-    """The node that made a tensor, as `tensor.grad_fn`; None for one that needs no gradient.
+    """The node that made a tensor (`tensor.grad_fn`); None if the tensor needs no gradient.
 
-    Paddle 3.3 counts one reference too many on what `grad_fn` gives: the graph of every step, with
-    its activations, would stay in memory for ever. It is taken back where it is there.
+    Paddle 3.3 counts one reference too many for the object that `grad_fn` returns. So the graph of
+    every step, with its activations, would stay in memory for ever. In versions that do this, the
+    surplus reference is released.
     """
     if tensor.stop_gradient:
         return None
@@ -102,19 +103,20 @@ _forget.argtypes, _forget.restype = [ctypes.py_object], None
 
 @functools.cache
 def _surplus() -> bool:
-    """Whether `grad_fn` counts a reference that nobody holds; asked of a tensor made for it."""
+    """Whether `grad_fn` returns an object with a surplus reference, tested with a new tensor."""
     with paddle.enable_grad():
         leaf = paddle.to_tensor([1.0], place=paddle.CPUPlace(), stop_gradient=False)
         node = (leaf * 2.0).grad_fn
     held = sys.getrefcount(node)
-    # Compared with a fresh object, because versions of Python count differently.
-    return held == sys.getrefcount(object()) + 2  # the name `node`, and the one too many
+    # Compared with a new object, because versions of Python count differently. The two additional
+    # references are the variable `node` and the surplus one.
+    return held == sys.getrefcount(object()) + 2
 
 
 class ReturnedLists:
-    """What hooks behind nodes have returned to Paddle: emptied once the backward pass is over.
+    """The lists that post hooks have returned to Paddle, to be emptied after the backward pass.
 
-    Paddle 3.3 keeps a reference to the returned list for ever, and to what is in it.
+    Paddle 3.3 keeps a reference to a returned list for ever, and so to the tensors in it.
     """
 
     def __init__(self) -> None:
@@ -124,24 +126,25 @@ class ReturnedLists:
         self._lists.append(returned)
 
     def release(self) -> None:
-        """Called when no hook is under way: Paddle has taken what it was given."""
+        """Empty and release all lists; call it when no hook is running."""
         while self._lists:
             returned = self._lists.pop()
             returned.clear()
-            # The list is referred to by the variable, the call, and Paddle's surplus only.
+            # If the only references are the variable and Paddle's surplus one, the list can be
+            # freed.
             if sys.getrefcount(returned) == sys.getrefcount(object()) + 2:
-                _forget(returned)  # nobody else can reach it
+                _forget(returned)
 
 
 class Edge(NamedTuple):
-    """One edge out of a node.
+    """One edge from a node to a next node.
 
     Attributes:
-        position: Its place among the node's `next_functions`.
-        width: How many those are.
-        present: How many of them lead anywhere.
-        before: How many of those come before this one.
-        source: Pointer of the node it leads to.
+        position: Its index among the node's `next_functions`.
+        width: Number of the node's `next_functions`.
+        present: Number of these that are not None.
+        before: Number of those that come before this edge.
+        source: Pointer of the node to which the edge leads.
     """
 
     position: int
@@ -151,13 +154,13 @@ class Edge(NamedTuple):
     source: int
 
     def of(self, sent: Any) -> Any:
-        """What a node has sent along this edge; None when nothing.
+        """The gradient that a node has sent along this edge; None if none.
 
-        Arguments of an operation that can have no gradient stand among the results, and not among
-        the next functions.
+        Arguments of an operation that cannot have a gradient may be among the results, but not
+        among the next functions.
 
         Raises:
-            ValueError: It cannot be told which of the results it is.
+            ValueError: It is unknown which of the results belongs to the edge.
         """
         if len(sent) == self.width:
             gradient = sent[self.position]
@@ -165,14 +168,14 @@ class Edge(NamedTuple):
         filled = [tensor for tensor in sent if tensor is not None and tensor._is_initialized()]
         if len(filled) == self.present:
             return filled[self.before]
-        # Nothing was sent: a branch of the program that does not depend on its inputs.
+        # Nothing was sent, because a branch of the program does not depend on its inputs.
         if not filled:
             return None
         raise ValueError(f"{len(sent)} results and {self.width} next functions do not match")
 
 
 class TooMany(Exception):
-    """The graph has more nodes than are looked at."""
+    """The graph has more nodes than the limit."""
 
 
 def edges_into(
@@ -182,23 +185,26 @@ def edges_into(
     *,
     most: int = _MOST_NODES,
 ) -> list[tuple[Any, list[Edge]]]:
-    """Nodes between `ends` and the sources that have an edge into a source, with those edges.
+    """Find the nodes between `ends` and the sources that have an edge to a source.
 
     Args:
-        sources: Pointers of nodes.
-        ends: Nodes to begin at.
+        sources: Pointers of the source nodes.
+        ends: Nodes at which the walk begins.
         is_older: Whether the walk stops at a node, by its pointer.
-        most: How many nodes are looked at.
+        most: Largest number of nodes to visit.
+
+    Returns:
+        The nodes, each with its edges to sources.
 
     Raises:
-        TooMany: There are more.
+        TooMany: There are more nodes.
     """
     nodes_with_edges: list[tuple[Any, list[Edge]]] = []
     stack: list[Any] = []
     seen: set[int] = set()
     for node in ends:
         pointer = node.node_ptr()
-        # A source is an end, too, where a module returns its input unchanged.
+        # If a module returns its input unchanged, an end is also a source.
         if pointer not in seen and pointer not in sources and node.name() != _LEAF:
             seen.add(pointer)
             stack.append(node)
@@ -220,13 +226,13 @@ def edges_into(
             before += 1
         if edges:
             nodes_with_edges.append((node, edges))
-        # A graph of this size takes seconds to walk in Python; the caller reports the loss.
+        # Walking a larger graph takes too long in Python; the caller reports the loss.
         if len(seen) > most:
             raise TooMany
     return nodes_with_edges
 
 
-# Backward passes: from which tensors one begins, and when it is over.
+# Backward passes: the tensors at which a pass begins, and its end.
 
 
 _eager: Any = core.eager
@@ -234,19 +240,19 @@ _NAMES = ("run_backward", "run_partial_grad")
 
 
 class Listener(Protocol):
-    """Informed of every pass of the process; never raises."""
+    """Is notified of every pass of the process; never raises."""
 
     def begins(self, roots: list[Any], *, partial: bool) -> None:
-        """A pass, or one within a pass, is about to begin at these tensors.
+        """Called just before a pass, or a pass within a pass, begins.
 
         Args:
-            roots: The tensors.
+            roots: The tensors at which it begins.
             partial: Whether it computes gradients of some tensors only, as `paddle.grad` does.
         """
         ...
 
     def over(self) -> None:
-        """The outermost pass is over, or has failed."""
+        """Called when the outermost pass is over or has failed."""
         ...
 
 
@@ -263,7 +269,7 @@ _pass = _Pass()
 
 
 def number() -> int:
-    """The number of the pass that is under way in this thread, or of its last one."""
+    """The number of the pass that is running in this thread, or of the thread's last one."""
     return _pass.number
 
 
@@ -290,7 +296,7 @@ def _telling(plain: Callable[..., Any], *, partial: bool) -> Callable[..., Any]:
         if not _pass.depth:
             _pass.number = next(_numbers)
         for listener in tuple(_listeners):
-            # Listeners learn of inner passes, which double differentiation starts.
+            # Listeners are also notified of inner passes, which double differentiation starts.
             listed = [*roots] if isinstance(roots, (list, tuple)) else [roots]
             listener.begins(listed, partial=partial)
         _pass.depth += 1

@@ -1,8 +1,8 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Paddle, as capture and the saving hook see it: models, leaf layers, sessions, hooks.
+"""The Paddle adapter of capture and of the saving hook: models, leaf layers, sessions, hooks.
 
-The counterpart of `torch/framework.py`; the interface is described in `captures.framework`.
+It is the counterpart of `torch/framework.py`; `captures.framework` describes the interface.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["active", "check_levels", "facts", "is_model", "session_for"]
 
 
 class Engine:
-    """The view of the saving hook; see `captures.framework.Engine`."""
+    """The saving hook's interface to Paddle; see `captures.framework.Engine`."""
 
     def is_model(self, model: object) -> bool:
         return isinstance(model, Layer)
 
     def leaves(self, model: Any) -> list[Leaf]:
         layers = list(unwrapped(STRUCTURE, model).named_sublayers(include_self=True))
-        # One operator computes an LSTM; its cells hold the weights and are never called.
+        # One operator computes a whole LSTM; its cells only hold the weights and are never called.
         cells = [cell for _, layer in layers if isinstance(layer, RNNBase) for cell in layer]
         silent = {id(part) for cell in cells for part in cell.sublayers(include_self=True)}
         return [
@@ -60,7 +60,7 @@ class Engine:
                 yield short, str(parameter.name), parameter
 
     def at_gradient(self, parameter: Any, look: Callable[[Any], None]) -> None:
-        # The same for gradients.
+        # This hook must return nothing either, or Paddle would replace the gradient.
         def hook(gradient: Any) -> None:
             if gradient is not None:
                 look(gradient)
@@ -97,10 +97,10 @@ def is_model(thing: object) -> bool:
 
 
 def check_levels(levels: Sequence[str]) -> None:
-    """Refuse what Paddle does not show.
+    """Refuse levels that cannot be captured in Paddle.
 
     Raises:
-        BadInput: Operators are asked for.
+        BadInput: Operators are requested.
     """
     if "ops" in levels:
         raise BadInput(NO_OPERATORS, hint="leave the level ops out")

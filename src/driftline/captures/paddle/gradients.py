@@ -1,11 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Gradients of Paddle layers and parameters, read without touching what autograd computes.
+"""Gradients of Paddle layers and parameters, read without changing what autograd computes.
 
-The gradient of a call's input is put together from what passes in the backward graph. What the
-call's own operations send, as hooks show it, is added up by `GradientSum`. `GradientByDifference`
-is for inputs where an operation shows nothing: the input's total, less what all others send to it.
-Nothing is put into the graph; what cannot be determined is reported, never guessed.
+The gradient of a call's input is computed from gradients that nodes of the backward graph send.
+`GradientSum` adds up those of the call's own operations, which hooks show. If hooks cannot show
+those of one operation, `GradientByDifference` takes the input's total gradient and subtracts what
+all other operations send to the input. Nothing is inserted into the graph. Gradients that cannot be
+determined are reported, never guessed.
 """
 
 from __future__ import annotations
@@ -33,24 +34,34 @@ from driftline.captures.paddle.backward_graph import (
 from driftline.captures.paddle.optimizers import ParameterGradients
 from driftline.captures.paddle.tensors import grad_enabled, undisturbed
 
-# More terms would mean more than 2**14 choices, too many to try during a backward pass.
+# More terms would mean more than 2**14 combinations, too many to try during a backward pass.
 _MOST_TERMS, _LOOKED_AT = 14, 256
 _UNSEEN = "operations of a pass that nobody saw begin"
 
 Arrived = Callable[[Any], None]
-"""Takes what came along one edge; None when nothing did."""
+"""Takes the gradient that was sent along one edge; None for none."""
 Failed = Callable[[Exception], None]
 
 
 def shows(node: Any) -> bool:
-    """Whether what a node sends can be seen."""
+    """Whether the gradients that a node sends can be observed."""
     return node.name() in hookable() or list_operations.find(node.node_ptr()) is not None
 
 
 def look_at(
     node: Any, edges: list[tuple[Edge, Arrived]], held: ReturnedLists, failed: Failed
 ) -> Any:
-    """Show what a node sends along some of its edges; gives what takes the hook away again."""
+    """Observe the gradients that a node sends along some of its edges.
+
+    Args:
+        node: A node for which `shows` is true.
+        edges: The edges, each with the function that gets its gradient.
+        held: Takes the lists that the hook returns to Paddle.
+        failed: Gets exceptions.
+
+    Returns:
+        A function that ends the observation.
+    """
     watch = _Watch(edges, failed)
     if node.name() in hookable():
         return node._register_post_hook(_NodeHook(watch, held)).remove
@@ -61,7 +72,7 @@ def look_at(
 
 
 class _Watch:
-    """Takes what a node sends apart, edge by edge."""
+    """Distributes the gradients that a node sends to the functions of its edges."""
 
     __slots__ = ("_edges", "_failed")
 
@@ -78,7 +89,7 @@ class _Watch:
 
 
 class _NodeHook:
-    """Called after a node ran."""
+    """The post hook of a node, which Paddle calls after the node has run."""
 
     __slots__ = ("_held", "_watch")
 
@@ -88,19 +99,20 @@ class _NodeHook:
 
     def __call__(self, sent: Any, _: Any) -> Any:
         self._watch(sent)
-        # Paddle goes on with what a hook returns, the very same tensors, and never lets it go.
+        # Paddle continues with the returned list, which holds the same tensors, and never frees it.
         returned = list(sent)
         self._held(returned)
         return returned
 
 
 class GradientByDifference:
-    """One input of one call, by its total: the hook on the input itself.
+    """The gradient of one input of one call, as a difference; also the hook on the input.
 
-    Which edges lead to it from outside of the call is known when a backward pass begins. None: the
-    total is the call's own. All of them seen: they are taken off. Of two inputs that are results of
-    one operation (parts of a split) edges do not say which one they lead to: where others send
-    something to one of them, too, the terms of each total are found by adding up.
+    When a backward pass begins, the edges that lead to the input from outside the call are known.
+    If there are none, the input's total gradient is the call's own. If all of them can be observed,
+    their gradients are subtracted. If two inputs are results of one operation (parts of a split),
+    an edge does not say to which of them it leads. Then, if others send gradients too, the terms
+    of each total are found by trying which of them add up to it.
     """
 
     __slots__ = (
@@ -143,7 +155,13 @@ class GradientByDifference:
     def begin(
         self, reached: list[tuple[Any, list[Edge]]], held: ReturnedLists, failed: Failed
     ) -> None:
-        """A pass begins in which these edges lead to the input's origin."""
+        """Prepare for a backward pass.
+
+        Args:
+            reached: Nodes of the pass with their edges into nodes that made watched inputs.
+            held: Takes the lists that hooks return to Paddle.
+            failed: Gets exceptions.
+        """
         own: list[tuple[Any, list[Edge]]] = []
         foreign: list[tuple[Any, list[Edge]]] = []
         for node, edges in reached:
@@ -153,17 +171,17 @@ class GradientByDifference:
             own += [(node, inside)] if inside else []
             foreign += [(node, outside)] if outside else []
         if not own:
-            return  # a pass within a pass, over another graph
+            return  # the pass is over another graph, such as a pass within a pass
         self.forget()
         self._why = None
         self._expected = sum(len(edges) for _, edges in foreign)
         if not foreign:
             return
         watched = [(node, edges, self._foreign) for node, edges in foreign]
-        # Of parts of one result the call's own terms are needed too, to tell the parts apart.
+        # For parts of one result the call's own terms are needed too, to distinguish the parts.
         if self.is_part:
             watched += [(node, edges, self._mine) for node, edges in own]
-        # One operation that shows nothing makes the difference unknown.
+        # If one operation cannot be observed, the difference is unknown.
         blind = [node.name() for node, *_ in watched if not shows(node)]
         if blind:
             self._why = blind[0].removesuffix("GradNode")
@@ -173,7 +191,7 @@ class GradientByDifference:
             self._remove.append(look_at(node, arrivals, held, failed))
 
     def forget(self) -> None:
-        """The pass is over."""
+        """Remove the hooks and reset the state after a pass."""
         for remove in self._remove:
             remove()
         self._remove, self._others, self._own = [], [], []
@@ -201,11 +219,11 @@ class GradientByDifference:
             tap.lost(self.call.site, error)
 
     def _share(self, total: Any) -> Any | None:
-        """What of the total is the call's own; None, and the reason in `_why`, if unknown."""
+        """The call's own part of the total; None, with the reason in `_why`, if it is unknown."""
         if self._why is not None or not self._expected:
             return total if self._why is None else None
-        # A neighbour that did not run sent nothing, or was not seen; the difference would be a
-        # guess.
+        # A neighbour may have sent nothing, or may not have been observed; the difference would be
+        # a guess.
         if len(self._others) != self._expected:
             self._why = "neighbours that did not run"
             return None
@@ -222,19 +240,19 @@ class GradientByDifference:
 
 
 def _addressed_here(total: Any, own: list[Any], others: list[Any]) -> list[Any] | None:
-    """Those of the others that are terms of a total, of which some of our own are the rest.
+    """The gradients of other operations that are terms of a total; its other terms are our own.
 
-    None if more than one choice of terms gives the total, or none does.
+    None if no combination of terms gives the total, or more than one does.
     """
     terms = [(tensor, False) for tensor in own] + [(tensor, True) for tensor in others]
     terms = [
         (tensor, far) for tensor, far in terms if tensor is not None and tensor.shape == total.shape
     ]
-    # Every further term doubles the number of choices.
+    # Every additional term doubles the number of combinations.
     if len(terms) > _MOST_TERMS:
         return None
     goal, *values = (_some_of(tensor) for tensor in (total, *(tensor for tensor, _ in terms)))
-    # Rounding of the sum: 16-bit formats keep three digits, float32 seven.
+    # The rounding error of the sum: 16-bit formats have about three digits, float32 seven.
     allowed = np.abs(values).sum(axis=0) * (0.02 if total.element_size() == 2 else 1e-5)
     fitting: list[tuple[int, ...]] = []
     for count in range(len(terms) + 1):
@@ -242,39 +260,39 @@ def _addressed_here(total: Any, own: list[Any], others: list[Any]) -> list[Any] 
             apart = np.abs(sum((values[index] for index in chosen), np.zeros_like(goal)) - goal)
             if bool((apart <= allowed).all()):
                 fitting.append(chosen)
-    # Two choices that both fit would name different gradients.
+    # Two combinations that both fit would give different gradients.
     if len(fitting) != 1:
         return None
     return [terms[index][0] for index in fitting[0] if terms[index][1]]
 
 
 def _some_of(tensor: Any) -> Any:
-    """Some of its elements, evenly, as float64."""
+    """An even sample of a tensor's elements, as float64."""
     flat = tensor.astype("float32").flatten()
     return flat[:: max(flat.shape[0] // _LOOKED_AT, 1)].numpy().astype(np.float64)
 
 
 def _copied(gradient: Any) -> Any:
-    """A copy, because the engine may go on adding into the tensor it handed us."""
+    """A copy of a gradient, because the engine may add to the original later."""
     if gradient is None:
         return None
     with undisturbed():
         return gradient.clone()
 
 
-# The tap: hooks of a session's calls.
+# The tap, which hooks the tensors of a session's calls.
 
 
 Named = Sequence[tuple[str, str, Any]]
-"""Slot, alias and tensor, as `module_calls` hands them out."""
+"""(slot, alias, tensor) of each tensor, as `module_calls` passes them to taps."""
 
 _WHOLE_GRAPH = 400_000
-"""Nodes of a whole backward graph that are looked at; about a second of Python."""
+"""Largest number of nodes visited in a whole backward graph; takes about a second in Python."""
 _UNKNOWN = "what its {} send back cannot be seen in Paddle"
 
 
 class GradientTap(CallGradients):
-    """Reads gradients of layers, of parameters, and of what the optimizer is given."""
+    """Captures gradients of layers and of parameters, and the gradients that optimizers use."""
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
@@ -303,20 +321,20 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: Any) -> Generator[None]:
-        """Called by `module_calls` around each call of a root layer."""
+        """A context around each outermost layer call."""
         calls = self._calls
         depth = len(calls.items)
         self._parameters.watch(module)
         try:
             yield
         finally:
-            del calls.items[depth:]  # what an exception left
+            del calls.items[depth:]  # entries that an exception left
             if not depth:
                 calls.met.clear()
-            self._parameters.watch(module)  # layers may make parameters in their first call
+            self._parameters.watch(module)  # layers may create parameters in their first call
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
-        """Remember where in the graph the inputs come from; an in-place op will hide it."""
+        """Remember the nodes of the inputs, because an in-place operation would replace them."""
         if not (self.active and grad_enabled() and self.session.wants_step(frame.step)):
             return
         calls = self._calls
@@ -324,8 +342,7 @@ class GradientTap(CallGradients):
         origins = [node_of(tensor) for _, _, tensor in inputs]
         for node in origins:
             if node is not None:
-                # A node is numbered by the first call that saw it, which may be older than this
-                # one.
+                # A node keeps the number from when it was first seen.
                 calls.met.setdefault(node.node_ptr(), (calls.serial - 1, node))
         calls.items.append((frame, calls.serial, origins))
 
@@ -347,7 +364,7 @@ class GradientTap(CallGradients):
         calls.serial += 1
         ends: list[tuple[str, str, Any, Any]] = []
         for slot, alias, tensor in outputs:
-            # Hooks on a leaf would outlive this call's graph and pile up.
+            # Hooks on a leaf would outlive this call's graph and accumulate.
             if tensor.stop_gradient or tensor.is_leaf:
                 continue
             node = node_of(tensor)
@@ -356,7 +373,7 @@ class GradientTap(CallGradients):
             met_before = calls.met.get(node.node_ptr())
             handed_through = any(o is not None and o.node_ptr() == node.node_ptr() for o in origins)
             if met_before is not None and met_before[0] < began and not handed_through:
-                continue  # made before this call, and not given to it: a cached tensor
+                continue  # a cached tensor: made before this call, and not an input of it
             ends.append((slot, alias, tensor, node))
         wants = self.session.wants
         call = PassedCall[GradientTap](self, frame)
@@ -390,8 +407,7 @@ class GradientTap(CallGradients):
         except TooMany:
             self.without(call, "more operations than are looked at")
             return
-        # Where several inputs share a node, or a node shows nothing, sums cannot be assigned to
-        # one.
+        # If several inputs share a node, or a node cannot be observed, there is no simple sum.
         unclear = {pointer for pointer, parts in parts_by_node.items() if len(parts) > 1}
         unclear |= {edge.source for node, edges in reached if not shows(node) for edge in edges}
         sums = {
@@ -416,7 +432,7 @@ class GradientTap(CallGradients):
         parts: list[tuple[str, str, Any]],
         reached: list[tuple[Any, list[Edge]]],
     ) -> None:
-        """Inputs whose gradient is known by its total only."""
+        """Hook inputs that share a node or get gradients from a node that cannot be observed."""
         own = {
             (node.node_ptr(), edge.position)
             for node, edges in reached
@@ -430,21 +446,21 @@ class GradientTap(CallGradients):
             self._hook_total(difference, tensor)
 
     def _hook_total(self, difference: GradientByDifference, tensor: Any) -> None:
-        # An in-place operation has given the tensor another origin; its hook would see the wrong
+        # After an in-place operation the tensor has another node, and its hook would get the wrong
         # total.
         now = node_of(tensor)
         if now is None or now.node_ptr() != difference.source:
             self.without(difference.call, "an input that was changed in place")
             return
         handle = tensor.register_hook(difference)
-        if tensor.is_leaf:  # which outlives this call's graph
+        if tensor.is_leaf:  # a leaf outlives this call's graph, so its hook must be removed
             self._on_leaves.append((difference.call.step, handle))
             while self._on_leaves[0][0] < difference.call.step:
                 self._on_leaves.pop(0)[1].remove()
         self._differences.add(difference)
 
     def begins(self, roots: list[Any], *, partial: bool) -> None:
-        """A backward pass begins: who else sends something to inputs that are known by totals?"""
+        """Find the other operations that send gradients to inputs which are hooked by totals."""
         del partial
         differences = list(self._differences)
         if not differences or not self.active:
@@ -459,19 +475,19 @@ class GradientTap(CallGradients):
                     reached, self._held, functools.partial(self.lost, difference.call.site)
                 )
         except TooMany:
-            return  # the hooks on the inputs say that nobody has seen it
+            return  # the hooks on the inputs report that the pass was not seen
         except Exception as error:
             self.lost(differences[0].call.site, error)
 
     def without(self, call: PassedCall[GradientTap], what: str) -> None:
-        """An input gradient of a call cannot be had."""
+        """Report an input gradient of a call that cannot be determined."""
         self.session.event_once(
             "gradient-lost",
             f"an input gradient of {call.site} is not captured: {_UNKNOWN.format(what)}",
             site=call.site,
         )
 
-    # --- a backward pass
+    # --- Backward passes.
 
     def task(self) -> int:
         return backward_graph.number()
@@ -479,7 +495,7 @@ class GradientTap(CallGradients):
     def over(self) -> None:
         with self._lock:
             waiting, self._open = self._open, []
-        # Before the sums are emitted, so that hooks of this pass do not stay for the next.
+        # Done before the sums are emitted, so that no hook of this pass remains for the next.
         for difference in list(self._differences):
             difference.forget()
         self._held.release()
@@ -492,20 +508,20 @@ class GradientTap(CallGradients):
 
 
 def _parts_by_node(inputs: Named, origins: list[Any]) -> dict[int, list[tuple[str, str, Any]]]:
-    """The inputs of a call by the node that made them; several may be parts of one result."""
+    """The inputs of a call by the node that made them; a node may have made several inputs."""
     parts_by_node: dict[int, list[tuple[str, str, Any]]] = {}
     for (slot, alias, tensor), node in zip(inputs, origins, strict=True):
-        # Inputs that need no gradient have no origin.
+        # Inputs that need no gradient have no node.
         if node is not None:
             same_node = parts_by_node.setdefault(node.node_ptr(), [])
-            # One tensor that is given twice has one gradient.
+            # A tensor that is passed twice has one gradient.
             if not any(_same(tensor_before, tensor) for *_, tensor_before in same_node):
                 same_node.append((slot, alias, tensor))
     return parts_by_node
 
 
 def _same(tensor: Any, other: Any) -> bool:
-    """Whether two inputs are one tensor, given twice."""
+    """Whether two inputs are the same tensor."""
     return tensor is other or (
         tensor.shape == other.shape
         and tensor._is_initialized()
@@ -514,9 +530,10 @@ def _same(tensor: Any, other: Any) -> bool:
 
 
 class _Calls(threading.local):
-    """Calls under way in this thread, and nodes of the graph in the order they were met.
+    """The current calls of this thread, and the nodes of the graph in the order they were seen.
 
-    Nodes are held until the outermost call is over: the address of a dead one is given to another.
+    Nodes are kept until the outermost call is over, because a new node may get the address of a
+    dead one.
     """
 
     def __init__(self) -> None:
@@ -535,7 +552,7 @@ class _Calls(threading.local):
 
 
 class _OutputHook:
-    """Shows what arrived at one output of a call."""
+    """A hook on one output of a call, which captures the output's gradient."""
 
     __slots__ = ("_alias", "_call", "_slot")
 

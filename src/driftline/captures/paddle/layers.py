@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false
 """The structure of Paddle layers: wrappers, the layer tree, flattened calls, static regions.
 
-Also the facts of Paddle's own state that belong into the record of a run.
+The file also reads the facts about Paddle's own state that are stored with a run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Tensors", "binding_of", "inputs", "outputs"]
 
 Layer: Any = paddle.nn.Layer
 
-# Attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
+# Attribute in which a wrapper stores the wrapped layer, by the wrapper's class name.
 _WRAPPERS = {
     "DataParallel": "_layers",
     "TensorParallel": "_layers",
@@ -43,7 +43,7 @@ class PaddleStructure:
     table = "_sub_layers"
 
     def wrapped(self, module: Any) -> Any | None:
-        # By name, so that no optional part of Paddle has to be imported.
+        # Wrappers are recognised by name, so that no optional part of Paddle has to be imported.
         attribute = _WRAPPERS.get(type(module).__name__)
         return module._sub_layers.get(attribute) if attribute else None
 
@@ -74,15 +74,15 @@ def is_static(layer: Any) -> bool:
     )
 
 
-# The layer tree, as the topology of a run keeps it.
+# The layer tree, as it is stored in a run's topology.
 
 
 def layer_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
-    """Everything that has been named so far; models that are gone are as they were last seen."""
+    """The tree of all named layers."""
     roots: list[ModuleNode] = []
     for root in names.roots:
         layer = root.module()
-        # A model that was freed keeps the tree it had when it was last seen.
+        # For a model that was freed, the tree that was last read is used.
         if layer is not None:
             root.tree = _node(layer, names, set())
         if root.tree is not None:
@@ -96,7 +96,7 @@ def _node(layer: Any, names: ModuleNames, seen: set[int]) -> ModuleNode:
     class_name = STRUCTURE.class_name(layer)
     site = place.site if place else class_name
     ids = place.ids if place else None
-    # A layer that is used twice is listed in full once.
+    # A layer that is used twice is described in full only once.
     if id(layer) in seen:
         return ModuleNode(site, class_name, ids, shared=True)
     seen.add(id(layer))
@@ -118,7 +118,7 @@ def _parameters(layer: Any) -> tuple[Parameter, ...]:
     )
 
 
-# Calls as flat lists of named tensors; the rule is in `captures.flatten`.
+# Calls as flat lists of named tensors; `captures.flatten` has the rules.
 
 
 _core: Any = core
@@ -127,16 +127,16 @@ inputs = _FLATTEN.inputs
 outputs = _FLATTEN.outputs
 
 
-# What of Paddle's own state can change a number, for the record of a run.
+# Facts: the parts of Paddle's own state that can change a number.
 
 
 _DETERMINISTIC = "FLAGS_cudnn_deterministic"
 
 
 def facts() -> dict[str, JSON]:
-    """Asking draws no random number."""
+    """Facts about Paddle's state; reading them draws no random number."""
     deterministic = False
-    with contextlib.suppress(ValueError):  # a Paddle without CUDA has no such flag
+    with contextlib.suppress(ValueError):  # a Paddle build without CUDA has no such flag
         deterministic = bool(paddle.get_flags([_DETERMINISTIC])[_DETERMINISTIC])
     return {
         "framework": "paddle",
@@ -148,7 +148,7 @@ def facts() -> dict[str, JSON]:
 
 
 def rank() -> tuple[int, int] | None:
-    """Rank and world size, as Paddle's own distribution says; None in a program without it."""
+    """Rank and world size from `paddle.distributed`; None if the program has not initialised it."""
     distributed: Any = paddle.distributed
     if not distributed.is_initialized():
         return None

@@ -1,11 +1,11 @@
-"""Operations whose nodes cannot carry a hook, and how their gradients are obtained all the same.
+"""Gradients of operations whose backward nodes cannot have a hook.
 
-Paddle accepts no lists from a hook behind a node (`backward_graph`), so nodes of operations that
-take lists of tensors, and those of a `PyLayer`, are never hooked. What some of them send is known
-without a hook: `concat`, `stack` and `add_n` hand out parts of what arrives at their result,
-`einsum` multiplies it with the other operands, and a `PyLayer` is Python. So the Python functions
-are wrapped while a session watches, a hook on the result says what arrives, and nothing of the
-graph is touched.
+Paddle does not accept lists from a node's post hook (`backward_graph`), so nodes of operations that
+take lists of tensors, and nodes of a `PyLayer`, are never hooked. The gradients that some of them
+send are known without such a hook: `concat`, `stack` and `add_n` pass on parts of the result's
+gradient, `einsum` multiplies it with the other operands, and the backward of a `PyLayer` is a
+Python function. So the Python functions are wrapped while a session watches, and a hook on the
+result gets its gradient. The graph is not changed.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,7 +25,7 @@ from driftline.captures.paddle.backward_graph import node_of
 from driftline.captures.paddle.tensors import grad_enabled, undisturbed
 
 Sent = list[Any]
-"""What a node sends along each of its edges, in their order; None where nothing."""
+"""The gradients that a node sends along its edges, in their order; None for none."""
 
 _ops: Any = _C_ops
 _PyLayer: Any = py_layer.PyLayer
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 _watching = 0
 _plain: dict[str, Callable[..., Any]] = {}
 _plain_backward: Callable[..., Any] = _PyLayerBackward.backward
-# Weak: the hook on the result keeps a sender alive, and both go with the graph.
+# Weak references: the hook on the result keeps a sender alive until the graph is freed.
 _senders: weakref.WeakValueDictionary[int, _Sender] = weakref.WeakValueDictionary()
 
 
@@ -47,7 +47,7 @@ _running = _Running()
 
 
 class _Sender:
-    """One call of such an operation; lives as long as the node whose hook it is."""
+    """One call of such an operation; also the hook on its results, which keeps it alive."""
 
     __slots__ = ("__weakref__", "_divide", "_listeners")
 
@@ -63,8 +63,8 @@ class _Sender:
             self._listeners.remove(listener)
 
     def __call__(self, gradient: Any) -> None:
-        """The hook on the result: called right before its node runs."""
-        # What a PyLayer sends is seen when its own backward has run, not here.
+        """The hook on a result, which Paddle calls just before the node runs."""
+        # The gradients that a PyLayer sends are known when its own backward has run.
         if self._divide is None:
             _running.layer = self
         elif self._listeners and gradient is not None:
@@ -77,12 +77,12 @@ class _Sender:
 
 
 def find(pointer: int) -> _Sender | None:
-    """The sender behind a node, by the node's pointer; None for other nodes."""
+    """The call whose node has this pointer; None for nodes of other operations."""
     return _senders.get(pointer)
 
 
 def watch() -> None:
-    """Take notice of such operations from now on."""
+    """Wrap these operations, until `unwatch` was called as often."""
     global _watching, _plain_backward
     with _lock:
         _watching += 1
@@ -103,10 +103,10 @@ def unwatch() -> None:
         if _watching:
             return
         for name, wrapped in _WRAPPED.items():
-            # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+            # If another library has wrapped our function since, ours stays and does nothing.
             if getattr(_ops, name) is wrapped:
                 setattr(_ops, name, _plain[name])
-        # `apply` is inherited, so the wrapper is removed rather than replaced by the original.
+        # The original `apply` is inherited, so the wrapper is only deleted.
         if vars(_PyLayer).get("apply") is not None:
             del _PyLayer.apply
         if _PyLayerBackward.backward is _backward:
@@ -114,7 +114,7 @@ def unwatch() -> None:
 
 
 def _note(results: Any, divide: Callable[[Any], Sent] | None) -> None:
-    """Remember the operation that has just given these results. Never raises."""
+    """Remember the operation that has just returned these results. Never raises."""
     if not _watching or not grad_enabled():
         return
     try:
@@ -128,7 +128,7 @@ def _note(results: Any, divide: Callable[[Any], Sent] | None) -> None:
                 _senders[node.node_ptr()] = sender
                 tensor.register_hook(sender)
     except Exception:
-        return  # then its gradients cannot be seen, and whoever looks for them says so
+        return  # its gradients are then unknown, which is reported where they are needed
 
 
 def _concat(tensors: Any, axis: Any = 0, *rest: Any, **named: Any) -> Any:
@@ -164,14 +164,17 @@ def _add_n(tensors: Any, *rest: Any, **named: Any) -> Any:
 def _einsum(operands: Any, equation: str, *rest: Any, **named: Any) -> Any:
     result = _plain["einsum"](operands, equation, *rest, **named)
     if paddle.in_dynamic_mode() and (labels := _labels(operands, equation)) is not None:
-        # Detached: the operands' own graph must not be kept alive by the hook.
+        # Detached, so that the hook does not keep the operands' own graph alive.
         held = [operand.detach() for operand in operands]
         _note(result[0], lambda gradient: _factors(gradient, held, labels))
     return result
 
 
 def _labels(operands: Any, equation: str) -> list[str] | None:
-    """The labels of the result and of each operand; None for what is better left to others."""
+    """The labels of the result and of each operand; None if the gradients are not plain products.
+
+    Such calls are left to `GradientByDifference`.
+    """
     operand_labels, arrow, out = equation.replace(" ", "").partition("->")
     parts = operand_labels.split(",")
     # A repeated label is a diagonal, whose gradient is no product.
@@ -185,7 +188,7 @@ def _labels(operands: Any, equation: str) -> list[str] | None:
 
 
 def _factors(gradient: Any, operands: list[Any], labels: list[str]) -> Sent:
-    """A product's gradients: what arrives, times all the other factors."""
+    """The gradients of an einsum's operands: the result's gradient times all other factors."""
     sent: Sent = []
     for index, (operand, own) in enumerate(zip(operands, labels[1:], strict=True)):
         others = [factor for n, factor in enumerate(operands) if n != index]
@@ -193,7 +196,7 @@ def _factors(gradient: Any, operands: list[Any], labels: list[str]) -> Sent:
         shared = "".join(label for label in own if any(label in factor for factor in other_labels))
         factor = _plain["einsum"]([gradient, *others], f"{','.join(other_labels)}->{shared}")[0]
         for axis, label in enumerate(own):
-            if label not in shared:  # it was added up over alone
+            if label not in shared:  # the label occurs in no other factor: it was summed over
                 factor = factor.unsqueeze(axis)
         sent.append(factor.expand(operand.shape))
     return sent
@@ -208,7 +211,7 @@ _WRAPPED: dict[str, Callable[..., Any]] = {
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `PyLayer.apply`."""
+    """Replaces `PyLayer.apply`."""
     results = super(_PyLayer, cls).apply(*args, **kwargs)
     if paddle.in_dynamic_mode():
         _note(results, None)
@@ -216,7 +219,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backward(self: Any, *gradients: Any) -> Any:
-    """Stands in for the call of a PyLayer's own `backward`."""
+    """Replaces the call of a PyLayer's own `backward`."""
     sender, _running.layer = _running.layer, None
     sent = _plain_backward(self, *gradients)
     if sender is not None:

@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Paddle models as data: layers with their attributes and code, parameters and buffers.
+"""Facts about Paddle models: layers with their attributes and code, parameters and buffers.
 
-The counterpart of `torch/model_facts.py`, with what Paddle shows of itself. Everything is written
-before a model's first call; values are read then, too, because Paddle has no place where a thread
-would be waited for before an update.
+It is the counterpart of `torch/model_facts.py`. Everything is written before a model's first call.
+The values of weights are read then too, and not in a thread, because Paddle has no hook in which
+the program could wait for the thread before an update.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OWN_TABLES = frozenset(paddle.nn.Layer().__dict__) | {"forward"}
 _MOST_LAYERS = 200_000
 _MOST_MODELS = 64
 _AT_ONCE = 256 << 20
-"""Bytes of weights that are read in full before the first call; of larger models samples."""
+"""Largest size of a model whose weights are read in full; of a larger model, samples are read."""
 
 
 class PaddleFacts:
-    """Describes the models of one session; see `Session.model_facts`."""
+    """Writes facts about the models of one session; see `Session.model_facts`."""
 
     def __init__(self, session: PaddleSession, options: FactOptions) -> None:
         self._session = session
@@ -68,7 +68,7 @@ class PaddleFacts:
         self._calls = CallDigests(self._session, self._file, PaddleReader())
         self._paths: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._weights = WeightReader(self._file.add)
-        # Mode of each model when it was last described.
+        # Whether each model was in training mode when it was last described.
         self._modes: dict[int, bool] = {}
         self._classes: set[type] = set()
         self._configs: set[int] = set()
@@ -97,7 +97,7 @@ class PaddleFacts:
             self._training.states.model_called(module.parameters, place.site, root.step)
 
     def after_root(self, frame: Frame, result: Any) -> None:
-        """A model was called: its result may be the loss."""
+        """Note the result of a model's call, which may be the loss."""
         if frame.digests is not None:
             self._calls.returned(frame)
         self._training.returned(frame, result)
@@ -110,7 +110,7 @@ class PaddleFacts:
         self._file.flush()
 
     def _path_of(self, tensor: Any) -> str:
-        """`site.name` of a parameter; empty for one that belongs to no model that was seen."""
+        """`site.name` of a parameter; empty if it belongs to no described model."""
         entry = self._paths.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else ""
 
@@ -144,7 +144,7 @@ class PaddleFacts:
         while waiting and len(seen) < _MOST_LAYERS:
             layer, path = waiting.pop()
             layer = unwrapped(STRUCTURE, layer)
-            # A layer that is used twice, or holds itself, is described once.
+            # A layer that is used twice, or contains itself, is described once.
             if id(layer) in seen:
                 continue
             seen.add(id(layer))
@@ -222,7 +222,7 @@ def _tensor_line(
 
 
 class _Reading:
-    """Reads one tensor."""
+    """A function that reads one tensor when it is called."""
 
     __slots__ = ("_tensor",)
 
@@ -234,12 +234,12 @@ class _Reading:
 
 
 def process_state() -> dict[str, Any]:
-    """Switches of Paddle that can change a number."""
+    """The settings of Paddle that can change a number."""
     flags = ("FLAGS_cudnn_deterministic", "FLAGS_use_mkldnn", "FLAGS_conv_workspace_size_limit")
     state: dict[str, Any] = {"default_dtype": str(paddle.get_default_dtype())}
     for flag in flags:
         try:
             state[flag] = paddle.get_flags(flag)[flag]
-        except ValueError:  # a build without it
+        except ValueError:  # this build of Paddle lacks the flag
             continue
     return state

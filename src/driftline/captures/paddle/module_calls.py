@@ -1,9 +1,9 @@
-"""Intercept every call of a Paddle layer: record what goes in before it runs, and what comes out.
+"""Intercept every call of a Paddle layer: capture its inputs before it runs, then its outputs.
 
-`Layer.__call__` is wrapped once for all sessions. Hooks would not do: Paddle has none for all
-layers at once, and a layer that has one is called another way. While a static graph is made or a
-layer is translated to one, the wrapper is the plain call, so the graph is what it is without
-capture.
+`Layer.__call__` is wrapped once for all sessions. Hooks are not sufficient: Paddle has no global
+hooks for all layers, and it calls a layer with a hook in another way. While a static graph is made
+or a layer is translated to one, the wrapper only makes the plain call, so the graph is the same as
+without capture.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -56,14 +56,15 @@ def _unset(callback: Any) -> Any:
 _in_backward: Callable[[], bool] = _core.eager._is_run_in_backward
 _in_dynamic: Callable[[], bool] = framework.in_dygraph_mode
 _in_tracing: Callable[[], bool] = base.in_to_static_mode
-# Not every version of Paddle has this one.
+# Not every version of Paddle has this function.
 _in_translation: Callable[[], bool] = getattr(base, "in_sot_simulation_mode", _never)
 _set_eval_frame: Callable[[Any], Any] = getattr(_core, "set_eval_frame", _unset)
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `Layer.__call__` while a session runs."""
-    if _in_translation() or _in_tracing() or not _in_dynamic():  # inlined: this is translated too
+    # This is `is_plain_call`, inlined because Paddle translates this function too.
+    if _in_translation() or _in_tracing() or not _in_dynamic():
         return _original(self, *args, **kwargs)
     call = _original
     for session in _sessions:
@@ -77,7 +78,7 @@ def is_plain_call() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way: a forward in it is a recomputation."""
+    """Whether a backward pass is running; a forward in it is a recomputation."""
     return bool(_in_backward())
 
 
@@ -85,7 +86,8 @@ def _watched(
     session: PaddleSession, call: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a layer while one session watches. The program's exceptions pass through."""
-    # Where a translated program breaks off, Paddle looks at every frame: not at the capture's own.
+    # After a graph break Paddle examines every Python frame. It is switched off for the frames of
+    # the capture itself.
     translator = _set_eval_frame(None)
     stack = session.thread.stack
     depth = len(stack)
@@ -95,7 +97,7 @@ def _watched(
     except Exception as error:
         fault(session, self, error)
     finally:
-        if frame is None:  # also when the user's interrupt came just now
+        if frame is None:  # also after a KeyboardInterrupt
             del stack[depth:]
         _set_eval_frame(translator)
     if frame is None:
@@ -106,8 +108,7 @@ def _watched(
     except BaseException as error:
         if room:
             restore_recursion_limit(room)
-        # Deeper frames are still there where an exception skipped their cleanup; the innermost
-        # reports.
+        # If an exception skipped the cleanup of inner calls, their frames are still on the stack.
         if len(stack) == depth + 1:
             session.guarded(frame.site, note_failure, session, frame, error)
         if frame.around is not None:
@@ -136,16 +137,20 @@ def _enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Frame | None:
-    """A layer is about to run: name it, count it, take its inputs."""
+    """Name a layer that is about to run, count the call and take its inputs.
+
+    Returns:
+        The call's frame, which is on the stack; None if the call is not watched.
+    """
     # Workers of a data loader run layers for preprocessing, not the model.
     if not session.running or _is_data_worker():
         return None
     place = session.names.of(layer, stack[-1].place if stack else None)
-    if place is None or place.wraps:  # what a wrapper wraps is called too, and speaks for it
+    if place is None or place.wraps:  # a wrapper calls the wrapped layer, which is captured instead
         return None
     recompute = _in_backward()
     clock = session.clock
-    # A recomputation belongs to the step whose backward pass asks for it.
+    # A recomputation begins no step: it belongs to the step whose backward pass requests it.
     if not stack and not recompute:
         session.begin_run()
         clock.enter(place, layer)
@@ -161,7 +166,7 @@ def _enter(
         _explain_static(session, place)
     look, facts = place.look, session.model_facts
     digested = len(stack) == 1 and facts is not None and facts.digests_call(frame)
-    # Flattening is skipped where nobody looks at the inputs.
+    # The inputs are flattened only if they are needed.
     if digested or look.inputs_before or look.inputs_after or session.taps:
         frame.inputs = layers.inputs(layers.binding_of(_forward(layer)), args, kwargs)
         if digested and facts is not None:
@@ -174,7 +179,7 @@ def _enter(
 
 
 def _leave(session: PaddleSession, frame: Frame, result: Any) -> None:
-    """A layer has run: take its outputs, and its inputs again where asked."""
+    """Take the outputs of a layer that has run, and its inputs again if requested."""
     look, taps = frame.place.look, session.taps
     outermost = len(session.thread.stack) == 1
     facts = session.model_facts
@@ -204,7 +209,7 @@ def _take_all(
 
 
 def _forward(layer: Any) -> Callable[..., Any]:
-    """The forward as the program wrote it; a static region keeps it aside."""
+    """The forward as the program wrote it, which a static region keeps in `dygraph_function`."""
     forward = unwrapped(STRUCTURE, layer).forward
     return getattr(forward, "dygraph_function", None) or forward
 
@@ -224,20 +229,20 @@ def _explain_static(session: PaddleSession, place: Place) -> None:
     )
 
 
-# --- switching on and off
+# --- Watching layer calls.
 
 
 def watch(session: PaddleSession) -> None:
-    """Show a session every layer call from now on."""
+    """Let a session see every layer call from now on."""
     global _sessions, _original, _fork_hook_set
     with _lock:
         if not _sessions:
-            # A second watch must not wrap the wrapper.
+            # The wrapper must not be wrapped again.
             if _Layer.__call__ is not _call:
                 _original = _Layer.__call__
                 _Layer.__call__ = _call
             optimizers.watch(_optimizer_stepped)
-            # Fork hooks cannot be removed, so it is set once per process.
+            # A fork hook cannot be removed, so it is set once per process.
             if not _fork_hook_set:
                 os.register_at_fork(after_in_child=_after_fork)
                 _fork_hook_set = True
@@ -245,15 +250,14 @@ def watch(session: PaddleSession) -> None:
 
 
 def unwatch(session: PaddleSession) -> None:
-    """Show it no more; the last one to leave restores the plain call."""
+    """Stop showing layer calls to a session; after the last one, restore the plain call."""
     global _sessions
     with _lock:
         if session not in _sessions:
             return
         _sessions = tuple(s for s in _sessions if s is not session)
         if not _sessions:
-            # Somebody else may have wrapped the call after us; then ours stays below, doing
-            # nothing.
+            # Another library may have wrapped our wrapper since; then ours stays, doing nothing.
             if _Layer.__call__ is _call:
                 _Layer.__call__ = _original
             optimizers.unwatch(_optimizer_stepped)

@@ -1,11 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Paddle's optimizers and parameters: when a step ends, which gradients are used, parameter values.
+"""Paddle's optimizers and parameters: the ends of steps, the gradients used, parameter values.
 
-Paddle has no hooks for optimizers, and every one may bring its own `step`. So `step` is wrapped
-wherever a class defines it, also in classes that are made later, and the outermost call counts. A
-parallel wrapper goes straight to `_apply_optimize`, as `minimize` does: outside a `step` that is
-one. Gradients are looked at between clipping and weight decay: what torch's optimizers receive.
+Paddle has no hooks for optimizers, and every optimizer may define its own `step`. So `step` is
+wrapped in every class that defines it, including classes that are made later, and the outermost
+call counts. Parallel wrappers and `minimize` call `_apply_optimize` directly, which counts as a
+step if it is called outside `step`. Gradients are read after clipping and before weight decay,
+because this is what torch's optimizers receive.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _OURS = "_driftline_original"
 
 Stepped = Callable[[], None]
 Given = Callable[[Any, list[tuple[Any, Any]]], None]
-"""Takes an optimizer and its (parameter, gradient) pairs."""
+"""A function that takes an optimizer and its (parameter, gradient) pairs."""
 
 
 class Updates(Protocol):
-    """Informed of every update of any optimizer; never raises."""
+    """Is notified of every update of any optimizer; never raises."""
 
     def around_update(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Encloses an update."""
+        """A context that is entered around an update."""
         ...
 
     def given(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
-        """Parameters and gradients that an update is about to use."""
+        """Called with the parameters and gradients that an update is about to use."""
         ...
 
 
@@ -69,7 +70,7 @@ def unwatch(stepped: Stepped) -> None:
 
 
 def watch_gradients(listener: Given) -> None:
-    """Call `given` with the gradients of every step, before they are used."""
+    """Call `listener` with the gradients of every step, before they are used."""
     _add(_given, listener)
 
 
@@ -78,7 +79,7 @@ def unwatch_gradients(listener: Given) -> None:
 
 
 def watch_updates(listener: Updates) -> None:
-    """Enclose every update, and show the gradients it uses."""
+    """Enter the listener's context around every update, and call `given` with its gradients."""
     _add(_updates, listener)
     _add(_given, listener.given)
 
@@ -89,13 +90,13 @@ def unwatch_updates(listener: Updates) -> None:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is under way."""
+    """Whether a backward pass is running."""
     return bool(_core.eager._is_run_in_backward())
 
 
 def _add(listeners: list[Any], listener: Any) -> None:
     with _lock:
-        # Optimizers are wrapped only while somebody listens.
+        # Optimizers are wrapped only while there is a listener.
         if not (_stepped or _given or _updates):
             _wrap_all()
         listeners.append(listener)
@@ -123,7 +124,7 @@ def _wrap_step(kind: Any) -> None:
 
 
 def _wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
-    # Only what the class itself defines; an inherited method is wrapped in its own class.
+    # Only methods that the class itself defines; inherited ones are wrapped in their own class.
     original = vars(kind).get(name)
     if original is None or not callable(original):
         return
@@ -138,9 +139,9 @@ def _wrap(kind: Any, name: str, instead: Callable[..., Any]) -> None:
 
 
 def _unwrap_all() -> None:
-    # In reverse, so that a class that was wrapped twice ends with its original.
+    # In reverse order, so that a class that was wrapped twice gets its original back.
     for kind, name in reversed(_wrapped):
-        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+        # If another library has wrapped our method since, ours stays and does nothing.
         original = getattr(vars(kind).get(name), _OURS, None)
         if original is not None:
             setattr(kind, name, original)
@@ -154,7 +155,7 @@ def _with_subclasses(kind: Any) -> Iterable[Any]:
 
 
 def _on_making(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """An optimizer is made: its class may have come into being after the watch began."""
+    """Wrap `step` of an optimizer's classes when it is made; a class may be new."""
     with _lock:
         if _stepped or _given or _updates:
             for kind in type(self).__mro__:
@@ -170,7 +171,7 @@ def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
             result = original(self, *args, **kwargs)
         finally:
             _depth.value -= 1
-    # An optimizer may call another one's step; the outermost ends the step.
+    # An optimizer may call the `step` of another one; the outermost call ends the step.
     if _depth.value == 0:
         _tell_stepped()
     return result
@@ -179,7 +180,7 @@ def _on_step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 def _on_applying(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     with _around_update(self):
         result = original(self, *args, **kwargs)
-    # Parameter groups are applied one by one; the first stands for the step.
+    # Parameter groups are applied one by one; only the first one counts as a step.
     group = kwargs.get("param_group_idx", args[3] if len(args) > 3 else 0)
     if _depth.value == 0 and group == 0 and paddle.in_dynamic_mode():
         _tell_stepped()
@@ -197,7 +198,7 @@ def _on_regularizing(
 
 @contextmanager
 def _around_update(optimizer: Any) -> Generator[None]:
-    """Enclose an update that is no part of another one."""
+    """Enter the listeners' contexts around an update that is not part of another one."""
     with ExitStack() as around:
         if _depth.value == 0 and paddle.in_dynamic_mode():
             for listener in tuple(_updates):
@@ -210,15 +211,15 @@ def _tell_stepped() -> None:
         stepped()
 
 
-# Parameters and buffers: their owners, their values, and the gradients they receive.
+# Parameters and buffers: their owners, their values and their gradients.
 
 
 _TORCH_NAMES = {"_mean": "running_mean", "_variance": "running_var"}
-"""What other frameworks call the buffers of a batch norm."""
+"""torch's names for the buffers of a batch norm, which become aliases."""
 
 
 def layers_of(root: Any) -> Iterator[Any]:
-    """A layer and all below it, each once, in the order of `named_sublayers`."""
+    """A layer and all layers below it, each once, in the order of `named_sublayers`."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:
@@ -227,15 +228,15 @@ def layers_of(root: Any) -> Iterator[Any]:
             continue
         seen.add(id(layer))
         yield layer
-        # Reversed because the list is a stack: children come in their own order.
+        # Reversed because the list is a stack, and children must come in their own order.
         waiting.extend(child for _, child in reversed([*STRUCTURE.children(layer)]))
 
 
 class ParameterTap:
-    """Every parameter and buffer at the first call of its root.
+    """Captures every parameter and buffer at the first captured call of its model.
 
-    Values are taken before the root runs, under the port `param`; the slot is the name inside the
-    owning layer. A tied tensor is written once, at its first owner.
+    Values are taken before the model runs, with the port `param`; the slot is the name in the
+    layer. A tied tensor is written once, for its first layer.
     """
 
     def __init__(self, session: Any) -> None:
@@ -255,12 +256,12 @@ class ParameterTap:
         if self._active and module not in self._done:
             try:
                 self._write(module)
-            except Exception as error:  # the user's program goes on whatever happens here
+            except Exception as error:  # the user's program must continue in any case
                 self._session.event_once("parameters-lost", f"parameters not captured: {error}")
         yield
 
     def before_forward(self, frame: Any, inputs: Any) -> None:
-        pass  # parameters belong to the whole call
+        pass  # parameters are taken once for the whole model
 
     def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
         pass
@@ -278,7 +279,7 @@ class ParameterTap:
             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
                 if tensor is None or self._is_written(tensor):
                     continue
-                if not tensor._is_initialized():  # an LSTM has a buffer that is never filled
+                if not tensor._is_initialized():  # such as a buffer of an LSTM, which stays empty
                     continue
                 self._written[id(tensor)] = weakref.ref(tensor)
                 alias = _TORCH_NAMES.get(name, "")
@@ -286,7 +287,7 @@ class ParameterTap:
                     site, "param", name, step, alias=alias, class_name=class_name
                 )
                 session.emit(address, tensor)
-        # A root whose step was not wanted is looked at again in a later step.
+        # A model that was called in a step that is not captured is tried again in a later step.
         self._done.add(root)
 
     def _is_written(self, tensor: Any) -> bool:
@@ -295,7 +296,7 @@ class ParameterTap:
 
 
 class ParameterGradients:
-    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+    """Captures `param_grad` in every backward pass and `optimizer_grad` in every optimizer step."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -317,7 +318,7 @@ class ParameterGradients:
         self._handles.clear()
 
     def watch(self, root: Any) -> None:
-        """Hook the parameters of `root` that are new; cheap when there are none."""
+        """Hook the parameters of `root` that are new."""
         if not self._active:
             return
         try:
@@ -330,12 +331,12 @@ class ParameterGradients:
 
     def _learn(self, layer: Any, name: str, parameter: Any) -> None:
         entry = self._owners.get(id(parameter))
-        # The id of a dead parameter may be given to a new one: the reference decides.
+        # A new parameter may have the id of a dead one, so the reference is compared.
         if entry is None or entry[0]() is not parameter:
             owner = Owner(self._session.site_of(layer), name, STRUCTURE.class_name(layer))
             entry = self._owners[id(parameter)] = (weakref.ref(parameter), owner)
             self._hooked.discard(id(parameter))
-        # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+        # A frozen parameter cannot have a hook, but may be made trainable between two calls.
         if id(parameter) not in self._hooked and not parameter.stop_gradient:
             self._hooked.add(id(parameter))
             self._hook(parameter, entry[1])
@@ -360,8 +361,7 @@ class ParameterGradients:
                 owner = (
                     entry[1]
                     if entry is not None and is_same
-                    # A tensor that belongs to no watched model is named by its position in the
-                    # optimizer.
+                    # A tensor of no watched model is named by its position in the optimizer.
                     else Owner("(optimizer)", str(position), type(optimizer).__name__)
                 )
                 self._given.take("optimizer_grad", owner, gradient)

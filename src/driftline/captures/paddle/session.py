@@ -1,8 +1,8 @@
 """One capture of Paddle layers.
 
-What a session decides is in `captures.session`; this file adds what is Paddle's own. Calls are
-intercepted by `module_calls`; `gradients` and `optimizers` are loaded by level. Operators are not
-seen: Paddle has no place where every operator of a dynamic program passes by.
+`captures.session` holds what is common to all frameworks; this file adds what only Paddle has.
+`module_calls` intercepts calls; `gradients` and `optimizers` are loaded if their level is captured.
+Operators are not captured: Paddle has no function that all operators of a dynamic program call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from driftline.runs.sinks import JSON
 if TYPE_CHECKING:
     from driftline.runs.sinks import Sink
 
-# Imported by level, because wrapping optimizers costs programs that need no gradients.
+# A tap is imported only if its level is captured.
 _TAPS = {
     "gradients": ("driftline.captures.paddle.gradients", "GradientTap"),
     "params": ("driftline.captures.paddle.optimizers", "ParameterTap"),
@@ -39,11 +39,12 @@ class PaddleSession(Session):
     """Captures Paddle layers until it is stopped; see `captures.session.Session`.
 
     Args:
-        sink: Where tensors go, or a function that makes the sink when there is something to write.
-        selection: Which tensors.
-        reduction: How much of each.
-        levels: Any of modules, gradients, params; ops becomes an event.
-        model: The one model to watch; None watches every layer call of the process.
+        sink: Receives the tensors; or a function that makes the sink when there is something to
+            write.
+        selection: Which tensors are captured.
+        reduction: How much of each tensor is kept.
+        levels: Any of modules, gradients, params; ops only causes an event.
+        model: The only model to watch; None watches every layer call of the process.
         rank: This process's rank.
         steps_by: What ends a step; see `captures.calls`.
     """
@@ -85,7 +86,7 @@ class PaddleSession(Session):
         for level, (where, name) in _TAPS.items():
             if level in self.levels:
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
-        # An event rather than a refusal: a launched program may use torch as well.
+        # The level is not refused, because a launched program may use torch as well.
         if "ops" in self.levels:
             self.event("level", NO_OPERATORS)
         module_calls.watch(self)

@@ -1,8 +1,8 @@
-"""A Paddle tensor as host bytes: without a copy where possible, refused with a reason otherwise.
+"""Read a Paddle tensor as host bytes, without a copy if possible, or refuse it with a reason.
 
-The snapshot of a plain host tensor is a window on live memory: it must be read, or copied, before
-the program goes on. Callers hold `undisturbed()`, so that nothing here becomes part of the
-program's graph. Knows nothing of names and sinks.
+The snapshot of a plain host tensor refers to live memory, so it must be read or copied before the
+program continues. Callers hold `undisturbed()`, so that nothing here becomes part of the program's
+graph. This file knows nothing about names and sinks.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -20,19 +20,19 @@ from driftline.numerics.dtypes import DTYPES
 
 _CPU = "cpu"
 _NOTHING = -1
-# Turning a dtype into text is slow, and it is asked for every tensor.
+# A cache, because converting a dtype to text is slow and is needed for every tensor.
 _NAMES: dict[Any, str] = {}
 _tracer: Any = framework._dygraph_tracer
 
 
 def grad_enabled() -> bool:
-    """Whether Paddle records now what a backward pass needs."""
+    """Whether Paddle is recording what a backward pass needs."""
     tracer = _tracer()
     return tracer is not None and bool(tracer._has_grad)
 
 
 class undisturbed:
-    """Autograd records nothing of what happens inside."""
+    """A context in which autograd records nothing."""
 
     __slots__ = ("_had", "_tracer")
 
@@ -54,7 +54,7 @@ class undisturbed:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Our name of a Paddle dtype; empty when its bytes mean nothing to us."""
+    """Our name of a Paddle dtype; empty if we do not understand its bytes."""
     name = _NAMES.get(dtype)
     if name is None:
         name = str(dtype).removeprefix("paddle.")
@@ -63,14 +63,14 @@ def dtype_name(dtype: Any) -> str:
 
 
 def snapshot(tensor: Any, *, values: bool = True) -> Snapshot | Refusal:
-    """Look at one tensor.
+    """Snapshot of one tensor.
 
     Args:
         tensor: Any Paddle tensor of a dynamic program.
-        values: False describes it only.
+        values: Whether its bytes are needed, or only dtype, shape and device.
     """
     placement = ""
-    # Of a distributed tensor this rank holds a part; its placement is recorded next to it.
+    # This rank holds only a part of a distributed tensor, described by the placement.
     if tensor.is_dist():
         placement = _placement(tensor)
         tensor = tensor._local_value()
@@ -87,9 +87,9 @@ def snapshot(tensor: Any, *, values: bool = True) -> Snapshot | Refusal:
     address, length, owner = 0, _NOTHING, tensor
     if values:
         length = elements * (DTYPES[dtype].bits // 8)
-        # An empty tensor has no storage to check.
+        # An empty tensor needs no storage.
         if length:
-            # An unfilled tensor has no address to read from.
+            # A tensor that was never filled has no address.
             if not tensor._is_initialized():
                 return Refusal("its storage has been freed or was never filled")
             owner = _in_order(tensor, on_host=device == _CPU)
@@ -105,7 +105,7 @@ def _in_order(tensor: Any, *, on_host: bool) -> Any:
 
 
 def _device(place: Any) -> tuple[str, int | None]:
-    """`gpu:0` of `Place(gpu:0)`; memory that is pinned for a device is on no device."""
+    """Name and index of a device, such as `gpu:0` and 0; pinned host memory has no index."""
     text = str(place).removeprefix("Place(").removesuffix(")")
     name, _, number = text.partition(":")
     return text, int(number) if number.isdigit() and "pinned" not in name else None

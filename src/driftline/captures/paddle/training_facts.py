@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""How a Paddle program trains, as data: optimizer, scheduler, scaler, clipping, loss, calls.
+"""Facts about how a Paddle program trains: optimizer, scheduler, scaler, clipping, loss, calls.
 
-What is written, and when, is in `captures.training_facts`. Settings have the words that torch has
-for them (`lr`, `betas`, `eps`, `weight_decay`), so that a training can be compared with one of
-torch. Paddle keeps some settings with each parameter, so parameters with equal ones form a group.
+`captures.training_facts` defines what is written and when. Settings have torch's names (`lr`,
+`betas`, `eps`, `weight_decay`), so that a training can be compared with one in torch. Paddle stores
+some settings with each parameter, so parameters with equal settings form a group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MOST_NODES = 48
 _LEAF = "GradNodeAccumulation"
 _PASSED_BY = ("paddle.", "paddlenlp.", "decorator", "driftline.", "functools")
-"""Modules between a program's own line and the call of `backward`."""
+"""Prefixes of modules that are skipped to find the program's own line that calls `backward`."""
 _TORCH_NAMES = {"epsilon": "eps", "use_nesterov": "nesterov"}
 _TOLD_APART = frozenset(
     {
@@ -45,13 +45,16 @@ _TOLD_APART = frozenset(
         *("regularization_method", "regularization_coeff", "parameters"),
     }
 )
-"""Entries of a group that are told in another way than by their own name and value."""
+"""Entries of a group that are not written under their own names, but in another form or not."""
 _PROGRESS = frozenset({"last_epoch", "last_lr", "verbose"})
-"""What a schedule has reached; its learning rates are written as the optimizer uses them."""
+"""Attributes of a schedule's progress, which are not settings.
+
+Learning rates are written when the optimizer uses them.
+"""
 
 
 class PaddleReader:
-    """See `captures.step_states.TensorReader`."""
+    """Reads Paddle tensors; see `captures.step_states.TensorReader`."""
 
     def host(self, tensor: Any) -> Snapshot | None:
         if not isinstance(tensor, paddle.Tensor) or not tensor.place.is_cpu_place():
@@ -83,9 +86,9 @@ class _Part(NamedTuple):
     """Parameters of an optimizer with equal settings.
 
     Attributes:
-        factor: By which the learning rate is multiplied.
+        factor: Factor of the learning rate.
         values: The other settings.
-        parameters: The tensors.
+        parameters: The parameters.
     """
 
     factor: float
@@ -97,9 +100,9 @@ class PaddleTraining(TrainingRecords):
     """Watches how the models of a session are trained.
 
     Args:
-        session: Counts the steps.
-        file: Takes the lines.
-        path_of: `site.name` of a parameter.
+        session: The session, which counts the steps.
+        file: The file to which lines are written.
+        path_of: Returns `site.name` of a parameter.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class PaddleTraining(TrainingRecords):
         self._seen_graph = False
 
     def restart(self, file: FactsFile) -> None:
-        """This is a forked child; see `after_fork`."""
+        """Start anew in a forked child; see `after_fork`."""
         self.after_fork(file)
         self._begin()
 
@@ -147,15 +150,15 @@ class PaddleTraining(TrainingRecords):
         optimizers.unwatch_updates(self)
         backward_graph.unwatch(self)
 
-    # --- what the session tells
+    # --- Notifications by the session.
 
     def called(self, layer: Any, *, helper: bool) -> None:
-        """A model is about to be called."""
+        """Note that a model is about to be called."""
         if not helper and layer.training and grad_enabled():
             self.noted("forward")
 
     def returned(self, frame: Frame, result: Any) -> None:
-        """A model was called: remember where the functions of a loss end."""
+        """Remember the nodes of a model's results, at which the functions of a loss end."""
         if not grad_enabled() or not self._session.watches_state(frame.step):
             return
         tensors = [tensor for _, _, tensor in outputs(result)]
@@ -165,7 +168,7 @@ class PaddleTraining(TrainingRecords):
         if tensors and tensors[0].size == 1:
             self._returned = weakref.ref(tensors[0]), frame.site
 
-    # --- what patches tell
+    # --- Notifications by patches.
 
     def _note(self, args: Any, kwargs: Any, result: Any, word: str) -> None:
         del args, kwargs, result
@@ -180,12 +183,12 @@ class PaddleTraining(TrainingRecords):
         norm = None
         if isinstance(result, paddle.Tensor) and result.place.is_cpu_place():
             norm = float(result)
-        # An iterator has been used up by now.
+        # If the parameters were an iterator, it is exhausted now.
         listed = list(parameters) if isinstance(parameters, (list, tuple)) else []
         self.clipped(values, norm, listed)
 
     def _scaled(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A loss was multiplied so that small gradients keep their digits."""
+        """Note the factor by which a scaler has multiplied a loss."""
         del kwargs
         scaler = args[0]
         if scaler not in self._scalers:
@@ -202,15 +205,15 @@ class PaddleTraining(TrainingRecords):
         step = self._session.clock.concluding
         self.write(kind, **{"class": name}, values=values, step=step)
 
-    # --- backward passes: see `backward_graph.Listener`
+    # --- Backward passes; see `backward_graph.Listener`.
 
     def begins(self, roots: list[Any], *, partial: bool) -> None:
-        # A pass within a pass, or towards some inputs only, is no loss's.
+        # A pass within a pass, or for some inputs only, does not begin at a loss.
         if self._session.running and not partial and not optimizers.in_backward():
             self._session.guarded("training facts", self._backward, roots)
 
     def over(self) -> None:
-        """Nothing is written when a pass is over."""
+        """Do nothing; nothing is written at the end of a pass."""
 
     def _backward(self, roots: list[Any]) -> None:
         self.noted("backward")
@@ -227,7 +230,7 @@ class PaddleTraining(TrainingRecords):
             "dtype": dtype_name(loss.dtype),
             "shape": [int(size) for size in loss.shape],
         }
-        # Between rungs the value is enough.
+        # In steps that are not captured only the value is written.
         if self._session.watches_state(step):
             fields |= {"functions": self._graph_of(loss), "caller": caller(_PASSED_BY)}
         scale = 1.0
@@ -235,14 +238,14 @@ class PaddleTraining(TrainingRecords):
             scale = fields["scale"] = self._factor[1]
         if self._returned is not None and self._returned[0]() is loss:
             fields["site"] = self._returned[1]
-        # The sum stands for a loss of several numbers.
+        # A loss of several numbers is represented by their sum.
         value = float(loss.detach().astype("float64").sum()) / scale
         self.write("loss", value=repr(value), **fields)
 
     def _graph_of(self, loss: Any) -> list[str]:
         """Names of the functions between the model's results and the loss, nearest the loss first.
 
-        Of a loss that the model itself made, the last ones.
+        If the model itself returned the loss, they are the last functions of the model.
         """
         names: list[str] = []
         seen: set[int] = set()
@@ -258,7 +261,7 @@ class PaddleTraining(TrainingRecords):
             waiting += list(node.next_functions)
         return names
 
-    # --- updates: see `optimizers.Updates`
+    # --- Updates; see `optimizers.Updates`.
 
     @contextmanager
     def around_update(self, optimizer: Any) -> Generator[None]:
@@ -273,7 +276,7 @@ class PaddleTraining(TrainingRecords):
         guarded("training facts", self._after_update, optimizer, number)
 
     def given(self, optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
-        """Gradients as they are used."""
+        """Record the gradients that an update uses."""
         if self._session.running:
             self._session.guarded("training facts", self._gradients, optimizer, pairs)
 
@@ -307,7 +310,8 @@ class PaddleTraining(TrainingRecords):
     def _after_update(self, optimizer: Any, number: int) -> None:
         step = self._updating
         rate = _rate(optimizer)
-        # Asking every parameter takes a while: on rungs only. The rate is asked in every step.
+        # Reading the settings of every parameter takes some time, so it is done only in captured
+        # steps; the learning rate is read in every step.
         watched = number not in self._parts or self._session.watches_state(step)
         groups = None
         if watched or rate != self._rates.get(number):
@@ -328,11 +332,11 @@ class PaddleTraining(TrainingRecords):
         self.states.after_update(weights, f"optimizer {number}", step)
 
 
-# What optimizers hold.
+# Settings of optimizers.
 
 
 def _tables(optimizer: Any) -> list[dict[str, Any]]:
-    """An optimizer's groups; one that was given a plain list has one group."""
+    """An optimizer's groups; an optimizer that was made with a plain list has one group."""
     held: list[Any] = list(getattr(optimizer, "_param_groups", None) or ())
     if held and isinstance(held[0], dict):
         return held
@@ -345,7 +349,7 @@ def _flat(optimizer: Any) -> list[Any]:
 
 def _rate(optimizer: Any) -> float:
     rate: Any = getattr(optimizer, "_learning_rate", None)
-    # A schedule keeps the rate that it has reached.
+    # A schedule stores its current rate.
     rate = getattr(rate, "last_lr", rate)
     return float(rate) if isinstance(rate, (int, float)) else float("nan")
 
@@ -368,7 +372,7 @@ def _parts(optimizer: Any, undecayed: set[str]) -> list[_Part]:
 
 
 def _shared_values(optimizer: Any, table: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a group besides its rate and its decay."""
+    """Settings of a group, without its learning rate and weight decay."""
     usual: dict[str, Any] = getattr(optimizer, "_default_dict", {})
 
     def value_of(name: str) -> Any:
@@ -383,9 +387,9 @@ def _shared_values(optimizer: Any, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decay(optimizer: Any, table: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """How a parameter is decayed: its own way goes before that of its optimizer."""
+    """The weight decay of a parameter; its own regularizer precedes that of the optimizer."""
     own: Any = getattr(parameter, "regularizer", None)
-    # AdamW's is none of the gradient: it is applied to the weight itself.
+    # AdamW applies its decay to the weight, not to the gradient, and ignores regularizers.
     if hasattr(optimizer, "_apply_decay_param_fun"):
         decay = table.get("weight_decay", getattr(optimizer, "_weight_decay", None))
     elif own is not None:
@@ -404,7 +408,7 @@ def _decay(optimizer: Any, table: dict[str, Any], parameter: Any) -> dict[str, A
 
 @contextmanager
 def _asked(optimizer: Any, undecayed: set[str]) -> Generator[None]:
-    """Notice, during an update, of which parameters the program says that they do not decay."""
+    """Find, during an update, the parameters that the program excludes from weight decay."""
     decays: Any = vars(optimizer).get("_apply_decay_param_fun")
     if decays is None:
         yield
@@ -424,7 +428,7 @@ def _asked(optimizer: Any, undecayed: set[str]) -> Generator[None]:
 
 
 def _noticed(function: Any, me: weakref.ref[PaddleTraining], method: str, *words: str) -> Any:
-    """A function that tells the watcher of each call, after it."""
+    """Wrap a function to notify the watcher after each call."""
 
     @functools.wraps(function)
     def noticed(*args: Any, **kwargs: Any) -> Any:

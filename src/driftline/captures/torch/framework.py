@@ -1,10 +1,10 @@
 # pyright: reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""torch, as capture and the saving hook see it: models, leaf modules, sessions, facts, TF32.
+"""The torch adapter of capture and of the saving hook: models, leaf modules, sessions, facts, TF32.
 
-The counterpart of `paddle/framework.py`; the interface is described in `captures.framework`. The
-facts are what of torch's own state can change a number.
+It is the counterpart of `paddle/framework.py`; `captures.framework` describes the interface. The
+facts are the parts of torch's own state that can change a number.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def tf32_allowed() -> list[str]:
-    """What CUDA may compute in TF32: `products`, `convolutions`."""
+    """The operations that CUDA may compute in TF32: `products`, `convolutions`."""
     return [
         name
         for name, of, switch, off in _tf32_switches()
@@ -57,7 +57,7 @@ def tf32_allowed() -> list[str]:
 
 @contextlib.contextmanager
 def tf32_switched_off() -> Generator[None]:
-    """Compute float32 in full inside, and restore the program's own choice afterwards."""
+    """Compute float32 in full precision inside, and restore the program's choice afterwards."""
     before = [(of, switch, getattr(of, switch)) for _, of, switch, _ in _tf32_switches()]
     try:
         for _, of, switch, off in _tf32_switches():
@@ -69,11 +69,12 @@ def tf32_switched_off() -> Generator[None]:
 
 
 def _tf32_switches() -> list[tuple[str, Any, str, Any]]:
-    """(name, where its switch is, what it is called, what is off)."""
+    """(operation, object with its switch, attribute of the switch, value that means off)."""
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn
     try:
-        # torch has older switches and newer ones; where a program used the newer, the older raise.
+        # torch has older and newer switches. If a program has used the newer ones, reading the
+        # older ones may raise.
         _ = products.allow_tf32, convolutions.allow_tf32
     except RuntimeError:
         return [
@@ -86,12 +87,12 @@ def _tf32_switches() -> list[tuple[str, Any, str, Any]]:
     ]
 
 
-# Facts for the record of a run.
+# Facts about a run.
 
 
 def facts() -> dict[str, JSON]:
-    """Asking neither draws a random number nor wakes a device."""
-    # TF32 exists on CUDA only; a run on a CPU should not mention it.
+    """Facts about torch's state; reading them draws no random number and initialises no device."""
+    # TF32 exists on CUDA only, so a build without CUDA does not mention it.
     digits: dict[str, JSON] = {"tf32": list(tf32_allowed())} if torch.version.cuda else {}
     return {
         "framework": "torch",
@@ -105,18 +106,18 @@ def facts() -> dict[str, JSON]:
     }
 
 
-# The view of the saving hook.
+# The saving hook's interface.
 
 
 class Engine:
-    """The view of the saving hook; see `captures.framework.Engine`."""
+    """The saving hook's interface to torch; see `captures.framework.Engine`."""
 
     def is_model(self, model: object) -> bool:
         return isinstance(model, nn.Module)
 
     def leaves(self, model: nn.Module) -> list[Leaf]:
         layers: list[tuple[str, nn.Module]] = list(unwrapped(model).named_modules())
-        # It hands the weights of its projection to a function.
+        # An attention passes the weights of its projection to a function and never calls the layer.
         attention = [layer for _, layer in layers if isinstance(layer, nn.MultiheadAttention)]
         silent = {id(child) for layer in attention for child in layer.children()}
         return [
@@ -174,7 +175,7 @@ def is_model(thing: object) -> bool:
 
 
 def check_levels(levels: Sequence[str]) -> None:
-    """torch shows every level there is."""
+    """Accept all levels: torch supports every one."""
     del levels
 
 
@@ -189,7 +190,7 @@ def session_for(
     steps_by: StepsBy,
     to_folder: bool,
 ) -> CaptureSession:
-    """A session of one model, not started yet; a run in a folder can have operators replayed."""
+    """A session of one model, not started yet; a run in a folder may support operator replay."""
     session = CaptureSession(
         sink, selection, reduction, levels, model=model, rank=rank, steps_by=steps_by
     )
@@ -203,10 +204,10 @@ def session_for(
 
 
 def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> None:
-    """Whether compiled graphs can be seen as a person asked for it.
+    """Check the user's options for compiled graphs.
 
     Raises:
-        BadInput: No such graph, or levels that cannot be seen at the same time.
+        BadInput: There is no such graph option, or it cannot be combined with the levels.
     """
     from driftline.captures.torch.compile.tap import check_graph_engine
 
@@ -216,7 +217,7 @@ def check_graph(graph: str | None, levels: Sequence[str], *, fusion: bool) -> No
 def watch_graphs(
     session: CaptureSession, sink: Sink, graph: Literal["auto", "fx", "inductor"], *, fusion: bool
 ) -> None:
-    """Let a session see the graphs that `torch.compile` makes."""
+    """Let a session capture the inside of the graphs that `torch.compile` makes."""
     from driftline.captures.torch.compile.tap import GraphTap
 
     write = functools.partial(sink.sheet, GRAPHS) if isinstance(sink, Sheets) else None

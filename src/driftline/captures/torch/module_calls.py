@@ -1,8 +1,8 @@
-"""Intercept every call of a torch module: record what goes in before it runs, and what comes out.
+"""Intercept every call of a torch module: capture its inputs before it runs, then its outputs.
 
-`nn.Module.__call__` is wrapped once for all sessions. Hooks would not do: the global ones see no
-keyword arguments before the call, fire for wrappers twice and cut compiled graphs. While Dynamo
-traces, the wrapper is the plain call, so a compiled model is compiled to what it is without
+`nn.Module.__call__` is wrapped once for all sessions. Hooks are not sufficient: global hooks do not
+get keyword arguments before the call, fire twice for wrappers and break compiled graphs. While
+Dynamo traces, the wrapper only makes the plain call, so a model is compiled as it would be without
 capture.
 """
 
@@ -51,13 +51,16 @@ _lock = threading.Lock()
 _sessions: tuple[CaptureSession, ...] = ()
 _original: Callable[..., Any] = nn.Module.__call__
 _left_below = False
-"""Whether another library's wrapper calls ours: it was set while a session ran, and stayed."""
+"""Whether another library wrapped our wrapper while a session ran, so that ours stayed below."""
 _optimizer_hook: Any = None
 _fork_hook_set = False
 
 
 class _Aside(threading.local):
-    """What answers module calls in this thread instead of the sessions, while one is repeated."""
+    """The function that handles module calls of this thread instead of the sessions.
+
+    It is set while a call is repeated for an experiment.
+    """
 
     answer: Callable[..., Any] | None = None
 
@@ -81,17 +84,17 @@ if _eval_frame is not None:
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Replaces `nn.Module.__call__` while a session runs."""
-    # Dynamo inlines this function: up to here it must do nothing that a trace cannot hold.
+    # Dynamo inlines this function, so what it does while compiling must be traceable.
     if torch.compiler.is_compiling():
         return _original(self, *args, **kwargs)
     if _aside.answer is not None:
         return _aside.answer(_original, self, args, kwargs)
-    # A stage that infers shapes runs its modules on fake tensors.
+    # A pipeline stage that infers shapes runs its modules on fake tensors.
     if PIPELINING in sys.modules and is_rehearsal():
         with aside(_plainly):
             return _original(self, *args, **kwargs)
     sessions = _sessions
-    # One session is the usual case; no closure is made for it.
+    # For one session, the usual case, no closure is needed.
     if len(sessions) == 1:
         if sessions[0].thread.quiet:
             return _original(self, *args, **kwargs)
@@ -106,13 +109,13 @@ def _watched(
     session: CaptureSession, call: Callable[..., Any], self: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module while one session watches. The program's exceptions pass through."""
-    # Inside a compiled program Dynamo looks at every frame it meets: not at those of the capture
-    # itself.
+    # In a compiled program Dynamo examines every Python frame. It is switched off for the frames of
+    # the capture itself.
     thread = session.thread
     compiler = _set_eval_frame(None)
     stack = thread.stack
     depth = len(stack)
-    # Only inner calls take the short way, because an outermost one may end a step.
+    # Only inner calls use the fast path, because an outermost call may end a step.
     if compiler is None and depth:
         place = session.names.known(self)
         if place is not None and place.last is not None and _is_usual(session, self, depth):
@@ -125,12 +128,13 @@ def _watched(
     except Exception as error:
         fault(session, self, error)
     finally:
-        if frame is None:  # also when the user's interrupt came just now
+        if frame is None:  # also after a KeyboardInterrupt
             del stack[depth:]
         if compiler is not None:
             _set_eval_frame(compiler)
     if frame is None:
-        # A module outside the watched model is remembered, so that operators in it are not its own.
+        # The class of a module outside the watched model is stored during its call, so that its
+        # operators are not attributed to the model.
         if session.taps and not depth and session.is_outside_model(self):
             return _unwatched(session, call, self, args, kwargs)
         return call(self, *args, **kwargs)
@@ -170,20 +174,20 @@ def _watched(
 
 
 def _is_quiet(session: CaptureSession, frame: Frame | None, depth: int) -> bool:
-    """Whether the parts of a model are called as they are: between the steps that are captured."""
+    """Whether this call's inner calls bypass the capture: it is in a step that is not captured."""
     if frame is None or depth:
         return False
     return not frame.recompute and session.is_quiet(frame.step)
 
 
 def _is_usual(session: CaptureSession, module: nn.Module, depth: int) -> bool:
-    """Whether an inner call can take the short way of the previous call of its module."""
+    """Whether an inner call can use the fast path, as a repetition of its module's last call."""
     return (
         session.running
         and not session.taps
         and session.stand_in is None
         and module._compiled_call_impl is None
-        # At these depths the recursion limit has to be raised, which the short way does not do.
+        # At these depths the recursion limit has to be raised, which the fast path does not do.
         and depth % DEEP != DEEP - 1
         and _graph_task() == -1
         and _tracing_state() is None
@@ -199,7 +203,7 @@ def _watched_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`_watched` for a module whose only output was taken on a device."""
+    """Fast path of `_watched`, for a module whose only output was taken on a device last time."""
     depth = len(stack)
     step = place.root.step
     last: Last = place.last
@@ -230,9 +234,9 @@ def _watched_again(
         session.steps_seen.add(step)
         out = result
         if type(out) is tuple and len(out) == 2 and out[1] is None:
-            out = out[0]  # an attention, without its weights: the slot is the same
+            out = out[0]  # an attention that returns no weights; the slot stays `0`
         if (
-            # Anything unusual goes the long way, which decides again from the beginning.
+            # In every other case the slow path decides again from the beginning.
             type(out) is not torch.Tensor
             or not wanted
             or _function_modes()
@@ -250,7 +254,7 @@ def _watched_again(
 def _raised(
     session: CaptureSession, stack: list[Frame], depth: int, frame: Frame, error: BaseException
 ) -> None:
-    """A module's call has ended with an exception, which goes on."""
+    """Clean up after a module call that raised an exception; the caller raises it again."""
     try:
         if len(stack) == depth + 1:
             session.guarded(frame.site, note_failure, session, frame, error)
@@ -267,7 +271,7 @@ def _unwatched(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module that is no part of the watched model; its class is kept in mind meanwhile."""
+    """Call a module outside the watched model; its class name is stored during the call."""
     thread = session.thread
     before = thread.unwatched_class
     thread.unwatched_class = before or type(module).__name__
@@ -284,19 +288,23 @@ def enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Frame | None:
-    """A module is about to run: name it, count it, take its inputs."""
+    """Name a module that is about to run, count the call and take its inputs.
+
+    Returns:
+        The call's frame, which is on the stack; None if the call is not watched.
+    """
     if not session.running or must_not_watch():
         return None
     place = session.names.of(module, stack[-1].place if stack else None)
     if place is None:
         return None
     recompute = _graph_task() != -1
-    # A transparent wrapper is skipped: the wrapped module speaks for itself.
+    # A transparent wrapper is skipped, because the wrapped module is captured.
     if place.wraps and is_transparent(module):
         if is_compiled(module):
             explain(session, place)
         return None
-    # A recomputation belongs to the step whose backward pass asks for it.
+    # A recomputation begins no step: it belongs to the step whose backward pass requests it.
     if not stack and not recompute:
         _enter_root(session, place, module)
     root = place.root
@@ -324,11 +332,11 @@ def _take_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Take what a module is given, as far as somebody wants it, and tell the taps."""
+    """Take the inputs of a module if they are needed, and notify the taps."""
     place, module, taps = frame.place, frame.module, session.taps
     look, facts = place.look, session.model_facts
     digested = len(stack) == 1 and facts is not None and facts.digests_call(frame)
-    # Flattening is skipped where nobody looks at the inputs.
+    # The inputs are not even flattened if nobody needs them.
     if not (digested or look.inputs_before or look.inputs_after or taps):
         return
     forward = unwrapped(module).forward if place.wraps else module.forward
@@ -343,7 +351,7 @@ def _take_inputs(
 
 
 def _enter_root(session: CaptureSession, place: Place, module: nn.Module) -> None:
-    """A model is about to run: its step begins, and it is described if it has changed."""
+    """Begin a step if this outermost call does, and describe the model if it has changed."""
     session.begin_run()
     session.clock.enter(place, module)
     if session.model_facts is not None:
@@ -351,7 +359,7 @@ def _enter_root(session: CaptureSession, place: Place, module: nn.Module) -> Non
 
 
 def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any) -> None:
-    """A module has run: take its outputs, and its inputs again where asked."""
+    """Take the outputs of a module that has run, and its inputs again if requested."""
     place = frame.place
     look, taps = place.look, session.taps
     facts = session.model_facts
@@ -360,7 +368,7 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
         wanted = session.wants_step(frame.step)
         if look.inputs_after and wanted and frame.inputs:
             _take_all(session, frame, "input", frame.inputs, "after")
-        # Most modules return one tensor; no container has to be walked.
+        # Most modules return one tensor, so there is no container to flatten.
         if isinstance(result, torch.Tensor):
             tensors = [("0", "", result)]
         else:
@@ -369,7 +377,7 @@ def leave(session: CaptureSession, stack: list[Frame], frame: Frame, result: Any
             session.guarded(frame.site, facts.note_tensors, frame, "output", tensors)
         if look.outputs and wanted and tensors:
             _take_all(session, frame, "output", tensors, "after")
-            # Only a plain call whose inputs nobody wants afterwards can take the short way.
+            # The fast path handles only plain calls whose inputs are not captured after the call.
             unusual = place.wraps or place.root.helper or look.inputs_after or digested
             if place.last is None and not unusual:
                 visits = session.visits_of(place.site, recompute=False)
@@ -387,7 +395,8 @@ def _take_all(
 ) -> None:
     device_backend = session.device_backend
     if device_backend.known_tensors and not _function_modes() and not _dispatch_modes():
-        # Nobody could see that a tensor is looked at: those like the last ones take no more.
+        # No mode of the program could notice that a tensor is read, so tensors of the same kind as
+        # the previous ones can be taken without `undisturbed`.
         again = device_backend.take_again
         for index, (slot, alias, tensor) in enumerate(tensors):
             if not again(frame, port, slot, alias, tensor, moment):
@@ -403,23 +412,24 @@ def _plainly(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     return call(module, *args, **kwargs)
 
 
-# --- switching on and off
+# --- Watching module calls.
 
 
 def watch(session: CaptureSession) -> None:
-    """Show a session every module call from now on."""
+    """Let a session see every module call from now on."""
     global _sessions, _original, _left_below, _optimizer_hook, _fork_hook_set
     with _lock:
         if not _sessions:
             current = nn.Module.__call__
-            # A wrapper that calls ours must not be called by it, too: they would never end.
+            # If another library's wrapper calls ours, ours must not call it: that would recurse
+            # for ever.
             if current is not _call and not (_left_below and current is not _original):
                 _original = current
                 nn.Module.__call__ = _call
                 _left_below = False
             _hide_from_compiler()
             _optimizer_hook = register_optimizer_step_post_hook(_optimizer_stepped)
-            # Fork hooks cannot be removed, so it is set once per process.
+            # A fork hook cannot be removed, so it is set once per process.
             if not _fork_hook_set:
                 os.register_at_fork(after_in_child=_after_fork)
                 _fork_hook_set = True
@@ -427,15 +437,14 @@ def watch(session: CaptureSession) -> None:
 
 
 def unwatch(session: CaptureSession) -> None:
-    """Show it no more; the last one to leave restores the plain call."""
+    """Stop showing module calls to a session; after the last one, restore the plain call."""
     global _sessions, _left_below, _optimizer_hook
     with _lock:
         if session not in _sessions:
             return
         _sessions = tuple(s for s in _sessions if s is not session)
         if not _sessions:
-            # Somebody else may have wrapped the call after us; then ours stays below, doing
-            # nothing.
+            # Another library may have wrapped our wrapper since; then ours stays, doing nothing.
             _left_below = nn.Module.__call__ is not _call
             if not _left_below:
                 nn.Module.__call__ = _original
@@ -446,10 +455,11 @@ def unwatch(session: CaptureSession) -> None:
 
 @contextlib.contextmanager
 def aside(answer: Callable[..., Any]) -> Generator[None]:
-    """While a call is repeated for an experiment no session sees the calls of this thread.
+    """Hide this thread's module calls from all sessions, while a call is repeated as an experiment.
 
     Args:
-        answer: Called with the plain call, the module, its args and its kwargs; gives the result.
+        answer: Makes each call instead: gets the plain call, the module, its args and its kwargs,
+            and returns the result.
     """
     before = _aside.answer
     _aside.answer = answer
@@ -464,7 +474,7 @@ def active() -> tuple[CaptureSession, ...]:
 
 
 def _hide_from_compiler() -> None:
-    """Dynamo must not begin a graph at our wrapper; called inside a graph it is inlined."""
+    """Keep Dynamo from starting a graph at our wrapper; inside a graph the wrapper is inlined."""
     codes = (_call.__code__, _watched.__code__, _watched_again.__code__, _unwatched.__code__)
     for code in codes:
         # The way to skip a code object has changed between torch versions.
@@ -481,7 +491,8 @@ def _optimizer_stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
     optimizer_stepped(_sessions)
 
 
-break_graphs(_optimizer_stepped)  # a step may be compiled, hooks and all
+# The step of an optimizer may be compiled, together with its hooks.
+break_graphs(_optimizer_stepped)
 
 
 def _after_fork() -> None:

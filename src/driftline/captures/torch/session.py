@@ -1,7 +1,7 @@
 """One capture of torch modules: the session, its step clock, and the protocol of its taps.
 
-What a session decides is in `captures.session`; this file adds what is torch's own: the taps of
-each level, the device backend, compiled graphs and distributed jobs.
+`captures.session` holds what is common to all frameworks. This file adds what only torch has: the
+taps of each level, the device backend, compiled graphs and distributed jobs.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ Tensors = list[tuple[str, str, torch.Tensor]]
 
 
 class Tap(Protocol):
-    """Something that notices tensors and hands them to `CaptureSession.emit`.
+    """Observes tensors at one level and passes them to `CaptureSession.emit`.
 
-    `around_root` encloses a call that no other module made; `before_forward` and `on_forward` come
-    just before and after every call, the latter not when the call raises.
+    `around_root` returns a context that is entered around each outermost module call.
+    `before_forward` is called just before every module call, and `on_forward` just after it unless
+    the call raised.
     """
 
     def install(self) -> None: ...
@@ -87,7 +88,7 @@ class Tap(Protocol):
 # The session.
 
 
-# Imported by level, because a tap for operators loads much of torch.
+# A tap is imported only if its level is captured, because the operator tap loads much of torch.
 _TAPS = {
     "ops": ("driftline.captures.torch.operators.tensors", "OperatorTap"),
     "gradients": ("driftline.captures.torch.gradients", "GradientTap"),
@@ -99,11 +100,12 @@ class CaptureSession(Session):
     """Captures torch modules until it is stopped.
 
     Args:
-        sink: Where tensors go, or a function that makes the sink when there is something to write.
-        selection: Which tensors.
-        reduction: How much of each.
+        sink: Receives the tensors; or a function that makes the sink when there is something to
+            write.
+        selection: Which tensors are captured.
+        reduction: How much of each tensor is kept.
         levels: Any of modules, ops, gradients, params.
-        model: The one model to watch; None watches every module call of the process.
+        model: The only model to watch; None watches every module call of the process.
         rank: This process's rank.
         steps_by: What ends a step; see `captures.calls`.
     """
@@ -137,18 +139,18 @@ class CaptureSession(Session):
             self.recorder, self.selection, self.reduction, rank
         )
         self._graphs_before = 0
-        self.sees_graphs = False  # a tap looks into compiled graphs
+        self.sees_graphs = False  # whether a tap captures the inside of compiled graphs
 
     def watch(self) -> None:
         from driftline.captures.torch import module_calls
 
-        # The modules themselves need no tap; the wrapper of their calls is always there.
+        # The level `modules` needs no tap, because module calls are always wrapped.
         for level in LEVELS[1:]:
             if level in self.levels:
                 where, name = _TAPS[level]
                 self.taps.append(getattr(importlib.import_module(where), name)(self))
         self._graphs_before = compiled_graphs()
-        # Before the first call, so that no allocation of the program is missed.
+        # Started before the first call, so that no CUDA graph of the program is missed.
         places.watch(self.device_backend)
         self.device_backend.begin()
         module_calls.watch(self)
@@ -156,7 +158,8 @@ class CaptureSession(Session):
     def unwatch(self) -> None:
         from driftline.captures.torch import module_calls
 
-        # Calls end first: a tensor that arrives after the device backend has stopped would be lost.
+        # Module calls are unwatched first, because a tensor that arrives after the device backend
+        # has stopped would be lost.
         module_calls.unwatch(self)
         places.unwatch(self.device_backend)
         self.device_backend.end()
@@ -169,11 +172,15 @@ class CaptureSession(Session):
         return undisturbed()
 
     def tree(self) -> dict[str, JSON]:
-        with undisturbed():  # even reading a shape shows in the program's own modes
+        with undisturbed():  # the program's own modes would notice even the reading of a shape
             return cast("dict[str, JSON]", module_tree(self.names, self.execution_order).to_json())
 
     def facts_of_models(self) -> dict[str, JSON]:
-        """Meshes and stages may be made after the capture has begun, and stages have names now."""
+        """Facts about the distributed job.
+
+        They are read at the end of a capture: meshes and stages may be made after it has begun, and
+        the modules of stages have names only now.
+        """
         return job_facts(self._site_if_known)
 
     def _site_if_known(self, module: Any) -> str | None:
@@ -189,7 +196,7 @@ class CaptureSession(Session):
                 f"{never} results of collectives were never waited for; they were not captured",
             )
         graphs = compiled_graphs() - self._graphs_before
-        # A module that is known to be compiled has been reported with its name already.
+        # If a "compiled" event exists, it has already reported the compiled module by name.
         if graphs > 0 and not self.sees_graphs and not self.recorder.has_event("compiled"):
             self.event(
                 "compiled",

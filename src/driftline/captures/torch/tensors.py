@@ -1,8 +1,9 @@
-"""A torch tensor as host bytes: without a copy where possible, refused with a reason otherwise.
+"""Read a torch tensor as host bytes, without a copy if possible, or refuse it with a reason.
 
-The snapshot of a plain host tensor is a window on live memory: it must be read, or copied, before
-the program goes on. Nothing here touches autograd, random state or the program's dispatch modes;
-callers hold `undisturbed()` around a group of snapshots. Knows nothing of names and sinks.
+The snapshot of a plain host tensor refers to live memory, so it must be read or copied before the
+program continues. Nothing here changes autograd or random state, or is seen by the program's
+dispatch modes; callers hold `undisturbed()` around a group of snapshots. This file knows nothing
+about names and sinks.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -37,14 +38,20 @@ __all__ = [
 ]
 
 _NAMES: dict[torch.dtype, str] = {}
-"""torch dtype to our name, filled as dtypes are met; an empty name is a refusal."""
+"""Our names of the torch dtypes seen so far; an empty name means that the dtype is refused."""
 
 _SIMPLE: dict[torch.dtype, tuple[str, int]] = {}
-"""Name and bytes per element of the dtypes met; those whose elements torch counts as we do."""
+"""Name and bytes per element of the dtypes seen so far that the fast path can read.
+
+Dtypes whose elements torch counts differently from us are not in it.
+"""
 
 LARGEST_EXPANSION = 256 << 20
-"""Bytes up to which a view that repeats its elements (`expand`) is written out like any tensor. A
-larger one is summarised from its elements: a mask of 10^6 x 10^6 would take 4 TB."""
+"""Largest size in bytes at which a view that repeats its elements (`expand`) is written out.
+
+A larger view is summarised from the elements that it repeats: a mask of 10^6 x 10^6 would take
+4 TB.
+"""
 _CPU = "cpu"
 _STRIDED = torch.strided
 _is_functional: Callable[[torch.Tensor], bool] = torch.__dict__["_is_functional_tensor"]
@@ -52,17 +59,17 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 _NoFunction: Any = torch._C.DisableTorchFunction
 _NoDispatch: Any = torch._C._DisableTorchDispatch
 is_zero: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-"""Whether a tensor is zeros without memory, as tangents and second derivatives have them."""
+"""Whether a tensor is zeros without memory, which occur as tangents and second derivatives."""
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], None] = torch._C._set_grad_enabled
-# Subclasses may run code of their own when they are asked anything.
+# Other subclasses may run code of their own at any access.
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = -1
 recording: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 class undisturbed:
-    """Hide what happens inside from the program's modes and from autograd."""
+    """Hide operations in the context from the program's modes and from autograd."""
 
     __slots__ = ("_dispatch", "_function", "_grad")
 
@@ -71,8 +78,7 @@ class undisturbed:
         self._function.__enter__()
         self._dispatch = _NoDispatch()
         self._dispatch.__enter__()
-        # The cheaper query first: grad mode is off in inference, and then nothing is to be
-        # restored.
+        # In inference grad mode is off already, and nothing has to be restored.
         self._grad = _grad_enabled()
         if self._grad:
             _set_grad(False)
@@ -90,15 +96,16 @@ class undisturbed:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Our name of a torch dtype; empty when its bytes mean nothing to us.
+    """Our name of a torch dtype; empty if we do not understand its bytes.
 
-    torch's own sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored
-    so; its bits without a meaning (`bits8`, `bits4x2`, `bits16`, ...) are stored as unsigned.
+    torch's sub-byte integers (`uint4`, `int3`, ...) use a whole byte per element and are stored as
+    8-bit integers. Its uninterpreted bits (`bits8`, `bits4x2`, `bits16`, ...) are stored as
+    unsigned integers.
     """
     name = _NAMES.get(dtype)
     if name is None:
         name = str(dtype).removeprefix("torch.")
-        # torch's int4 and uint4 use a byte per element; ours pack two.
+        # torch's int4 and uint4 use one byte per element; ours pack two elements into a byte.
         if name not in DTYPES or (name in ("int4", "uint4")):
             if name == "bits16":
                 name = "uint16"
@@ -117,7 +124,7 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
 
     Args:
         tensor: Any tensor.
-        values: Whether its bytes are wanted, or only dtype, shape and device.
+        values: Whether its bytes are needed, or only dtype, shape and device.
     """
     # The fast path: a plain host tensor needs none of the checks below.
     if values and type(tensor) in _ORDINARY and _is_simple(tensor):
@@ -126,7 +133,7 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
             name, size = simple
             count = tensor.numel()
             address = tensor.data_ptr()
-            # A freed storage has the address 0; the slow path gives the reason.
+            # A freed storage has address 0; the slow path returns the reason.
             if address and count:
                 return Snapshot(
                     name,
@@ -143,7 +150,7 @@ def snapshot(tensor: torch.Tensor, *, values: bool = True) -> Snapshot | Refusal
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether the values just lie there, in host memory: nothing to refuse, nothing to undo."""
+    """Whether a tensor's values are in host memory in C order and can be read as they are."""
     return not (
         tensor.layout is not _STRIDED
         or not tensor.is_cpu
@@ -211,7 +218,7 @@ def _any_snapshot(tensor: torch.Tensor, *, values: bool) -> Snapshot | Refusal |
 def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the elements that a view repeats, each once; the tensor itself if it repeats none.
 
-    Only axes of stride 0 repeat; other views that overlap themselves are rare and small.
+    Only axes of stride 0 are treated as repeated; other self-overlapping views are rare and small.
     """
     once = tensor
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -221,10 +228,12 @@ def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
-    """Describe a tensor of a device whose values are taken there; `owner` is a plain tensor.
+    """Describe a tensor whose values are read on its device.
 
-    None for what only the way over the host understands: zeros without memory, packed halves of
-    bytes, large views that repeat their elements, results that are still under way.
+    Returns:
+        A snapshot without bytes, whose `owner` is a plain tensor; a refusal; or None for tensors
+        that only the path through the host supports: zeros without memory, dtypes narrower than a
+        byte, large views that repeat their elements, results that have not arrived.
     """
     placement = ""
     if type(tensor) in _ORDINARY:
@@ -249,11 +258,11 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
         return None
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
-    # torch computes nothing with complex32; its bytes are read as integers.
+    # torch does not compute with complex32, so its bytes are read as integers.
     if tensor.dtype is torch.complex32:
         tensor = tensor.detach().view(torch.int32)
     device = tensor.device
-    on_host = device.type == _CPU  # only where a test pretends
+    on_host = device.type == _CPU  # only in tests, which treat CPU tensors as a device's
     return Snapshot(
         dtype,
         tuple(tensor.shape),
@@ -268,14 +277,23 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
 
 
 def address_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> int:
-    """Where the values of a plain tensor of a device lie that is like one described before.
+    """Address of a plain device tensor's values, if it is of the same kind as an earlier one.
 
-    0 if it is another kind of tensor. Those without memory of their own (of vmap, of a graph that
-    is traced, sparse ones) have no address, and say so or raise. Whether a CUDA graph is being
-    recorded is not asked.
+    Tensors without memory of their own (inside vmap, in a graph that is traced, sparse ones) have
+    no address: the result is 0, or torch raises. This function does not check whether a CUDA graph
+    is being recorded.
+
+    Args:
+        tensor: The tensor.
+        dtype: The earlier tensor's dtype.
+        shape: The earlier tensor's shape.
+        device: The earlier tensor's device index; -1 for the CPU.
+
+    Returns:
+        The address; 0 if the tensor differs in kind.
 
     Raises:
-        RuntimeError: It has no single address, or no single shape.
+        RuntimeError: The tensor has no single address, or no single shape.
     """
     if (
         type(tensor) is torch.Tensor
@@ -290,7 +308,7 @@ def address_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, devic
 
 
 def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
-    """Whether a tensor of a device is described by what was said of one at the same place."""
+    """Whether the snapshot of an earlier tensor of the same place also describes this one."""
     return (
         type(tensor) is torch.Tensor
         and tensor.dtype is dtype
@@ -303,7 +321,7 @@ def as_before(tensor: torch.Tensor, shot: Snapshot, dtype: torch.dtype) -> bool:
             or _is_wrapped(tensor)
             or _is_functional(tensor)
             or is_zero(tensor)
-            # A graph that is being recorded must not get a copy among its kernels.
+            # Our copies must not become part of a CUDA graph that is being recorded.
             or (tensor.is_cuda and recording())
         )
         and placement_of_plain(tensor) == ""
@@ -317,7 +335,7 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
         return f"{str(tensor.layout).removeprefix('torch.')} tensors are not stored"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype}) has no plain values; dequantise it to see it"
-    # A description needs no memory, so these refusals concern values only.
+    # A description needs no memory, so these tensors are refused only if values are needed.
     if values:
         if tensor.is_meta:
             return "a tensor on the meta device has no values"
@@ -331,7 +349,7 @@ def _refusal(tensor: torch.Tensor, *, values: bool) -> str:
 
 
 def _plain(tensor: Any) -> tuple[torch.Tensor, str] | Refusal | Pending:
-    """The ordinary tensor behind a subclass."""
+    """The ordinary tensor of a subclass instance, with its placement; or why there is none."""
     kind = type(tensor)
     if is_distributed(tensor):
         text = placement_of(tensor)
@@ -346,21 +364,23 @@ def _plain(tensor: Any) -> tuple[torch.Tensor, str] | Refusal | Pending:
     if torch.nn.parameter.is_lazy(tensor):
         return Refusal("a lazy parameter has no values yet")
     dispatch = getattr(kind, "__torch_dispatch__", None)
-    # Subclasses with a dispatch of their own (quantised, sparse, fake) may hold anything.
+    # Subclasses with a dispatch of their own (quantised, sparse, fake) may store their values in
+    # any form.
     if dispatch is not None and dispatch is not torch._C._disabled_torch_dispatch_impl:
         return Refusal(f"a {kind.__name__} decides itself what its values are")
     return torch.Tensor.as_subclass(tensor, torch.Tensor), ""
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; of what is scattered the device may have to make one first."""
+    """A copy in host memory."""
     try:
         return tensor.cpu()
-    # Copied in parts: the device may need a contiguous copy of the whole first.
+    # If the tensor is not contiguous, the device first makes a contiguous copy of it. Copies of
+    # parts need less memory.
     except torch.OutOfMemoryError:
         if not tensor.dim():
             raise
-        return torch.stack([_to_host(part) for part in tensor])  # smaller ones
+        return torch.stack([_to_host(part) for part in tensor])
 
 
 def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
@@ -371,23 +391,23 @@ def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if not on_host:
         tensor = _to_host(tensor.detach())
-    if tensor.dtype is torch.complex32:  # copying it would print torch's warning in the program
+    if tensor.dtype is torch.complex32:  # copying complex32 would make torch print a warning
         tensor = tensor.detach().view(torch.int32)
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
 def stored_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """A parameter as the tensors that hold it: `weight.qdata`, `weight.scale` of a quantised one.
+    """The named tensors that store a parameter, such as `weight.qdata` and `weight.scale`.
 
-    torch's protocol for wrapper subclasses says which attributes these are; an ordinary tensor is
-    itself.
+    For a wrapper subclass, such as a quantised weight, torch's `__tensor_flatten__` names the
+    attributes that hold them. An ordinary tensor is returned as it is.
     """
     if type(tensor) in _ORDINARY or is_distributed(tensor):
         return [(name, tensor)]
     flatten = getattr(tensor, "__tensor_flatten__", None)
     try:
         names: list[str] = list(flatten()[0]) if flatten is not None else []
-    except Exception:  # the class is somebody else's: what it cannot say is not asked again
+    except Exception:  # the class belongs to another library and may not support this
         names = []
     held = {attribute: getattr(tensor, attribute, None) for attribute in names}
     inner = {slot: part for slot, part in held.items() if isinstance(part, torch.Tensor)}
@@ -397,11 +417,18 @@ def stored_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tenso
 
 
 def _four_bits(words: torch.Tensor, pairs: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Codes [out, in], scales and zero points of a weight in the order of torch's CPU kernel.
+    """Codes [out, in], scales and zero points of a weight packed for torch's 4-bit CPU kernel.
 
-    Which code lies where depends on the machine's vectors. So torch packs the numbers of the places
-    themselves, a digit at a time, and then the codes that were found: they must give these words.
-    Of such a weight a value is `(code - 8) * scale + zero`. None if it is not packed that way.
+    The order of the packed codes depends on the machine's vector width. To find it, torch packs
+    the index of every element, four bits at a time. The unpacked codes are checked by packing them
+    again, which must give the same words. A value of such a weight is `(code - 8) * scale + zero`.
+
+    Args:
+        words: The packed codes, two to a byte.
+        pairs: Scale and zero of each group.
+
+    Returns:
+        The unpacked parts by name; None if the weight is not packed in this way.
     """
     is_plain = type(words) is torch.Tensor and type(pairs) is torch.Tensor
     shapes = tuple(words.shape), tuple(pairs.shape)
@@ -409,7 +436,7 @@ def _four_bits(words: torch.Tensor, pairs: torch.Tensor) -> dict[str, torch.Tens
     if not fits or words.device.type != _CPU or shapes[1][1:] != (shapes[0][0], 2):
         return None
     rows, columns = shapes[0][0], 2 * shapes[0][1]
-    # The kernel packs rows in blocks of 64 or fewer; other heights are a block of their own.
+    # The kernel packs rows in blocks of 64; if that does not divide them, all rows are one block.
     height = 64 if rows % 64 == 0 else rows
     with undisturbed():
         try:
@@ -425,7 +452,7 @@ def _four_bits(words: torch.Tensor, pairs: torch.Tensor) -> dict[str, torch.Tens
                 return None
             scale, zero = (pairs[..., part].t().float() for part in (0, 1))
             return {"qdata": codes, "scale": scale, "zero_point": 8.0 - zero / scale}
-        except (AttributeError, RuntimeError):  # another torch packs otherwise
+        except (AttributeError, RuntimeError):  # another version of torch packs differently
             return None
 
 

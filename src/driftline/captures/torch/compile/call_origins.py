@@ -1,12 +1,13 @@
-"""Which operator call of the program a node of a traced graph stems from.
+"""The origin of a traced graph's nodes: the operator calls of the program whose results they are.
 
-A compiler that traces a program decomposes operators (a softmax becomes six nodes) and throws nodes
-away. What it keeps of their origin is the operator's name, not which call of it. Here every call is
-counted before it is decomposed, and the nodes that give its results are stamped with operator and
-number; so a graph that was decomposed and one that was not refer to the same calls.
+When a compiler traces a program, it decomposes operators (a softmax becomes six nodes) and removes
+nodes. It keeps the name of a node's original operator, but not which call of it. So every call is
+counted here before it is decomposed, and the nodes that compute its results are stamped with the
+operator and the number of the call. Thereby graphs with and without decomposition refer to the same
+calls.
 
-Stamps are in a node's `meta`, which the compiler hands on and otherwise ignores. Where a pass puts
-another node in place of a stamped one, that one gets the stamp: it gives what the old one gave.
+Stamps are in a node's `meta`, which the compiler copies and otherwise ignores. If a pass replaces a
+stamped node by another, the new node gets the stamp too, because it computes the same value.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -27,8 +28,8 @@ from driftline.graphs.sources.graph_files import Origin
 
 STAMP = "driftline_origins"
 STACK = "driftline_modules"
-"""The modules around a stamped node: a node that a pass puts in its place knows none."""
-# Old traces are forgotten; a program that recompiles without end must not grow.
+"""Key of the modules around a stamped node; a node that replaces it does not have them."""
+# Older traces are forgotten, so that a program that always recompiles does not fill the memory.
 _MOST_TRACES = 512
 _proxy: Any = None
 _traceback: Any = importlib.import_module("torch.fx.traceback")
@@ -49,11 +50,12 @@ _thread = _Thread()
 
 
 class Call(NamedTuple):
-    """An operator call as the program makes it, before it is taken apart.
+    """An operator call of the program, before it is decomposed.
 
     Attributes:
-        operator: What is called.
-        arguments: Positional and by name; tensors are `Given`, sizes that vary `Varying`.
+        operator: The operator.
+        arguments: Positional and keyword arguments; a tensor is a `Given`, a symbolic size a
+            `Varying`.
     """
 
     operator: Any
@@ -61,12 +63,12 @@ class Call(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor that a call takes.
+    """A tensor argument of a call.
 
     Attributes:
-        results: Results of calls that it is.
-        name: Its node, where it is no call's result: an input of the graph.
-        constant: Its value, where that is known while tracing.
+        results: The results of calls that it is; none for an input of the graph.
+        name: Name of its node.
+        constant: Its value, if that is known while tracing.
     """
 
     results: tuple[Result, ...]
@@ -81,17 +83,17 @@ class Varying(NamedTuple):
 
 
 Result = tuple[int, str, str, int, str]
-"""Trace, place, operator without overload, which call of it, and which of its results."""
+"""(trace, place, operator without overload, index of the call, slot of the result)."""
 
 
 class _Counts:
-    """Calls of one trace so far.
+    """The operator calls of one trace so far.
 
     Attributes:
-        calls: By module, phase and operator.
-        taken: What each call was given, by place, operator and number.
-        made: Which module made the autograd node of a number, for its backward operators.
-        backward: The backward pass has begun; nothing of the forward pass comes after it.
+        calls: Number of calls by place (phase and module) and operator.
+        taken: Calls with their arguments, by place, operator and index.
+        made: The module of each autograd node, by sequence number, for its backward operators.
+        backward: Whether the backward pass has begun, after which no forward operator follows.
     """
 
     __slots__ = ("backward", "calls", "made", "taken")
@@ -103,10 +105,10 @@ class _Counts:
         self.backward = False
 
     def place(self) -> str:
-        """Where an operator belongs that is traced now: its phase and module."""
+        """Phase and module of the operator that is being traced."""
         meta: dict[str, Any] = _traceback.current_meta
         numbers = meta.get("grad_fn_seq_nr")
-        # Operators of a gradient formula are traced with the number of their forward node.
+        # Operators of a gradient formula are traced with the sequence number of their forward node.
         if meta.get("in_grad_fn", 0) and numbers:
             self.backward = True
             return f"backward {self.made.get(numbers[-1], '')}"
@@ -114,7 +116,7 @@ class _Counts:
             return "backward +"
         stack = meta.get("nn_module_stack")
         module = str(next(reversed(stack))).partition("@")[0] if stack else ""
-        # The node just made has the number before the next one.
+        # The number of the autograd node just made precedes the next number.
         self.made[_autograd._get_sequence_nr() - 1] = module
         return f"forward {module}"
 
@@ -123,7 +125,7 @@ _traces: OrderedDict[int, _Counts] = OrderedDict()
 
 
 def install() -> bool:
-    """Begin to stamp; False where this version of torch has no such place."""
+    """Begin to stamp nodes; return False if this version of torch lacks a function we wrap."""
     global _proxy, _original, _replace, _users
     with _lock:
         _users += 1
@@ -153,7 +155,7 @@ def remove() -> None:
 
 
 def of_node(node: Any) -> tuple[Origin, ...]:
-    """The calls whose results a node gives."""
+    """The calls whose results a node computes, for the list of graphs."""
     origins: list[Origin] = []
     for operator, slot, nth, place, trace in node.meta.get(STAMP, ()):
         counts = _traces.get(trace)
@@ -163,7 +165,7 @@ def of_node(node: Any) -> tuple[Origin, ...]:
 
 
 def results_of(node: Any) -> list[Result]:
-    """The results of calls that a node gives."""
+    """The results of calls that a node computes."""
     return [
         (trace, place, name_of(operator), nth, slot)
         for operator, slot, nth, place, trace in node.meta.get(STAMP, ())
@@ -171,22 +173,22 @@ def results_of(node: Any) -> list[Result]:
 
 
 def call_of(result: Result) -> Call | None:
-    """The call that gave a result, as long as its trace is remembered."""
+    """The call that has a result; None if its trace is forgotten."""
     trace, place, name, nth, _ = result
     counts = _traces.get(trace)
     return counts.taken.get((place, name, nth)) if counts is not None else None
 
 
 def name_of(operator: str) -> str:
-    """An operator without its overload: a program that is not compiled may take another."""
+    """An operator's name without its overload, which may differ in a program not compiled."""
     return operator.rpartition(".")[0]
 
 
 def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `proxy_call`: one operator of a program that is traced."""
+    """Replaces `proxy_call`, which traces one operator call."""
     original = _original or _proxy.proxy_call
-    # Only the outermost call is the program's own.
-    if _thread.depth:  # what an operator is taken apart into
+    # Only the outermost call is the program's own; inner calls are its decomposition.
+    if _thread.depth:
         return original(mode, func, *args, **kwargs)
     _thread.depth = 1
     try:
@@ -196,15 +198,15 @@ def _call(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     if result is not NotImplemented:
         try:
             _stamp(mode.tracer, func, result, args, kwargs)
-        except Exception:  # the compiler goes on; the node has no origin then
+        except Exception:  # the compiler continues, and the node has no origin
             return result
     return result
 
 
 def _replaced(self: Any, replace_with: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `Node.replace_all_uses_with`: a pass puts one node in place of another."""
+    """Replaces `Node.replace_all_uses_with`, by which a pass replaces a node by another."""
     result = _replace(self, replace_with, *args, **kwargs)
-    # A node that is still read elsewhere was not replaced: something was put behind it.
+    # If the node is still used, it was not replaced, but another node was inserted after it.
     if result and not self.users and STAMP in self.meta and _can_stand_in(self, replace_with):
         stamps = replace_with.meta.get(STAMP, [])
         new = [stamp for stamp in self.meta[STAMP] if stamp not in stamps]
@@ -215,12 +217,12 @@ def _replaced(self: Any, replace_with: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _can_stand_in(old: Any, new: Any) -> bool:
-    """Whether a node gives the value of another; what is written into an input does not."""
+    """Whether the new node has the value of the old one, judged by kind, dtype and rank."""
     if not isinstance(new, torch.fx.Node) or new.op != "call_function":
         return False
     before, after = old.meta.get("val"), new.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        # Values that are no tensors cannot be compared; the pass is trusted.
+        # Values other than tensors cannot be compared, so the pass is trusted.
         return True
     return before.dtype == after.dtype and before.dim() == after.dim()
 
@@ -230,7 +232,7 @@ def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
     if trace is None:
         trace = tracer.__dict__[STAMP] = next(_numbers)
         _traces[trace] = _Counts()
-        # The oldest trace goes first.
+        # The oldest trace is removed first.
         while len(_traces) > _MOST_TRACES:
             _traces.popitem(last=False)
     counts = _traces.get(trace)
@@ -240,14 +242,15 @@ def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
     key = (place, name_of(operator))
     nth = counts.calls.get(key, 0)
     counts.calls[key] = nth + 1
-    # After `proxy_mode, func` come `pre_dispatch`, the arguments and those by name.
+    # The last two of all arguments are the call's positional and its keyword arguments; depending
+    # on torch's version, `pre_dispatch` comes before them.
     counts.taken[(*key, nth)] = Call(func, _given(tracer, (*args, *kwargs.values())[-2:]))
     for slot, tensor in _tensors(result, ""):
         held = _proxy.get_proxy_slot(tensor, tracer, None)
         proxy = getattr(held, "proxy", held)
         node = getattr(proxy, "node", None)
         if node is not None:
-            # A new list each time: the meta of a node is copied to others with all it holds.
+            # A new list each time, because shallow copies of a node's `meta` share the list.
             before = node.meta.get(STAMP, [])
             node.meta[STAMP] = [*before, [operator, slot or "0", nth, place, trace]]
             if stack := _traceback.current_meta.get("nn_module_stack"):
@@ -255,7 +258,7 @@ def _stamp(tracer: Any, func: Any, result: Any, args: Any, kwargs: Any) -> None:
 
 
 def _given(tracer: Any, arguments: Any) -> Any:
-    """What a call takes, without the tensors of the trace."""
+    """The arguments of a call, described without keeping the tensors of the trace alive."""
 
     def described(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -263,7 +266,7 @@ def _given(tracer: Any, arguments: Any) -> Any:
             node = getattr(getattr(held, "proxy", held), "node", None)
             if node is None:
                 return Given((), "")
-            # A placeholder has no origin: its stamps would be those of another trace.
+            # A placeholder has no origin; its stamps would be those of another trace.
             results = () if node.op == "placeholder" else tuple(results_of(node))
             return Given(results, node.name, getattr(held, "constant", None))
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

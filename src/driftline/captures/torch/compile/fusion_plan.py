@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What is computed beside the kernels of a graph, to see inside of what they fuse: the plan.
+"""Plan the additional computations that show the values inside the fused kernels of a graph.
 
-For each kernel a turn: steps to take before it is called, values to show, checks to make, values to
-forget. A step repeats a node of the graph, or an operator as the program called it. Knows operators
-by their schemas; computes nothing (`fusion_values` does).
+A plan has a stage for each kernel: steps to compute before the kernel is called, values to show,
+checks to make and values to forget. A step repeats a node of the graph, or an operator as the
+program called it. This file knows operators by their schemas. It computes nothing itself;
+`fusion_values` does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from driftline.captures.torch.compile import call_origins
 
 _pytree: Any = importlib.import_module("torch.utils._pytree")
 _SEES = ("view", "reshape", "_unsafe_view", "alias", "detach", "getitem")
-# Results that depend on memory or chance rather than on the arguments.
+# Operators whose results depend on memory or chance, not only on the arguments.
 _NOT_REPEATED = ("as_strided", "empty", "new_empty", "empty_like", "empty_strided", "bernoulli")
 _PURE_SPACES = ("_operator", "operator", "math", "torch", "builtins")
 # Namespaces whose operators act on other ranks, random state or memory.
@@ -29,18 +30,18 @@ _EFFECTS = ("_c10d_functional", "c10d_functional", "c10d", "fsdp", "rngprims", "
 
 
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""relative_l2 by which an operator and what a compiler made of it may be apart."""
+"""Largest relative_l2 between the results of an operator and of the code compiled from it."""
 
 
 class Unit(NamedTuple):
-    """A kernel, in the order of calls.
+    """A kernel call of a compiled graph.
 
     Attributes:
-        name: Its name.
-        library: It is one of a library, and nothing was generated.
-        results: For each result: the buffer, the node whose value it is if one is, and all nodes
-            that went into it.
-        nodes: All nodes that it computes, also those of which nothing is kept.
+        name: The kernel's name.
+        library: Whether it is a library's kernel, not a generated one.
+        results: For each result: the buffer, the node whose exact value it is or an empty text, and
+            all nodes that it was computed from.
+        nodes: All nodes that the kernel computes, including those whose values are not stored.
     """
 
     name: str
@@ -50,20 +51,20 @@ class Unit(NamedTuple):
 
 
 class Of(NamedTuple):
-    """In place of an argument: the value of this name."""
+    """A placeholder among arguments, for the value with this name."""
 
     name: str
 
 
 class Step(NamedTuple):
-    """Something that can be computed.
+    """A value that can be computed.
 
     Attributes:
-        name: Of its value.
-        function: What is called.
-        arguments: Positional and by name; values are `Of`.
-        needs: Names of values that it takes.
-        sees: It shows memory of what it takes.
+        name: Name of the value.
+        function: The function that computes it.
+        arguments: Positional and keyword arguments; other values are `Of`.
+        needs: Names of the values that it takes.
+        sees: Whether its result may share memory with its arguments, as a view does.
     """
 
     name: str
@@ -77,13 +78,13 @@ class Check(NamedTuple):
     """Two values of one node that should agree.
 
     Attributes:
-        node: Which.
-        actual: What the compiler made of it.
-        should: The value that it should have.
-        kernel: Whether a generated kernel is asked, not a decomposition.
-        limit: They may be so far apart.
-        perturbed: The step that says how much rounding alone does to it.
-        slot: Which of that step's results.
+        node: The node.
+        actual: Name of the compiled value.
+        should: Name of the value that it should equal.
+        kernel: Whether a generated kernel is checked, rather than a decomposition.
+        limit: Largest relative_l2 at which the check passes.
+        perturbed: The step whose perturbed result shows the effect of rounding alone.
+        slot: Index among that step's results.
     """
 
     node: str
@@ -96,7 +97,7 @@ class Check(NamedTuple):
 
 
 class Stage:
-    """What is done before a kernel is called, in this order."""
+    """The work to do before a kernel is called: steps, shown values, checks, values to forget."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -109,13 +110,14 @@ class FusionPlan:
     """All stages of a graph.
 
     Attributes:
-        stages: One for each kernel and one after the last.
-        sources: By buffer or input: the nodes whose value it is, as far as they are needed.
-        constants: Values that are known already.
-        symbols: Sizes that vary: symbol, the input that tells it, and which of its axes.
-        perturbed: Steps that are also taken with inputs that are off by this share of themselves.
-        perturbed_chains: The same for all steps inside of a kernel: from inputs that are off to a
-            result that is, each step rounding anew.
+        stages: One stage for each kernel and one after the last.
+        sources: For each needed buffer or input, the node whose value it is.
+        constants: Values that are known in advance, by name.
+        symbols: Symbolic sizes: the symbol, the input that has it, and the axis if it is a tensor.
+        perturbed: Steps that are computed a second time with perturbed inputs, and the size of the
+            perturbation relative to the inputs.
+        perturbed_chains: Likewise for chains of steps inside a kernel: a perturbed result is the
+            input of the next step, and each step adds its own rounding.
     """
 
     def __init__(self, units: int) -> None:
@@ -149,7 +151,7 @@ def are_alike(step: Step, other_step: Step) -> bool:
 
 
 def can_repeat(target: Any) -> bool:
-    """Whether calling something again gives the same, and changes nothing."""
+    """Whether a repeated call gives the same result and has no side effects."""
     if not isinstance(target, torch._ops.OpOverload):
         return callable(target) and getattr(target, "__module__", "") in _PURE_SPACES
     if target.namespace in _EFFECTS or target._schema.is_mutable:
@@ -162,7 +164,7 @@ def can_repeat(target: Any) -> bool:
 
 
 def sees(target: Any) -> bool:
-    """Whether a result may share memory with what was taken."""
+    """Whether a result may share memory with the arguments."""
     if target is operator.getitem:
         return True
     if not isinstance(target, torch._ops.OpOverload):
@@ -173,9 +175,9 @@ def sees(target: Any) -> bool:
 
 
 def function_of(target: Any) -> Callable[..., Any]:
-    """What computes a node; kernels may lay out memory otherwise than the graph believes."""
+    """The function that computes a node."""
     aten = torch.ops.aten
-    # A kernel's buffer may have other strides than the graph says; `view` would refuse it.
+    # A kernel's buffer may have other strides than in the graph, which `view` would refuse.
     if target in (aten.view.default, aten._unsafe_view.default):
         return aten.reshape.default
     return target
@@ -187,17 +189,17 @@ def takes_tensors(call: call_origins.Call) -> bool:
 
 
 def is_one(value: Any) -> bool:
-    """Whether a tuple among arguments stands for one of them."""
+    """Whether a tuple among arguments describes a single argument."""
     return isinstance(value, (call_origins.Given, call_origins.Varying))
 
 
 def of_node(node: Any) -> Of:
-    """In place of a node among arguments."""
+    """The placeholder for a node among arguments."""
     return Of(node.name)
 
 
 def roughest(values: Iterable[Any]) -> torch.dtype:
-    """The least precise type of floating point among traced values; float64 where none is."""
+    """The least precise floating point dtype among traced values; float64 if there is none."""
     least_precise = torch.float64
     for value in values:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -211,11 +213,13 @@ def roughest(values: Iterable[Any]) -> torch.dtype:
 
 _fx: Any = importlib.import_module("torch.fx.node")
 _NEVER = 1 << 60
-# Elements that may always be computed, whatever the sizes of the graph.
+# Number of elements that a node may always have, whatever the sizes in the graph.
 _ROOM = 1 << 24
 _TIMES = 4
-"""A node of more elements than these, and so many times the largest input or result, is left out:
-a compiler never has it in memory."""
+"""A larger node is computed only up to this multiple of the largest input or kernel result.
+
+The compiled program never has larger intermediate values in memory.
+"""
 
 
 def plan_fusion(
@@ -224,13 +228,13 @@ def plan_fusion(
     ends: Mapping[str, int],
     shown_inputs: set[str],
 ) -> FusionPlan:
-    """Plan what is computed beside a graph.
+    """Plan the additional computations for a graph.
 
     Args:
-        module: The graph, as it was lowered.
-        units: Its kernels.
-        ends: By buffer or input: the last kernel that reads it.
-        given: Inputs that the program shows us.
+        module: The graph from which the kernels were generated.
+        units: Its kernel calls, in order.
+        ends: For each buffer or input, the index of the last kernel that reads it.
+        shown_inputs: Inputs whose values the compiled program shows us.
     """
     return _Planner(module, units, ends, shown_inputs).planned()
 
@@ -261,7 +265,7 @@ class _Planner:
         self._find_sources(ends, shown_inputs)
 
     def _find_sources(self, ends: Mapping[str, int], shown_inputs: set[str]) -> None:
-        """Values that need not be computed: inputs, constants, what kernels keep."""
+        """Find the values that need not be computed: inputs, constants and kernels' results."""
         works = self._fusion_plan
         for name, node in self._nodes.items():
             if node.op == "placeholder" and name in shown_inputs:
@@ -291,7 +295,7 @@ class _Planner:
         order = {name: index for index, name in enumerate(self._nodes)}
         for index, name in sorted(made, key=lambda maker: (maker[0], order[maker[1]])):
             node, unit = self._nodes[name], self._units[index]
-            # Only results of calls can be checked against the program's operators.
+            # Only results of the program's operator calls are shown and checked.
             if node.op != "call_function" or not call_origins.results_of(node):
                 continue
             if name in self._from:
@@ -312,7 +316,7 @@ class _Planner:
             self._expect(node, node.name, called, index, stage)
 
     def _check_kept(self, node: Any, unit: Unit, index: int) -> None:
-        """What a kernel kept, against the operator as it was called and against its own node."""
+        """Check a kernel's result against its nodes, and against the program's operator call."""
         actual, before = node.name, self._from[node.name]
         called = None if self._is_as_called(node) else self._called(node)
         if unit.library:
@@ -323,9 +327,9 @@ class _Planner:
         stage = self._plan(again, index)
         if stage is None:
             return
-        # A kernel rounds nothing on its way; nodes that are computed one by one do.
+        # A fused kernel does not round its intermediate values, but nodes computed one by one do.
+        # So the limit is that of the least precise dtype among the fused nodes.
         names = (actual, *unit.nodes)
-        # The roughest type among the fused nodes sets how much may differ.
         rough = roughest(self._nodes[name].meta.get("val") for name in names if name in self._nodes)
         check = Check(actual, actual, again, True, LIMITS[rough], again, 0)
         self._fusion_plan.stages[before].checks.append(check)
@@ -334,26 +338,26 @@ class _Planner:
             self._expect(node, again, called, index, stage)
 
     def _perturb_chain(self, name: str, share: float) -> None:
-        """Have a step and all it needs computed from perturbed inputs, too."""
+        """Also compute a step, and all planned steps that it needs, from perturbed inputs."""
         waiting, perturbed_chains = [name], self._fusion_plan.perturbed_chains
         planned_steps = {
             step.name: step for stage in self._fusion_plan.stages for step in stage.steps
         }
         while waiting:
             step = planned_steps.get(waiting.pop())
-            # The larger perturbation wins where several checks share a step.
+            # If several checks share a step, the largest perturbation is used.
             if step is not None and perturbed_chains.get(step.name, 0.0) < share:
                 perturbed_chains[step.name] = share
                 waiting += step.needs
 
     def _expect(self, node: Any, actual: str, should: str, latest: int, earliest_turn: int) -> None:
-        """Have something that the compiler made of an operator checked against the operator."""
+        """Check a value of the compiled program against the operator as the program called it."""
         stage = self._plan(should, latest)
         if stage is None:
             return
         rough = roughest([node.meta.get("val")])
         step, slot = self._steps.get(should), 0
-        # The perturbed run is of the operator, not of the item taken from its result.
+        # The operator is computed with perturbed inputs, not the item of its result.
         if step is not None and step.function is operator.getitem:
             (parent,), slot = step.needs, int(step.arguments[0][1])
             step = self._steps.get(parent)
@@ -364,10 +368,10 @@ class _Planner:
         check = Check(node.name, actual, should, False, LIMITS[rough], step.name, slot)
         self._fusion_plan.stages[max(stage, earliest_turn)].checks.append(check)
 
-    # --- operator calls as the program makes them
+    # --- Operator calls as the program makes them.
 
     def _is_as_called(self, node: Any) -> bool:
-        """Whether a node is the very call it stems from, on the same values."""
+        """Whether a node is the program's own operator call, with the same arguments."""
         for result in call_origins.results_of(node):
             call = call_origins.call_of(result)
             if call is None or call.operator is not node.target:
@@ -378,7 +382,7 @@ class _Planner:
         return False
 
     def _called(self, node: Any) -> str | None:
-        """The name of what the operator gives that a node stems from."""
+        """Name of the result of the program's operator call from which a node stems."""
         for result in call_origins.results_of(node):
             call = call_origins.call_of(result)
             if call is not None and not sees(call.operator) and can_repeat(call.operator):
@@ -391,7 +395,7 @@ class _Planner:
             self._steps[call_name] = self._of_call(result, call)
         if self._steps[call_name] is None:
             return None
-        # An operator with one result is its own value.
+        # If an operator has one result, no item has to be taken.
         if len(call.operator._schema.returns) < 2 or not result[-1].isdigit():
             return call_name
         part = f"{call_name} {result[-1]}"
@@ -430,7 +434,7 @@ class _Planner:
             if result in self._results:
                 return self._results[result]
         node = self._nodes.get(tensor.name) if not tensor.results else None
-        # An input of the graph is known by its own name.
+        # An input of the graph is known by the name of its node.
         if node is not None and node.op == "placeholder":
             return tensor.name
         if tensor.constant is not None:
@@ -438,16 +442,24 @@ class _Planner:
             self._fusion_plan.constants[name] = tensor.constant
             self._from[name], self._until[name] = 0, _NEVER
             return name
-        for result in tensor.results:  # a view that the compiler took out, or a new tensor
+        for result in tensor.results:  # a view that the compiler removed, or a new tensor
             call = call_origins.call_of(result)
             if call is not None and (sees(call.operator) or not takes_tensors(call)):
                 return self._result(result, call)
         return None
 
-    # --- when
+    # --- Stages.
 
     def _plan(self, name: str, latest: int) -> int | None:
-        """The turn in which something is computed, with all it needs; None where it cannot be."""
+        """Plan to compute a value and all that it needs in one stage.
+
+        Args:
+            name: The value.
+            latest: The last stage in which it may be computed.
+
+        Returns:
+            The stage; None if the value cannot be computed.
+        """
         if (planned_turn := self._planned.get(name)) is not None:
             return planned_turn if planned_turn <= latest else None
         needed: dict[str, Step] = {}
@@ -471,7 +483,7 @@ class _Planner:
                 return None
             step = needed[value_name] = self._before(step, latest)
             waiting += step.needs
-        # A value it needs is overwritten before another one exists.
+        # One needed value is overwritten before another one exists.
         if earliest > last:
             return None
         stage = self._fusion_plan.stages[last]
@@ -479,13 +491,13 @@ class _Planner:
         for step in _in_order(needed, name):
             if step.name not in present:
                 stage.steps.append(step)
-            # What shares memory is computed anew in every turn.
+            # A value that shares memory is computed anew in every stage.
             if not step.sees:
                 self._planned[step.name] = last
         return last
 
     def _again(self, name: str) -> str:
-        """The name of a kept node's value as it is computed beside its kernel."""
+        """Name of the value of a stored node when it is computed again, besides its kernel."""
         again = f"{name} again"
         if again not in self._steps:
             step = self._step(name)
@@ -493,7 +505,7 @@ class _Planner:
         return again
 
     def _before(self, step: Step, latest: int) -> Step:
-        """A step that takes nothing of what the kernel is still to write."""
+        """A step in which values that are written after stage `latest` are computed again."""
         later = {name: self._again(name) for name in step.needs if self._from.get(name, 0) > latest}
         if not later:
             return step
@@ -519,11 +531,11 @@ class _Planner:
         return Step(node.name, function_of(node.target), arguments, needs, seen)
 
     def _forget(self) -> None:
-        """Say in each turn what nobody needs after it."""
+        """Add to each stage the values that are not needed after it."""
         last: dict[str, int] = {}
         for index, stage in enumerate(self._fusion_plan.stages):
             for step in stage.steps:
-                # The last turn that reads a value is the one after which it can go.
+                # A value can be dropped after the last stage that reads it.
                 last.update(dict.fromkeys((step.name, *step.needs), index))
             last.update({name: index for name, _ in stage.shown})
             for check in stage.checks:
@@ -531,7 +543,7 @@ class _Planner:
         for name, index in last.items():
             if name not in self._fusion_plan.constants:
                 self._fusion_plan.stages[index].forget.append(name)
-        # What only shows memory is not trusted any longer than its turn.
+        # A value that shares memory is valid only in its own stage.
         for stage in self._fusion_plan.stages:
             seen = [step.name for step in stage.steps if step.sees]
             stage.forget += [name for name in seen if name not in stage.forget]
@@ -540,7 +552,7 @@ class _Planner:
 
 
 def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:
-    """What something needs first, then itself."""
+    """A step and the steps that it needs, in an order in which they can be computed."""
     done: set[str] = set()
     waiting = [(name, False)]
     while waiting:
@@ -556,7 +568,7 @@ def _in_order(steps: Mapping[str, Step], name: str) -> Iterator[Step]:
 
 
 def _elements(node: Any) -> int:
-    """How many elements a node has; 0 where that varies."""
+    """Number of elements of a node, the largest of several results; 0 if sizes are symbolic."""
     value = node.meta.get("val")
     parts = value if isinstance(value, (list, tuple)) else (value,)
     sizes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
@@ -565,7 +577,7 @@ def _elements(node: Any) -> int:
 
 
 def _symbols(node: Any) -> Iterator[tuple[Any, str, int | None]]:
-    """Sizes that an input tells."""
+    """(symbol, input, axis) of each symbolic size that can be read from an input."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         yield value.node.expr, node.name, None

@@ -1,9 +1,9 @@
-"""Values inside of fused kernels, computed beside a compiled program while it runs.
+"""Compute the values inside fused kernels, while a compiled program runs.
 
-Values come from the kernels as they are called; what is inside of a fusion is computed from them
-by torch's own operators, as `fusion_plan` says, passed to the recorder of the graph, and dropped as
-soon as it is not needed. What cannot be computed is left out. The program's results, its random
-numbers and its dispatch modes are not touched.
+Kernels' results are received as the kernels are called. Values inside a fusion are computed from
+them by torch's own operators, according to a `fusion_plan`, passed to the recorder of the graph,
+and dropped as soon as they are not needed. Values that cannot be computed are left out. The
+program's results, random numbers and dispatch modes do not change.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -25,20 +25,20 @@ from driftline.captures.torch.compile.fusion_plan import Check, FusionPlan, Of, 
 
 _dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
 _C: Any = torch._C
-# An error within so many times the effect of rounding alone proves nothing.
+# An error up to this many times the effect of rounding alone proves nothing.
 _ROUNDINGS = 16
 Show = Callable[[str, str, Any], None]
 Tell = Callable[[str, float, bool], None]
 
 
 class FusionValues:
-    """One execution.
+    """The computed values of one execution of a graph.
 
     Args:
-        fusion_plan: What is computed in which stage.
-        show: Takes a node, the kernel it is inside of, and its value.
-        tell: Takes a node, the relative_l2 error of its value, and whether it is a generated kernel
-            compared with the nodes it was made of.
+        fusion_plan: What is computed in each stage.
+        show: Called with a node, the kernel that contains it, and its value.
+        tell: Called with a node, the relative_l2 error of its value, and whether the error is that
+            of a generated kernel compared with its nodes.
     """
 
     def __init__(self, fusion_plan: FusionPlan, show: Show, tell: Tell) -> None:
@@ -52,15 +52,15 @@ class FusionValues:
         self._sizes: dict[Any, int] = {}
 
     def give(self, buffer: str, value: Any) -> None:
-        """Take a value that a kernel has written, or an input of the graph."""
+        """Receive a value that a kernel has written, or an input of the graph."""
         name = self._fusion_plan.sources.get(buffer)
         if name is not None:
             self._values[name] = value
 
     def stage(self, number: int) -> None:
-        """The kernel of this number is called next."""
+        """Carry out a stage; call it just before the kernel of this number, and after the last."""
         stages = self._fusion_plan.stages
-        # Sizes that vary are read off the inputs, which are there before the first kernel.
+        # Symbolic sizes are read from the inputs, which all exist before the first kernel.
         if number == 0:
             self._measure()
         stage = stages[number]
@@ -75,7 +75,7 @@ class FusionValues:
                     error = _off(self._values[check.actual], self._values[check.should])
                     if error is not None:
                         self._errors.append((check, error))
-            # Memory of the program's size must not double.
+            # Values are dropped early, so that the program's memory does not double.
             for name in stage.forget:
                 self._values.pop(name, None)
                 self._chain_values.pop(name, None)
@@ -93,25 +93,26 @@ class FusionValues:
                 self._sizes.setdefault(symbol, value.shape[axis])
 
     def _tell_all(self) -> None:
-        # Read on the host only now: each reading waits for the device.
+        # Errors are read only at the end, because each reading waits for the device.
         for check, distance in self._errors:
             error = float(distance)
             perturbed = self._perturbed.get(check.perturbed, [])
             by_rounding = perturbed[check.slot] if check.slot < len(perturbed) else None
             if error <= check.limit or by_rounding is None:
                 continue
-            # What rounding of the inputs alone changes as much (terms that cancel) proves nothing.
+            # If rounding of the inputs alone changes the value as much (terms that cancel), the
+            # error proves nothing.
             if not error <= _ROUNDINGS * float(by_rounding):
                 self._tell(check.node, error if error == error else math.inf, check.kernel)
 
     def _take(self, step: Step) -> None:
-        # Something it needs could not be computed.
+        # A step is skipped if a value that it needs could not be computed.
         if not all(name in self._values for name in step.needs):
             return
         try:
             args, kwargs = self._filled(step.arguments)
             value = self._values[step.name] = step.function(*args, **kwargs)
-            # Repeated with perturbed inputs, to see how much rounding does to this operator.
+            # The step is repeated with perturbed inputs, to measure the effect of rounding.
             if (share := self._fusion_plan.perturbed.get(step.name)) is not None:
                 args, kwargs = _perturb((args, kwargs), share, step.name)
                 self._perturbed[step.name] = _apart_by(step.function(*args, **kwargs), value)
@@ -121,11 +122,11 @@ class FusionValues:
                     step.function(*args, **kwargs), share, step.name
                 )
                 self._perturbed[step.name] = _apart_by(chain_value, value)
-        except Exception:  # an operator that cannot be called here: what needs it is left out, too
+        except Exception:  # the operator cannot be called here; steps that need it are skipped too
             self._values.pop(step.name, None)
 
     def _filled(self, value: Any, share: float = 0.0) -> Any:
-        """Arguments with their values; perturbed ones where a share is given."""
+        """Arguments with names replaced by values, which are perturbed if `share` is not zero."""
         if isinstance(value, Of):
             if not share:
                 return self._values[value.name]
@@ -143,17 +144,24 @@ class FusionValues:
 
 @contextlib.contextmanager
 def _apart() -> Generator[None]:
-    """As kernels are called: no gradients, no casts, no modes of the program."""
+    """A context as for kernels: without gradients, autocast and the program's dispatch modes."""
     with torch.no_grad(), _dispatch._disable_current_modes(), _C._DisableAutocast():
         yield
 
 
 def _perturb(value: Any, share: float, name: str) -> Any:
-    """Arguments whose floating point values are perturbed by a random share of themselves."""
+    """Perturb floating point values by a random fraction of themselves, from -2 to 2 times `share`.
+
+    Args:
+        value: A tensor, or a container of arguments.
+        share: Size of the perturbation.
+        name: Seed of the random numbers.
+    """
     if isinstance(value, torch.Tensor):
         if not value.is_floating_point():
             return value
-        # A generator of its own, seeded by name: repeatable, and the program's is not touched.
+        # A separate generator, so that the program's does not change; its seed is the name, so that
+        # results can be repeated.
         numbers = torch.Generator(value.device).manual_seed(zlib.crc32(name.encode()))
         noise = torch.rand(value.shape, generator=numbers, device=value.device)
         return (value * (1 + share * (noise * 4 - 2))).to(value.dtype)
@@ -178,7 +186,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _off(value: Any, reference: Any) -> torch.Tensor | None:
-    """Relative L2 distance of two tensors; None where it is not defined."""
+    """Relative L2 distance of two tensors; None if it is not defined."""
     if not isinstance(value, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return None
     if value.shape != reference.shape or value.dtype != reference.dtype or not value.numel():
@@ -186,11 +194,11 @@ def _off(value: Any, reference: Any) -> torch.Tensor | None:
     if not value.dtype.is_floating_point:
         if value.dtype.is_complex:
             return None
-        # Integers are equal or not: the share of elements that differ.
+        # For integers it is the fraction of elements that differ.
         return (value != reference).sum(dtype=torch.float64) / value.numel()
     wide = torch.promote_types(value.dtype, torch.float32)
     value_wide, reference_wide = value.to(wide), reference.to(wide)
-    # Two NaN, or two equal infinities, are no difference.
+    # Two NaN, or two equal infinities, count as equal.
     same = (value_wide == reference_wide) | (value_wide.isnan() & reference_wide.isnan())
     apart = torch.where(same, 0.0, value_wide - reference_wide)
     size = torch.where(same & ~reference_wide.isfinite(), 0.0, reference_wide)

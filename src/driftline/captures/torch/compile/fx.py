@@ -1,8 +1,8 @@
-"""Compiled graphs executed node by node by torch's own operators.
+"""Execute compiled graphs node by node with torch's own operators.
 
-The graph that Dynamo found is split into forward and backward by AOTAutograd, without decomposing
-operators, and each node is then executed as the operator it names, in order. The backend that the
-program asked for is not called: this shows what the graph means, not what a compiler made of it.
+AOTAutograd splits Dynamo's graph into forward and backward, without decomposing operators. Then
+each node is executed, in order, by the operator that it names. The program's own backend is not
+called, so the values are those of the graph, not those of code that a compiler made of it.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -27,20 +27,20 @@ Announce = Callable[[], Sequence[GraphRecorder]]
 def compile_by_nodes(
     graph: fx.GraphModule, inputs: Sequence[Any], backend: str, recorders: Announce
 ) -> Callable[..., Any]:
-    """What stands in for a backend.
+    """Compile a graph to a function that executes it node by node, instead of the backend.
 
     Args:
-        graph: As Dynamo gives it to backends.
+        graph: The graph as Dynamo passes it to backends.
         inputs: Its example inputs.
-        backend: Name of the backend that the program asked for.
-        recorders: Who is shown the values, asked when a graph is described.
+        backend: Name of the program's own backend.
+        recorders: Returns the recorders that get the values.
     """
-    # Imported here: they load the compiler, which is there when this is called.
+    # Imported here because they load the compiler, which is loaded when this is called.
     common: Any = importlib.import_module("torch._dynamo.backends.common")
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     bases: list[tuple[GraphRecorder, str]] = []
     for recorder in recorders():
-        # Now, while the module that runs is known; graphs are described later.
+        # Done now, while the running module is known; graphs are described later.
         recorder.meet(compile_id(), inputs)
         bases.append((recorder, recorder.base(compile_id())))
 
@@ -77,10 +77,10 @@ def compile_by_nodes(
 
 
 def _without_idle(module: fx.GraphModule) -> None:
-    """Take forward nodes out of a backward graph that nobody reads.
+    """Remove unused forward nodes from a backward graph.
 
-    With `fallback_random` torch leaves random operators there: executed again for nothing, they
-    would draw numbers that the program draws next.
+    With `fallback_random` torch leaves random operators in it. If they were executed again, they
+    would draw random numbers that the program draws next.
     """
     for node in reversed(module.graph.nodes):
         idle = node.op == "call_function" and not node.users
@@ -90,20 +90,20 @@ def _without_idle(module: fx.GraphModule) -> None:
 
 
 def _boxed(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes its arguments as one list, which is emptied: so nothing lives longer than it must."""
+    """Wrap a function to take its arguments as one list, which it empties to free them early."""
 
     def boxed(arguments: list[Any]) -> Any:
         values = list(arguments)
         arguments.clear()
         return call(*values)
 
-    boxed.__dict__["_boxed_call"] = True  # says so to AOTAutograd
+    boxed.__dict__["_boxed_call"] = True  # tells AOTAutograd about this calling convention
     hide_from_compiler(boxed)
     return boxed
 
 
 class ByNodes(fx.Interpreter):
-    """Executes a graph and shows every value."""
+    """A compiled graph that passes the value of every node to the recorders when it is called."""
 
     def __init__(self, module: fx.GraphModule, shown: list[tuple[GraphRecorder, Compiled]]) -> None:
         super().__init__(module)
@@ -116,19 +116,19 @@ class ByNodes(fx.Interpreter):
             for recorder, compiled in self._shown
             if (execution := recorder.execution(compiled)) is not None
         ]
-        # A step that nobody wants runs the plain graph.
+        # In a step that is not captured the plain graph runs.
         if not executions:
             return self._plain(*arguments)
         return _Run(self.module, executions).run(*arguments)
 
 
 class _Run(fx.Interpreter):
-    """One execution; a graph may be under way in two threads.
+    """One execution of a graph; two threads may execute a graph at the same time.
 
     Args:
         module: The graph.
-        executions: Who is shown the values.
-        within: What comes before the names of nodes, in the body of a control flow operator.
+        executions: The executions that get the values, one for each recorder.
+        within: Prefix of the nodes' names, in the body of a control flow operator.
     """
 
     def __init__(self, module: Any, executions: list[Execution], within: str = "") -> None:
@@ -148,7 +148,7 @@ class _Run(fx.Interpreter):
         return value
 
     def _shown(self, body: fx.GraphModule, within: str) -> Callable[..., Any]:
-        """A body that shows its nodes, too, as often as its operator executes it."""
+        """A function that executes a control flow body and passes on its nodes' values too."""
 
         def run(*arguments: Any) -> Any:
             return _Run(body, self._executions, within).run(*arguments)

@@ -1,7 +1,7 @@
-"""Values of compiled graphs on their way into the sessions that asked for them.
+"""Record the values of compiled graphs in a session.
 
-A graph is described once, when it is compiled; its values come with every execution. Knows the
-session and the names of nodes, not who executes them.
+A graph is described once, when it is compiled; its values are recorded at every execution. This
+file knows the session and the names of nodes, but not how the nodes are executed.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -37,21 +37,21 @@ from driftline.graphs.sources.graph_files import (
 )
 
 Write = Callable[[str], None]
-# Bounds the table for programs whose backward passes never come.
+# Limits the table for programs in which backward passes never run.
 _MOST_MADE = 200_000
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
 
 class Compiled:
-    """One graph of one session, and what is known of it.
+    """One graph in one session.
 
     Attributes:
         graph: Its description.
         nodes: Its nodes by name.
-        kept: By buffer: the kernel that fills it, and what it is.
-        elsewhere: The same graph as other modules execute it, by their sites: layers that are alike
-            share one compiled graph.
+        kept: For each buffer, the kernel that fills it and the description of its value.
+        elsewhere: Descriptions of the same graph for other modules that execute it, by site; layers
+            of equal structure share one compiled graph.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -64,7 +64,7 @@ class Compiled:
 
 
 class Execution:
-    """One execution of a graph in a step that is wanted."""
+    """One execution of a graph in a step that is captured."""
 
     __slots__ = ("_recorder", "compiled", "step")
 
@@ -74,14 +74,14 @@ class Execution:
         self.step = step
 
     def take_node(self, name: str, value: Any) -> None:
-        """Show what a node gave."""
+        """Record the value of a node."""
         node = self.compiled.nodes.get(name)
         if node is not None:
             what = f"{PARAMETER}{node.parameter}" if node.parameter else node.target
             self._take(node, node.site, value, what)
 
     def take_kept(self, buffer: str, value: Any) -> None:
-        """Show what a kernel wrote, or what the graph was given; never raises."""
+        """Record what a kernel wrote, or an input of the graph; never raises."""
         kernel, kept = self.compiled.kept.get(buffer, ("", None))
         if kept is None:
             self._recorder.session.guarded(buffer, self.take_node, buffer, value)
@@ -92,7 +92,7 @@ class Execution:
             guarded(kept.site, self._take, node, kept.site, value, kernel)
 
     def take_inside(self, name: str, kernel: str, value: Any) -> None:
-        """Show what a node inside of a fused kernel gives; never raises."""
+        """Record the value of a node inside a fused kernel; never raises."""
         node = self.compiled.nodes.get(name)
         # A recomputed value was recorded in the forward pass already.
         if node is not None and node.phase != "recompute":
@@ -101,7 +101,7 @@ class Execution:
             self._recorder.session.guarded(node.site, self._take, node, node.site, value, what)
 
     def take_error(self, name: str, error: float, *, kernel: bool) -> None:
-        """Say how far off a node's value is from what it should be for the same inputs."""
+        """Record the error of a node's value: its distance from the correct one for its inputs."""
         node = self.compiled.nodes.get(name)
         if node is not None:
             number = self.compiled.graph.number
@@ -127,7 +127,7 @@ class GraphRecorder:
 
     Args:
         session: The capture.
-        write: Takes a line for the list of graphs; None where the sink keeps no lists.
+        write: Writes a line of the list of graphs; None if the sink stores no lists.
     """
 
     def __init__(self, session: Any, write: Write | None) -> None:
@@ -147,15 +147,21 @@ class GraphRecorder:
         self.nodes = 0
 
     def totals(self) -> str:
-        """How much was met, in words for an event."""
+        """Numbers of graphs and nodes, as text for an event."""
         return f"graphs: {self.graphs}, nodes: {self.nodes}"
 
     def meet(
         self, compile_id: str, inputs: Sequence[Any], models: Sequence[nn.Module] = ()
     ) -> None:
-        """A piece of the program is about to be compiled for these inputs, and calls these."""
+        """Prepare for graphs of a piece of the program that is about to be compiled.
+
+        Args:
+            compile_id: Dynamo's name of the piece.
+            inputs: The inputs for which it is compiled.
+            models: Models that it calls.
+        """
         self.base(compile_id)
-        # Outside of any module call nobody else would give these models names.
+        # Outside of module calls nothing else would name these models.
         if self.session.current_frame() is None:
             for model in models:
                 self.session.names.of(model, None)
@@ -167,33 +173,33 @@ class GraphRecorder:
         piece = compile_id.partition("/")[0]
         part = self._parts.get((compile_id, backward), 0)
         self._parts[compile_id, backward] = part + 1
-        if part:  # the piece was cut in parts, which may have nodes of one name in one module
+        if part:  # the piece was split; its parts may have equally named nodes in one module
             piece += f".{part}"
         owners = self._known_owners(graph, compile_id, backward=backward)
         return self._naming.describe(graph, base, piece, owners, backward=backward)
 
     def parameters(self, graph: torch.fx.Graph, compile_id: str, *, backward: bool) -> set[str]:
-        """The nodes of a graph that stand for parameters and buffers of modules."""
+        """Names of the graph inputs that are parameters or buffers of modules."""
         owners = self._known_owners(graph, compile_id, backward=backward)
         return {node.name for node in graph.nodes if owner_of(node, owners) is not None}
 
     def _known_owners(
         self, graph: torch.fx.Graph, compile_id: str, *, backward: bool
     ) -> Sequence[Owner | None]:
-        """Whose the inputs of a graph are, as far as it takes those of its piece.
+        """The parameters or buffers that are the inputs of a graph, by position.
 
-        Where a piece is cut into several graphs, their inputs are counted anew in each.
+        If a piece was split into several graphs, the inputs of each are numbered anew, and their
+        positions would name the wrong parameters. Then there are none.
         """
         owners = self._owners.get(compile_id, ())
-        # Counted anew in a part of a piece, positions would name the wrong parameters.
         if not backward and len(owners) != sum(is_plain_input(node) for node in graph.nodes):
             owners = self._owners[compile_id] = ()
         return owners
 
     def base(self, compile_id: str) -> str:
-        """Where nodes of no module belong: to the module that ran when the code was first met.
+        """Site of nodes that belong to no module: the module that ran when the code was first seen.
 
-        Backward graphs are compiled later, when no module is running.
+        It is remembered, because backward graphs are compiled later, when no module is running.
         """
         base_site = self._bases.get(compile_id)
         if base_site is None:
@@ -225,40 +231,41 @@ class GraphRecorder:
         return Compiled(graph)
 
     def write(self, line: str) -> None:
-        """A line for the list of graphs."""
+        """Write a line of the list of graphs."""
         if self._write is not None:
             self._write(line)
 
     def execution(self, compiled: Compiled) -> Execution | None:
-        """An execution begins; None where its step is not wanted."""
+        """Begin an execution of a graph; None if its step is not captured."""
         session = self.session
         if not session.running:
             return None
         frame = session.current_frame()
         site = self._caller(compiled.graph, frame.site if frame is not None else "")
         step = frame.step if frame is not None else session.step
-        # A compiled training step calls no module, so the clock is told here.
+        # A compiled training step calls no module, so the step clock is notified here.
         if frame is None and compiled.graph.kind == "forward":
             session.clock.trained_by_graph()
         if not session.wants_step(step):
             return None
-        # A program whose modules are all compiled has its steps from graphs.
+        # In a program whose modules are all compiled, steps are noted here.
         if frame is None and not session.execution_order:
             session.steps_seen.add(step)
             session.outside += 1
         at_site = compiled.elsewhere.get(site)
         if at_site is None:
-            # Layers that share one compiled graph each get a description of their own.
+            # Each of several layers that share one compiled graph gets its own description.
             at_site = compiled.elsewhere[site] = self._listed(
                 rebased(compiled.graph, site)._replace(number=self._lines)
             )
         return Execution(self, at_site, step)
 
     def _caller(self, graph: Graph, now: str) -> str:
-        """The module that executes a graph.
+        """The site of the module that executes a graph.
 
-        A backward graph is executed by nobody: it belongs to whom the forward graph belonged that
-        made its autograd node, which took its number just before that graph was executed.
+        No module executes a backward graph. It belongs to the module that executed the forward
+        graph and thereby made the autograd node. That node got its sequence number just before the
+        forward graph was executed.
         """
         if graph.kind == "backward":
             node = _C._current_autograd_node()
@@ -266,7 +273,7 @@ class GraphRecorder:
         if graph.kind == "forward":
             if len(self._made) >= _MOST_MADE:
                 self._made.clear()
-            # The node took its number just before this graph was executed.
+            # The autograd node got its number just before this graph is executed.
             self._made[_autograd._get_sequence_nr() - 1] = now or graph.base
         return now or graph.base
 

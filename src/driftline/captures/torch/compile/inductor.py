@@ -1,12 +1,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Results of inductor's kernels, read where each kernel has written them.
+"""Record the results of inductor's kernels, just after each kernel has written them.
 
-Inductor writes a Python program that calls its kernels. Lines are added to it that hand each
-kernel's results to the recorder, before their memory is used again. `CompiledProgram` is such a
-program at run time, `Scheduled` one that is being written; the functions at the end replace methods
-of inductor while a capture watches.
+Inductor writes a Python program that calls its kernels. Lines are added to it that pass each
+kernel's results to the recorder, before their memory is reused. `CompiledProgram` is such a program
+at run time; `Scheduled` is a program that is being written. The functions at the end replace
+methods of inductor while a capture watches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from driftline.graphs.sources.graph_files import GraphNode, Kept, Kernel
 
 
 def is_called(scheduler: Any, node: Any) -> bool:
-    """Whether the kernel of a scheduled node has been called by now."""
+    """Whether the program written so far calls the kernel of a scheduled node."""
     if node is scheduler.current_node:
         return True
     # A node is done when all of its buffers exist.
@@ -36,9 +36,9 @@ def is_called(scheduler: Any, node: Any) -> bool:
 
 
 def kernel_name(lines: list[Any], done: list[Any]) -> str:
-    """The kernel that was called last, for these nodes: a generated one, or one of a library."""
+    """Name of the kernel of these nodes, which was called last: generated, or a library's."""
     for line in reversed(lines):
-        # Inductor keeps the lines of its program; the last call is the kernel of these nodes.
+        # The last call in the lines of the program is the kernel of these nodes.
         if type(line).__name__ == "KernelCallLine":
             if not any(node.is_extern() for node in done):
                 return str(line.kernel_name)
@@ -53,7 +53,7 @@ def kernel_name(lines: list[Any], done: list[Any]) -> str:
 
 
 def nodes_of(graph: Any, node: Any) -> list[str]:
-    """The nodes that a scheduled node computes, also where it keeps nothing of them."""
+    """Names of all nodes that a scheduled node computes, even if their values are not stored."""
     places = {
         node_of_graph.name: index for index, node_of_graph in enumerate(graph.module.graph.nodes)
     }
@@ -67,23 +67,23 @@ def nodes_of(graph: Any, node: Any) -> list[str]:
 
 
 def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    """Buffer, variable, exact origin and all origins of what a scheduled node left in memory."""
+    """(buffer, variable, exact origin, all origins) of each stored result of a scheduled node."""
     ir: Any = importlib.import_module("torch._inductor.ir")
     places = {origin.name: index for index, origin in enumerate(graph.module.graph.nodes)}
     kept_results: list[tuple[str, str, str, tuple[str, ...]]] = []
     for output in node.get_outputs():
         buffer = output.node
         name = buffer.get_name()
-        # A buffer that was optimised away, or whose memory was reused, cannot be read any more.
+        # A buffer that was optimised away, or whose memory was reused, cannot be read.
         gone = (graph.removed_buffers, graph.inplaced_to_remove, wrapper.freed)
         if any(name in names for names in gone):
             continue
         layout = buffer.layout
-        # Layouts without memory of their own.
+        # These layouts have no memory of their own.
         if isinstance(layout, (ir.NoneLayout, ir.MultiOutputLayout)):
             continue
         variable = name
-        # A mutation is written into another buffer, which is the one to read.
+        # A mutation is written into another buffer, which has to be read instead.
         if isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
             variable = layout.get_buffer().get_name()
         exact = buffer.get_origin_node()
@@ -97,19 +97,19 @@ def results(graph: Any, wrapper: Any, node: Any) -> list[tuple[str, str, str, tu
     return kept_results
 
 
-# Programs at run time and while they are written.
+# Programs at run time, and programs that are being written.
 
 
 class CompiledProgram:
-    """One compiled graph, and the executions of it that are under way, by thread.
+    """The program of one compiled graph, and its current execution in each thread.
 
     Attributes:
-        shown: Who is shown its values.
-        first: The first value of an execution.
-        silent: Inputs that are not recorded: parameters.
-        part_of: The graph that executes it, for the body of a control flow operator.
-        within: What comes before the names of such a body.
-        fusion_plan: What is computed beside its kernels.
+        shown: The recorders that get its values, with their descriptions of the graph.
+        first: The first value that every execution shows.
+        silent: Inputs that are not recorded, because they are parameters.
+        part_of: For the body of a control flow operator: the program that executes it.
+        within: Prefix of the names in such a body.
+        fusion_plan: Additional computations; None if there are none.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class CompiledProgram:
         self._thread = threading.local()
 
     def take(self, buffer: str, value: Any) -> None:
-        """A kernel has written this, or the graph was given it."""
+        """Record a value that a kernel has written, or an input of the graph."""
         executions, fusion_values = self._under_way(buffer)
         if fusion_values is not None:
             fusion_values.give(buffer, value)
@@ -131,7 +131,7 @@ class CompiledProgram:
                 execution.take_kept(buffer, value)
 
     def called(self, unit: int) -> None:
-        """A kernel was called; -1 for the inputs."""
+        """Compute the next stage of the fusion plan, after kernel `unit`; -1 means the inputs."""
         if self.fusion_plan is None:
             return
         fusion_values = self._under_way("")[1]
@@ -139,9 +139,9 @@ class CompiledProgram:
             fusion_values.stage(unit + 1)
 
     def _under_way(self, buffer: str) -> tuple[list[Execution], FusionValues | None]:
-        """Of this thread; the first buffer of the graph begins a new one."""
+        """The current executions of this thread, one for each recorder, and their fusion values."""
         under_way = getattr(self._thread, "executions", None)
-        # Programs have no line for their beginning; the first buffer marks it.
+        # No line marks the beginning of a program, so its first buffer begins a new execution.
         if under_way is None or (buffer and buffer == self.first):
             executions = [
                 execution
@@ -168,15 +168,15 @@ class CompiledProgram:
 
 
 class Scheduled:
-    """A graph that is being scheduled.
+    """A graph whose program is being written.
 
     Attributes:
-        number: Of the program.
-        inputs: What the program shows of what it is given.
-        waiting: Scheduled nodes whose kernel was not called yet.
+        number: Number of the program.
+        inputs: Inputs whose values the program shows.
+        waiting: Scheduled nodes whose kernels are not called yet.
         units: Kernels in the order of their calls.
-        ends: By buffer or input: the last kernel that reads it.
-        bodies: Of control flow operators, with what comes before their names.
+        ends: For each buffer or input, the index of the last kernel that reads it.
+        bodies: Bodies of control flow operators, with the prefixes of their names.
     """
 
     def __init__(self, number: int) -> None:
@@ -188,14 +188,15 @@ class Scheduled:
         self.bodies: list[tuple[str, Scheduled]] = []
 
 
-# Switching on: inductor's methods are replaced while a capture watches.
+# Watching: inductor's methods are replaced while a capture watches.
 
 
-# Found through `sys.modules`: the program is a file of its own, and may outlive the capture.
+# The lines find this module in `sys.modules`, because the program is a separate file and may
+# outlive the capture.
 _LINE = "__import__('sys').modules[{module!r}].kept({graph}, {buffer!r}, {variable})"
 _DONE = "__import__('sys').modules[{module!r}].called({graph}, {unit})"
 MODULE = "torch._inductor.graph"
-# A cached program lacks the lines that are added here.
+# Caches are switched off, because a cached program lacks these lines.
 _CACHES = {
     "torch._functorch.config": ("enable_autograd_cache", "enable_remote_autograd_cache"),
     "torch._inductor.config": ("fx_graph_cache", "fx_graph_remote_cache"),
@@ -209,7 +210,7 @@ _graphs: dict[int, CompiledProgram] = {}
 
 
 class Watcher(Protocol):
-    """Whose recorder is shown what kernels compute."""
+    """A tap whose recorder gets the results of kernels."""
 
     session: Any
     recorder: GraphRecorder
@@ -217,29 +218,32 @@ class Watcher(Protocol):
 
 
 def kept(graph: int, buffer: str, value: Any) -> None:
-    """Called by compiled programs: a kernel has written this. Never raises."""
+    """Record a value that a kernel has written; compiled programs call this. Never raises."""
     program = _graphs.get(graph)
     if program is None or not _watchers:
         return
     if program.part_of is not None:
         program, buffer = program.part_of, program.within + buffer
-    # One session guards the call for all, as the values are the same.
+    # The program passes values to all recorders; the first session guards the call.
     for watcher in _watchers[:1]:
         watcher.session.guarded("inductor", program.take, buffer, value)
 
 
 def called(graph: int, unit: int) -> None:
-    """Called by compiled programs: a kernel has written all it writes. Never raises."""
+    """Note that a kernel has written all its results; compiled programs call this. Never raises."""
     program = _graphs.get(graph)
     if program is not None and _watchers:
         _watchers[0].session.guarded("inductor", program.called, unit)
 
 
-# --- switching on and off
+# --- Watching.
 
 
 def forget_graphs() -> None:
-    """Before the first graph: one that is found in a cache would never reach inductor."""
+    """Switch AOTAutograd's cache off; call it before the first graph.
+
+    A graph that is found in the cache would not reach inductor.
+    """
     with _lock:
         if not _settings:
             _no_caches("torch._functorch.config")
@@ -251,7 +255,11 @@ def _no_caches(module: str) -> None:
 
 
 def install(watcher: Watcher) -> bool:
-    """Show a watcher the kernels of graphs that are compiled from now on."""
+    """Show a watcher the kernels of graphs that are compiled from now on.
+
+    Returns:
+        False if this version of torch lacks a method that has to be replaced.
+    """
     global _watchers
     with _lock:
         if not _watchers:
@@ -298,11 +306,11 @@ def _set(config: Any, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-# --- what stands in for inductor's own
+# --- Replacements for methods of inductor.
 
 
 def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A whole graph is turned into a program."""
+    """Wrap the method that turns a whole graph into a program."""
 
     def codegen(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _watchers:
@@ -318,8 +326,10 @@ def _codegen(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _no_cuda_graph(lowering: Any) -> None:
-    """Have kernels called one by one: a CUDA graph replays them without us, and owns its memory."""
-    # A CUDA graph would replay kernels without returning to Python.
+    """Let the program call its kernels one by one, instead of making a CUDA graph of them.
+
+    A CUDA graph replays kernels without returning to Python, and owns their memory.
+    """
     if importlib.import_module("torch._inductor.config").triton.cudagraphs:
         lowering.disable_cudagraphs_reason = "Driftline reads what each kernel has written"
         for watcher in _watchers:
@@ -331,12 +341,12 @@ def _no_cuda_graph(lowering: Any) -> None:
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The scheduler comes to the next of its nodes."""
+    """Wrap the method by which the scheduler goes to its next node."""
 
     def enter_context(self: Any, node: Any) -> Any:
         if _watchers:
             if not all(watcher.fusion for watcher in _watchers):
-                self.flush()  # what was scheduled so far becomes a kernel of its own
+                self.flush()  # the nodes scheduled so far get their own kernel
             _watchers[0].session.guarded("inductor", _comes, self, node)
         return original(self, node)
 
@@ -344,7 +354,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _free(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel was called: memory that nobody reads any more is about to be given back."""
+    """Wrap the method that frees unused buffers after a kernel call."""
 
     def free_buffers(self: Any) -> Any:
         if _watchers:
@@ -355,7 +365,7 @@ def _free(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_node(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A node of the graph is translated; without fusion its value is to be in memory."""
+    """Wrap the method that lowers a node of the graph; without fusion its value is stored."""
 
     def run_node(self: Any, node: Any) -> Any:
         result = original(self, node)
@@ -374,7 +384,7 @@ def _realise(value: Any) -> None:
         value.realize()
 
 
-# --- scheduling
+# --- Scheduling.
 
 
 def _comes(scheduler: Any, node: Any) -> None:
@@ -385,16 +395,17 @@ def _comes(scheduler: Any, node: Any) -> None:
 
 
 def _begun() -> Scheduled:
-    """A graph whose first node comes; before it, the program shows us what it was given."""
+    """Begin a graph at its first node; write the lines that show its inputs."""
     number = len(_graphs)
-    # Numbers are in the text of compiled programs, so one is never given twice.
+    # Numbers are in the text of compiled programs, so a number in use is not assigned again.
     while number in _graphs:
         number += 1
     _graphs[number] = CompiledProgram()
     scheduled = Scheduled(number)
     graph: Any = importlib.import_module("torch._inductor.virtualized").V.graph
     wrapper = graph.wrapper_code
-    # Parts that are to become CUDA graphs are functions of their own: inputs have no names there.
+    # If the program is split into parts for CUDA graphs, each part is a function, in which the
+    # inputs have no names.
     own = getattr(wrapper, "partition_signatures", None) is None
     if own and not _within(graph) and not graph.cpp_wrapper and hasattr(wrapper, "lines"):
         owned = {
@@ -417,7 +428,7 @@ def _line(graph: int, buffer: str, variable: str) -> str:
 
 
 def _within(lowering: Any) -> str:
-    """What comes before the names in a body of control flow: those that lead to it, and dots."""
+    """Prefix of the names in a control flow body: the names of the bodies around it, with dots."""
     parent = getattr(lowering, "parent", None)
     if parent is None:
         return ""
@@ -426,14 +437,14 @@ def _within(lowering: Any) -> str:
 
 
 def _called(scheduler: Any) -> None:
-    """Add lines for the results of all nodes whose kernel has been called by now."""
+    """Add lines for the results of all nodes whose kernels are called by the program so far."""
     scheduled = _under_way.get(scheduler)
     if scheduled is None:
         return
     virtual: Any = importlib.import_module("torch._inductor.virtualized").V
     graph = virtual.graph
     wrapper = graph.wrapper_code
-    # C++ has no place where Python could be called.
+    # In a program in C++ no Python function can be called.
     if graph.cpp_wrapper or not hasattr(wrapper, "lines"):
         for watcher in _watchers:
             watcher.session.event_once(
@@ -450,7 +461,7 @@ def _called(scheduler: Any) -> None:
     nodes: dict[str, None] = {}
     for node in done:
         nodes.update(dict.fromkeys(nodes_of(graph, node)))
-        # Right behind the kernel's own line: the next kernel may reuse the memory.
+        # The lines directly follow the kernel's call, because the next kernel may reuse the memory.
         for buffer, variable, exact, origins in results(graph, wrapper, node):
             kept_results.append((buffer, exact, origins))
             wrapper.writeline(_line(scheduled.number, buffer, variable))
@@ -462,13 +473,14 @@ def _called(scheduler: Any) -> None:
 
 
 def _describe(lowering: Any) -> None:
-    """A graph has become a program: say which results its kernels keep, and of which nodes."""
+    """Describe a graph whose program is written: its nodes, kernels and their stored results."""
     scheduled = _under_way.pop(getattr(lowering, "scheduler", None), None)
     if scheduled is None:
         return
     program = _graphs[scheduled.number]
     if within := _within(lowering):
-        # Its nodes are listed with those of the graph that executes it, which comes later.
+        # The nodes of a body are listed with those of the graph that executes it, which is
+        # described later.
         outermost = lowering
         while (parent := getattr(outermost, "parent", None)) is not None:
             outermost = parent
@@ -512,7 +524,11 @@ def _describe(lowering: Any) -> None:
 def _kept(
     nodes: dict[str, GraphNode], within: str, buffer: str, exact: str, origins: tuple[str, ...]
 ) -> Kept:
-    """What a kernel kept: at its node's own site, if it is the value of one, or at a buffer's."""
+    """Describe a stored result of a kernel.
+
+    If it is the value of a node, it has the node's site; otherwise the site is made of that of its
+    last node and the buffer's name.
+    """
     names = tuple(within + name for name in origins)
     if exact:
         return Kept(within + buffer, nodes[within + exact].site, within + exact, names)

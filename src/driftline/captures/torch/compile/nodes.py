@@ -1,6 +1,7 @@
-"""Nodes of a compiled graph: their module, line, shape, and the call they stem from.
+"""Describe the nodes of a compiled graph: module, source line, shape and original operator call.
 
-Reads what the compiler left in each node's `meta`; executes nothing and changes nothing.
+The descriptions are read from the `meta` of each node, which the compiler fills. This file executes
+nothing and changes nothing.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -32,14 +33,14 @@ CONTROL_FLOW = ("cond", "while_loop", "invoke_subgraph")
 
 
 class Owner(NamedTuple):
-    """A parameter or buffer: the module that has it, and its name there."""
+    """A parameter or buffer: the site of its module, and its name in the module."""
 
     site: str
     name: str
 
 
 class _Piece(NamedTuple):
-    """What all nodes of a graph have in common; see `Naming.describe`."""
+    """Values that are equal for all nodes of a graph; see `Naming.describe`."""
 
     base: str
     number: str
@@ -49,7 +50,7 @@ class _Piece(NamedTuple):
 
 
 def compile_id() -> str:
-    """Dynamo's name of what is compiled now: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
+    """Dynamo's name of the code being compiled: `0/0`, `0/1` for its recompilation, `1/0`, ..."""
     guards: Any = importlib.import_module("torch._guards")
     current = guards.CompileContext.current_compile_id()
     return str(current) if current is not None else "-"
@@ -58,8 +59,8 @@ def compile_id() -> str:
 class Naming:
     """Names the nodes of one process's graphs.
 
-    Two graphs of different pieces of a program may hold nodes of one name in one module. The later
-    one's get the number of their piece behind an `@`; a recompilation is the same piece.
+    Graphs of different pieces of a program may have equally named nodes in one module. Such nodes
+    of the later piece get an `@` and the number of the piece. A recompilation is the same piece.
 
     Args:
         names: The modules of the program.
@@ -79,15 +80,15 @@ class Naming:
         backward: bool,
         within: str = "",
     ) -> tuple[GraphNode, ...]:
-        """The nodes of a graph, but for its output; bodies of control flow come where they are met.
+        """The nodes of a graph, without its output; nodes of control flow bodies come before them.
 
         Args:
-            graph: As it was traced.
-            base: Where nodes of no module belong: the module under way.
-            piece: Which piece of the program was compiled.
-            owners: For each input of the piece: whose parameter it is.
-            backward: A backward graph; what it holds of the forward pass is computed again.
-            within: What comes before the names of nodes: the body they are in, and a dot.
+            graph: The graph as it was traced.
+            base: Site of nodes that belong to no module: the module that is running.
+            piece: Number of the compiled piece of the program.
+            owners: For each input of the piece, the parameter or buffer that it is.
+            backward: Whether it is a backward graph, whose forward nodes are recomputed.
+            within: Prefix of the nodes' names in the body of a control flow operator, with a dot.
         """
         leaving = _leaving(graph) if not within else set()
         piece_of = _Piece(base, piece, owners, within, backward)
@@ -96,7 +97,7 @@ class Naming:
             if node.op == "output":
                 continue
             body = body_of(node)
-            # A body has exactly one user, its control flow operator.
+            # The only user of a body is its control flow operator.
             if body is not None:
                 (caller,) = node.users
                 inner = f"{within}{node.name}."
@@ -132,7 +133,7 @@ class Naming:
                 of = source.name, int(node.args[1])
         phase = "forward"
         if backward:
-            # What a placeholder holds was saved by the forward pass, not computed here.
+            # The value of a placeholder was saved by the forward pass, not computed here.
             again = node.op != "placeholder" and meta.get("partitioner_tag") == "is_forward"
             phase = "recompute" if again else "backward"
         calls = tuple(self._calls(_stack(meta) or _stack_of_results(node), base))
@@ -163,7 +164,7 @@ class Naming:
 
     def _site(self, module: str, name: str, piece: str, *, backward: bool) -> str:
         site = f"{module}/{name}"
-        # The first piece keeps the plain name; a later one with the same name is numbered.
+        # The first piece keeps the plain name; a later piece with the same name gets a number.
         owner = self._owners.setdefault((site, backward), piece)
         return site if owner == piece else f"{site}@{piece}"
 
@@ -174,16 +175,17 @@ class Naming:
             text, _, again = str(key).partition("@")
             place = self._names._places.get(int(text)) if text.isdigit() else None
             site = place.site if place is not None else _by_path(str(path), base)
-            # Wrappers repeat the site of what they wrap.
+            # A wrapper has the same site as the module that it wraps.
             if site and (not sites or sites[-1].partition("@")[0] != site):
                 sites.append(f"{site}@{again}" if again else site)
         return sites
 
 
 def body_of(node: Any) -> torch.fx.GraphModule | None:
-    """The graph that a node stands for, where an operator executes it as it is.
+    """The graph that a node refers to, if it is the body of a control flow operator.
 
-    Those of other operators (a score of attention) are meant to be compiled into a kernel.
+    Graphs of other operators (such as the score function of an attention) are not bodies, because
+    they are compiled into the operator's kernel.
     """
     if node.op != "get_attr" or len(node.users) != 1:
         return None
@@ -195,9 +197,10 @@ def body_of(node: Any) -> torch.fx.GraphModule | None:
 
 
 def _of_control_flow(node: Any) -> tuple[Origin, ...]:
-    """The nth control flow operator of its graph, or one of its results.
+    """The origin of a control flow operator or of one of its results.
 
-    The compiler does not trace these as it does operators, so they have no stamp.
+    The compiler does not trace these as other operators, so they have no stamp. They are counted in
+    their graph instead.
     """
     caller, slot = node, "0"
     if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
@@ -212,7 +215,7 @@ def _of_control_flow(node: Any) -> tuple[Origin, ...]:
 
 
 def owners_of(names: ModuleNames, inputs: Sequence[Any]) -> list[Owner | None]:
-    """For each input of a piece of the program: the module and parameter that it is, if it is."""
+    """For each input of a piece of the program, the parameter or buffer that it is, or None."""
     owner_by_id: dict[int, Owner] = {}
     for root in names.roots:
         module = root.module()
@@ -225,7 +228,10 @@ def owners_of(names: ModuleNames, inputs: Sequence[Any]) -> list[Owner | None]:
 
 
 def owner_of(node: Any, owners: Sequence[Owner | None]) -> Owner | None:
-    """Whose parameter a placeholder is: the compiler says which input of its piece it holds."""
+    """The parameter or buffer that a placeholder is, or None.
+
+    The compiler's description of the placeholder has its position among the inputs of the piece.
+    """
     if not is_plain_input(node):
         return None
     place = getattr(node.meta["desc"], "idx", None)
@@ -233,7 +239,7 @@ def owner_of(node: Any, owners: Sequence[Owner | None]) -> Owner | None:
 
 
 def is_plain_input(node: Any) -> bool:
-    """Whether a node is an input of the piece of program that its graph was made of."""
+    """Whether a node is an input of the piece of the program that was compiled."""
     return node.op == "placeholder" and type(node.meta.get("desc")).__name__ == "PlainAOTInput"
 
 
@@ -247,9 +253,10 @@ def _stack(meta: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _stack_of_results(node: Any) -> Mapping[str, Any]:
-    """The modules around the results of a node that a pass of the compiler put in.
+    """The modules around a node that a compiler pass inserted, found from its results' nodes.
 
-    A pass says where the values stand that it has replaced, not where a node of several results is.
+    A pass copies the modules of the values that it replaces, but not to a node with several
+    results.
     """
     stacks = [_stack(user.meta) for user in node.users if user.target is operator.getitem]
     is_same = len(stacks) == len(node.users) and all(stack == stacks[0] for stack in stacks)
@@ -257,7 +264,7 @@ def _stack_of_results(node: Any) -> Mapping[str, Any]:
 
 
 def _by_path(path: str, base: str) -> str:
-    """A module by the text under which the compiler found it: `L['self'].layers.0`."""
+    """The site of a module by the compiler's name for it, such as `L['self'].layers.0`."""
     below = _SOURCE.sub("", path)
     below = _BRACKETS.sub(r".\1", below).replace("._modules.", ".").lstrip(".")
     if not below:
@@ -274,7 +281,7 @@ def _target(node: Any) -> str:
 
 
 def _taken_apart(meta: Mapping[str, Any], target: str) -> str:
-    """The operator that a node was made for, where it is not that operator itself."""
+    """The operator from whose decomposition a node comes; empty if it is that operator itself."""
     operator = meta.get("original_aten")
     if not isinstance(operator, torch._ops.OpOverload) or str(operator) == target:
         return ""
@@ -292,11 +299,11 @@ def _value(meta: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, str]:
 
 
 def _line(trace: object) -> str:
-    """The innermost line of a stack trace that is the program's own."""
+    """The innermost line of a stack trace that belongs to the program."""
     if not isinstance(trace, str):
         return ""
     frames = [frame for frame in _FILE.findall(trace) if not _OWN.search(frame[0])]
-    # A line inside torch is better than none.
+    # If there is none, a line inside torch is used.
     program_frames = [frame for frame in frames if not _TORCH.search(frame[0])] or frames
     return (
         f"{program_frames[-1][0]}:{program_frames[-1][1]} in {program_frames[-1][2]}"
@@ -306,7 +313,7 @@ def _line(trace: object) -> str:
 
 
 def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The order of axes of a view that only moves them."""
+    """The order of axes of a view that only permutes them; None for any other node."""
     name = str(node.target)
     if shape is None or not name.startswith("aten."):
         return None
@@ -324,11 +331,11 @@ def _axes(node: Any, shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def _leaving(graph: torch.fx.Graph) -> set[Any]:
-    """Nodes that the program gets back; what is only saved for the backward pass is not."""
-    last = next(iter(reversed(graph.nodes)))  # torch 2.11 gives no iterator
+    """Outputs that are returned to the program, not only saved for the backward pass."""
+    last = next(iter(reversed(graph.nodes)))  # in torch 2.11 `reversed` returns no iterator
     returned = last.args[0] if last.args else ()
     outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-    # Newer versions mark visible outputs, older ones describe each output.
+    # The compiler either marks the visible outputs or describes each output.
     seen = last.meta.get("user_visible_output_idxs")
     described = last.meta.get("desc")
     if seen is not None:

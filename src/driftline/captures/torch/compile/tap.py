@@ -1,12 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
-"""Sees the graphs of `torch.compile`: where Dynamo hands them to a backend, they are recorded.
+"""Record the graphs of `torch.compile` when Dynamo passes them to a backend.
 
-Dynamo calls the backend in one place, whatever it is called and whenever `torch.compile` was. What
-the compiler raises is the program's own error and passes through as it is; what goes wrong in
-recording becomes an event, and the program's own backend compiles the graph instead. `GraphTap`
-belongs to a capture; `RecordedGraphs` is a backend of its own.
+Dynamo calls every backend in one method, no matter when `torch.compile` was called. An exception of
+the program's backend is the program's own error and is not changed. An exception in recording
+becomes an event, and the program's own backend compiles the graph instead. `GraphTap` belongs to a
+capture; `RecordedGraphs` is itself a backend.
 """
 
 from __future__ import annotations
@@ -49,36 +49,40 @@ _lock = threading.Lock()
 
 
 class Listener(Protocol):
-    """Wants to know of graphs that are compiled."""
+    """Is notified of graphs that are compiled."""
 
     def backend(
         self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
     ) -> Callable[..., Any] | None:
-        """What compiles in place of the backend of this name; None leaves it to the backend.
+        """A backend to use instead of the program's own; None to use the program's.
 
         Args:
-            name: The backend's.
-            inputs: What the graph is compiled for.
-            models: Models that the compiled code calls, if it is not part of one itself.
+            name: Name of the program's backend.
+            inputs: Inputs for which the graph is compiled.
+            models: Models that the compiled code calls.
         """
         ...
 
     def not_recorded(self, error: Exception) -> None:
-        """Our own way of compiling failed: the backend does it."""
+        """Report that the backend used instead failed; the program's own compiles the graph."""
         ...
 
     def failed(self, name: str, error: BaseException) -> None:
-        """The program's backend could not compile a graph."""
+        """Report that the program's own backend could not compile a graph."""
         ...
 
 
 def install(listener: Listener) -> bool:
-    """Tell a listener of every graph from now on; False where torch has no such place."""
+    """Notify a listener of every graph from now on.
+
+    Returns:
+        False if this version of torch lacks the method that has to be replaced.
+    """
     global _output_graph, _original, _listeners
     with _lock:
         module: Any = importlib.import_module(MODULE)
         _output_graph = getattr(module, "OutputGraph", None)
-        # A private method of torch; a version without it gets an event instead of a crash.
+        # It is a private method of torch, which another version may not have.
         if not hasattr(_output_graph, _METHOD):
             return False
         if _original is None:
@@ -94,7 +98,7 @@ def remove(listener: Listener) -> None:
         _listeners = tuple(other for other in _listeners if other is not listener)
         if _listeners or _original is None:
             return
-        # Somebody else may have wrapped it since; then the wrapper stays below, doing nothing.
+        # If another library has wrapped our method since, ours stays and does nothing.
         if getattr(_output_graph, _METHOD) is _call:
             setattr(_output_graph, _METHOD, _original)
             _original = None
@@ -104,7 +108,7 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces the method with which Dynamo calls a backend."""
     original = _original
     assert original is not None
-    # An export is no program that runs.
+    # An exported graph is not run by the program.
     if not _listeners or getattr(self, "export", False) or self.compiler_fn is None:
         return original(self, graph, inputs, *args, **kwargs)
     backend = self.compiler_fn
@@ -120,12 +124,12 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, graph, inputs, *args, **kwargs)
         except Exception as error:
-            # A restart of the analysis is no failure: Dynamo traces again, and comes back.
+            # A restart of the analysis is not a failure: Dynamo traces again and calls this again.
             if _is_restart(error):
                 raise
             listener.not_recorded(error)
         finally:
-            # The program's own backend is back in place, whatever happened.
+            # The program's own backend is always restored.
             self.compiler_fn = backend
     try:
         return original(self, graph, inputs, *args, **kwargs)
@@ -137,9 +141,10 @@ def _call(self: Any, graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _models(output: Any, graph: Any) -> list[nn.Module]:
-    """Models among the names that the compiled code sees, of which it calls a module.
+    """Models in the local and global names of the compiled code whose modules it calls.
 
-    A function around a model is compiled with all that the model does: nobody else meets it.
+    If a function that calls a model is compiled, no call of the model is intercepted, so the model
+    has to be found here.
     """
     stacks = [node.meta.get("nn_module_stack") or {} for node in graph.graph.nodes]
     met = {str(key).partition("@")[0] for stack in stacks for key in stack}
@@ -157,9 +162,9 @@ def _is_restart(error: BaseException) -> bool:
 
 
 def name_of(backend: Any) -> str:
-    """What a program would write for a backend."""
+    """Name of a backend, as a program would write it."""
     inner = getattr(backend, "_torchdynamo_orig_backend", None) or backend
-    # The graphs of a distributed model come by way of what cuts them at its buckets.
+    # For a distributed model the backend is wrapped in one that splits graphs at its buckets.
     cutting = getattr(getattr(inner, "__self__", None), "backend_compile_fn", None)
     if cutting is not None and cutting is not backend:
         return name_of(cutting)
@@ -191,10 +196,10 @@ WHAT_RAN = {
 
 
 def check_graph_engine(name: str | None, levels: Sequence[str], *, fusion: bool) -> None:
-    """What a person asked to see of compiled graphs.
+    """Check the user's options for compiled graphs.
 
     Raises:
-        BadInput: It does not exist, or does not go with the levels.
+        BadInput: There is no such graph option, or it cannot be combined with the levels.
     """
     if not fusion and name != "inductor":
         raise BadInput("only inductor fuses kernels", hint="graph='inductor', fusion=False")
@@ -215,11 +220,11 @@ class GraphTap:
 
     Args:
         session: The capture.
-        engine: `fx`, `inductor`, or `auto`: by the backend that the program names for a graph.
-        write: Takes the lines of the list of graphs.
-        fusion: For inductor: whether kernels may be fused, as they are without us.
-        afresh: What was compiled before and what is compiled meanwhile is forgotten: for a capture
-            of a part of a program.
+        engine: `fx`, `inductor`, or `auto`, which depends on the program's backend for a graph.
+        write: Writes the lines of the list of graphs.
+        fusion: For inductor: whether kernels may be fused, as without capture.
+        afresh: Whether to discard what was compiled before and, at the end, during the capture; for
+            a capture of a part of a program.
     """
 
     def __init__(
@@ -245,7 +250,7 @@ class GraphTap:
     def install(self) -> None:
         if self._afresh:
             _forget_compiled()
-        # Importing the compiler takes seconds, so it is waited for.
+        # The program itself imports the compiler if it needs it; the import takes seconds.
         self._call_off = when_imported(MODULE, self._compiler_is_here)
 
     def _compiler_is_here(self) -> None:
@@ -253,7 +258,7 @@ class GraphTap:
             self._unseen()
 
     def _begin(self) -> None:
-        """The first graph is about to be compiled."""
+        """Begin to stamp nodes, before the first graph is compiled."""
         if self._begun:
             return
         self._begun = True
@@ -261,11 +266,11 @@ class GraphTap:
             self._unseen()
 
     def _watch_kernels(self) -> None:
-        """The first graph of inductor is about to be compiled."""
+        """Begin to watch inductor, before it compiles its first graph."""
         if self._kernels_watched:
             return
         self._kernels_watched = True
-        # A graph from a cache would never be compiled, and so never be seen.
+        # A graph from a cache would not be compiled, and so not be seen.
         inductor.forget_graphs()
         self._call_off = when_imported(inductor.MODULE, self._inductor_is_here)
 
@@ -302,8 +307,8 @@ class GraphTap:
                 if asked and self.engine == "inductor"
                 else "the program compiled no graph"
             )
-            # A compiler that failed has been reported already; so has a program that ran nothing.
-            # Who asks for what the program uses gets its modules where it compiles nothing.
+            # A failed compiler, or a program that ran nothing, is reported elsewhere. With `auto` a
+            # program that compiles nothing is no problem, because its modules are captured.
             if not self._failures and session.execution_order and self.engine != "auto":
                 session.event("no-graph", f"{option}: {why}")
             return
@@ -342,7 +347,7 @@ class GraphTap:
             "kernels": recorder.kernels,
         }
 
-    # --- a graph is compiled
+    # --- Notifications about compiled graphs.
 
     def backend(
         self, name: str, inputs: Sequence[Any], models: Sequence[nn.Module]
@@ -380,20 +385,20 @@ class GraphTap:
             f"{name} could not compile a graph, which is not recorded: {_first_line(error)}",
         )
 
-    # --- module calls are not our business
+    # --- Module calls, which this tap ignores.
 
     def around_root(self, module: nn.Module) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def before_forward(self, frame: Any, inputs: Any) -> None:
-        """Graphs are seen where they are compiled and run."""
+        """Do nothing."""
 
     def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
-        """The same."""
+        """Do nothing."""
 
 
 def _first_line(error: BaseException) -> str:
-    # Messages of the compiler span pages; the first line or two say what happened.
+    # Messages of the compiler may be pages long; the first line or two name the problem.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"[:300]
@@ -415,16 +420,16 @@ class RecordedGraphs:
     """Records the graphs that are compiled with its backend.
 
     Args:
-        path: The run's folder; made when the first graph is compiled.
+        path: The run's folder, which is made when the first graph is compiled.
 
     Raises:
-        AlreadyThere: The folder exists; raised where the first graph is compiled.
+        AlreadyThere: The folder exists; raised when the first graph is compiled.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writer: RunWriter | None = None
-        # No level: modules are watched for their names and for the steps, and not recorded.
+        # Without levels, modules are watched for their names and for steps, but not recorded.
         self._session = CaptureSession(self._make_writer, levels=())
         self._session.sees_graphs = True
         self._recorder = GraphRecorder(
@@ -435,7 +440,7 @@ class RecordedGraphs:
         atexit.register(self.close)
 
     def backend(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What `torch.compile(model, backend=...)` takes."""
+        """The backend, to be passed as in `torch.compile(model, backend=recorded.backend)`."""
         return compile_by_nodes(graph, inputs, NAME, lambda: (self._recorder,))
 
     def close(self) -> None:

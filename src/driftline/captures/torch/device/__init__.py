@@ -1,8 +1,9 @@
-"""Capture on a device: tensors are summarised or copied there without waiting for it.
+"""Capture on a device: tensors are summarised or copied on the device, without waiting for it.
 
-Kernels summarise a tensor in the program's own stream, or copy it there and send the copy from
-another stream. Tensors like the last one of their place are launched by a C library and listed in
-groups (`runs.sinks.Group`), whose lines are made when they are written. Records wait in a queue
-until their figures or bytes have come, and everything taken after them waits behind, because a sink
-numbers what it gets.
+A tensor is summarised by kernels in the program's own stream, or copied in that stream into a
+staging buffer, which is sent to the host in another stream. If a tensor is of the same kind as the
+previous one of its place, a C library launches its kernel, and it is listed in a group
+(`runs.sinks.Group`), whose index lines are made when they are written. Records wait in a queue
+until their summaries or bytes have arrived. Everything taken after them waits too, because a sink
+numbers records in the order in which it gets them.
 """

@@ -1,10 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The accelerator of this process: whichever torch knows, without waking it.
+"""The accelerator of this process, which is never initialised here.
 
-CUDA, and what torch calls PrivateUse1, XPU, MTIA: `torch.accelerator` names it, its own module
-(`torch.cuda`, `torch.npu`) has its random generators. Everything here answers as if there were none
-as long as the program has not used it, because some can be initialised only once, before a fork.
+It may be CUDA, or what torch calls PrivateUse1, XPU or MTIA. `torch.accelerator` names it; its own
+module (`torch.cuda`, `torch.npu`) has its random generators. As long as the program has not used
+the accelerator, `accelerator` returns None, because initialising some of them prevents a later
+fork.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def accelerator() -> tuple[str, Any] | None:
 
 
 def device_names() -> list[str]:
-    """`cuda:0 NVIDIA H200` and the like, for every device in reach."""
+    """The name of every visible device, such as `cuda:0 NVIDIA H200`."""
     used = accelerator()
     if used is None:
         return []
@@ -40,7 +41,7 @@ def device_names() -> list[str]:
 
 
 def autocast_kinds() -> list[str]:
-    """Device types whose autocast can change a number here."""
+    """Device types whose autocast can change a number in this process."""
     device = torch.accelerator.current_accelerator()
     if device is None or device.type == "cuda":
         return ["cpu", "cuda"]
@@ -55,7 +56,7 @@ def random_states() -> list[torch.Tensor]:
 
 
 def set_random_states(states: Sequence[torch.Tensor]) -> None:
-    """Restore what `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     used = accelerator()
     if used is not None:
         for index, state in enumerate(states):
@@ -63,7 +64,7 @@ def set_random_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def current_stream() -> Any:
-    """The stream of this thread, to be entered by another one; None without an accelerator."""
+    """This thread's current stream, for use in another thread; None without an accelerator."""
     if accelerator() is None:
         return None
     try:

@@ -2,9 +2,10 @@
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 """The device backend of a capture: tensors are taken on the device, and recorded when they arrive.
 
-`TorchDeviceBackend` implements the protocol of `captures.recorder`. A site mostly gives the same
-kind of tensor: what it gave last is remembered, and a tensor like it is taken without being
-described again, which is what keeps the cost per tensor in microseconds.
+`TorchDeviceBackend` implements `captures.recorder.DeviceBackend`. A place (site, port and slot)
+mostly has the same kind of tensor in every call. The previous one is remembered, and a tensor of
+the same kind is taken without being described again. This keeps the cost per tensor in
+microseconds.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ if TYPE_CHECKING:
 
 
 class KnownTensor(NamedTuple):
-    """What a place gave last, and how it was summarised."""
+    """The kind of the previous tensor of a place, and how it was taken.
+
+    Attributes:
+        reading: The prepared launch of the kernel; None if the tensor's bytes are kept.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -58,7 +63,7 @@ class KnownTensor(NamedTuple):
     alias: str
     constant: Constant
     batch: SummaryBatch
-    reading: Reading | None  # None: its bytes are kept
+    reading: Reading | None
     transfers: Transfers
     size: int
     kept: str
@@ -66,11 +71,11 @@ class KnownTensor(NamedTuple):
 
 
 class Last:
-    """What the only output of a place was last, and its only argument.
+    """The only output of a module's previous call, and its only argument, for the fast path.
 
     Attributes:
-        visits: Counts the place's calls.
-        argument: What the only argument was; None where inputs are not wanted, or are others.
+        visits: Counts the module's calls.
+        argument: The only argument; None if inputs are not captured, or there are several.
     """
 
     __slots__ = ("argument", "changes", "key", "known", "visits")
@@ -83,22 +88,24 @@ class Last:
         self.changes = -1
 
 
-# Bounds the memory of programs that never give the same place twice.
+# Limits the memory used by programs in which places never occur again.
 _MOST_KNOWN = 100_000
 _MOST_VISITS = 64
-"""Calls of one place in a step that are remembered one by one where they differ. A loop of
-thousands of calls would fill the memory with places that no later step has."""
+"""Number of a place's calls in a step that are remembered one by one if their tensors differ.
+
+A loop of thousands of calls would otherwise fill the memory with places that no later step has.
+"""
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 class TorchDeviceBackend:
-    """The device side of a recorder; `recorder.DeviceBackend` says what the methods promise.
+    """The device side of a recorder; see `recorder.DeviceBackend` for the contract of its methods.
 
     Attributes:
-        budgets: Memory that may be used; set before the first tensor comes.
-        pretends: For tests: tensors of the CPU go the way of those of a device.
-        device_memory: Takes tensors in; None until there was one.
-        known_tensors: What each place gave last, where the next one can be taken at once.
+        budgets: Memory that may be used; set before the first tensor.
+        pretends: For tests: CPU tensors are treated like those of a device.
+        device_memory: Summarises and copies tensors; None before the first device tensor.
+        known_tensors: The previous tensor of each place for which there is a fast path.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class TorchDeviceBackend:
         self.forget()
 
     def begin(self) -> None:
-        """The capture begins: kernels are compiled while the program loads its model."""
+        """Begin the capture: a thread compiles kernels while the program loads its model."""
         if torch.version.cuda is None or launcher.interpreted():
             return
         self._over = threading.Event()
@@ -131,28 +138,32 @@ class TorchDeviceBackend:
             atexit.register(self._stop_compiling)
 
     def end(self) -> None:
-        """The capture is over: nothing has to be compiled any more."""
+        """End the capture: no more kernels are compiled."""
         self._over.set()
-        # The program goes on at once; whatever kernel is under way is waited for at its exit.
+        # The program continues at once; a kernel that is being compiled is waited for at exit.
         if self._compiling is not None and not self._compiling.is_alive():
             atexit.unregister(self._stop_compiling)
 
     def _stop_compiling(self) -> None:
-        """The interpreter ends. A thread that is inside the compiler then takes the process with
-        it: Python ends threads by an exception that C++ may not let through."""
+        """Wait for the compiling thread when the interpreter ends.
+
+        A thread that is inside the compiler at that time would abort the process: Python ends
+        threads by an exception that C++ code may not let through.
+        """
         self._over.set()
         if self._compiling is not None:
             self._compiling.join()
 
     def after_fork(self) -> None:
-        """This process is a copy, and cannot use its parent's devices, not even to let go."""
-        # Freeing them would call the driver, which fails in a forked child.
+        """Start anew in a forked child, which cannot use its parent's devices."""
+        # The parent's objects are never freed here: that would call the driver, which fails in a
+        # forked child.
         abandon(self.device_memory, self.delivery, self.known_tensors)
         self.forget()
 
     def forget(self) -> None:
-        """Nothing has come yet."""
-        self._lock = threading.RLock()  # never held by the thread that hands over
+        """Set the initial state, as before the first tensor."""
+        self._lock = threading.RLock()  # never held by the delivery thread
         self.device_memory: DeviceMemory | None = None
         recorder = self._recorder
         self.delivery = Delivery(
@@ -174,7 +185,7 @@ class TorchDeviceBackend:
         return self.device_memory is not None and self.device_memory.pressure
 
     def _failed(self) -> None:
-        """A device can be used no more."""
+        """Abandon the objects of a failed device, which must not be freed."""
         abandon(self.device_memory, self.known_tensors)
 
     @property
@@ -199,7 +210,7 @@ class TorchDeviceBackend:
         )
 
     def last_of(self, frame: Frame, tensors: Tensors, visits: Visits) -> Last | None:
-        """For `take_last`; None where an output was not taken in at once."""
+        """The argument of `take_last` for later calls; None if the output has no fast path."""
         key = (frame.site, "output", "0", "after", "forward")
         like = self.known_tensors.get(key) if len(tensors) == 1 else None
         if like is None or like.alias:
@@ -215,7 +226,7 @@ class TorchDeviceBackend:
 
     def take_last(self, last: Last, frame: Frame, tensor: torch.Tensor) -> bool:
         """`take_again` for the only output of a forward call, or for its only argument."""
-        # The number of changes is compared instead of looking the key up in every call.
+        # The key is looked up again only if `known_tensors` has changed.
         if last.changes != self._changes:
             last.changes, last.known = self._changes, self.known_tensors.get(last.key)
         like = last.known
@@ -238,11 +249,11 @@ class TorchDeviceBackend:
             return True
 
     def _read_again(self, like: KnownTensor, step: int, visit: int, tensor: torch.Tensor) -> bool:
-        """Read a tensor that may be like the last one of its place; False if it is not."""
+        """Read a tensor if it is of the same kind as the previous one; False otherwise."""
         index = like.index
         try:
             address = snapshots.address_alike(tensor, like.dtype, like.shape, index)
-        # A tensor of vmap or of a traced graph has no single address.
+        # A tensor inside vmap or a traced graph has no single address.
         except RuntimeError:
             return False
         if (
@@ -253,7 +264,8 @@ class TorchDeviceBackend:
             or (tensor.grad_fn is not None and placement_of_plain(tensor))
         ):
             return False
-        # Launch and queue under one lock: rows and queue must have the same order.
+        # The launch and the queueing share one lock, because rows and queue must have the same
+        # order.
         with self._lock:
             if like.reading is None:
                 return self._carried_again(like, tensor, address, step, visit)
@@ -261,16 +273,17 @@ class TorchDeviceBackend:
             return what is not None and self._noted(like, step, visit, what)
 
     def _noted(self, like: KnownTensor, step: int, visit: int, what: PendingSummary) -> bool:
-        """Queue a tensor whose summary is on its way."""
+        """Queue a tensor whose summary is pending."""
         self.delivery.note(what.transfer, like.constant, step, visit, what.slot)
         return True
 
     def _summarised_again(
         self, like: KnownTensor, reading: Reading, tensor: torch.Tensor, address: int
     ) -> PendingSummary | None:
-        """Have a tensor like the last one summarised; None if something stands in the way."""
+        """Launch the summary of a tensor like the previous one; None if that is not possible."""
+        # A launch by the C library checks by itself whether a graph is being recorded.
         if like.index >= 0 and not reading.at and snapshots.recording():
-            return None  # the driver is asked at its launch otherwise
+            return None
         batch = like.batch
         slot = batch.take_known(reading, like.stream, address)
         if slot < 0:
@@ -283,12 +296,13 @@ class TorchDeviceBackend:
     def _carried_again(
         self, like: KnownTensor, tensor: torch.Tensor, address: int, step: int, visit: int
     ) -> bool:
-        """Stage the bytes of a tensor like the last one; False if no staging buffer has room."""
+        """Stage the bytes of a tensor like the previous one; False if that is not possible."""
         assert self.device_memory is not None
-        # Where everything is read, digests are needed as well, which the long way has made.
+        # In a call in which everything is read, digests are needed too; the slow path makes them.
         if self.device_memory.degraded or self._recent.reads_all:
             return False
-        # What torch copies would become part of a graph that is being recorded.
+        # Only on the CPU may torch make the copy: on a device its copy would become part of a graph
+        # that is being recorded.
         insist = like.index < 0
         staged = like.transfers.put(tensor, address, like.size, like.stream, insist=insist)
         if staged is None:
@@ -310,13 +324,13 @@ class TorchDeviceBackend:
         ):
             return True
         device_memory = self.device_memory or self._new_device_memory()
-        # After a failure tensors are counted as lost rather than taken.
+        # After a failure no tensor is taken any more.
         if self.delivery.failure:
             return True
         try:
             return self._take(device_memory, tensor, address, placement)
         except RuntimeError as error:
-            # A sound device means an error of ours, which has to be seen.
+            # If the device still works, the error is ours and must be reported.
             if device_memory.is_sound:
                 raise
             self.delivery.fail(str(error))
@@ -328,7 +342,7 @@ class TorchDeviceBackend:
         return (
             like is not None
             and like.alias == address.alias
-            # Overloads of one operator share a place.
+            # Overloads of one operator share a place, so the names have to be compared.
             and like.constant.record.class_name == address.class_name
             and self._again(like, address.step, address.visit, tensor)
         )
@@ -358,7 +372,7 @@ class TorchDeviceBackend:
                 return True
             if placement:
                 shot = shot._replace(placement=placement)
-            # Only a tensor that is stored as it is can be recognised by its description.
+            # Only a tensor that is read as it is can be recognised by its description.
             if shot.owner is tensor and not shot.placement and not tensor.is_complex():
                 if len(self._known) > _MOST_KNOWN:
                     self._known.clear()
@@ -367,13 +381,13 @@ class TorchDeviceBackend:
                 self._known[place] = shot._replace(owner=None), tensor.dtype
             tensor = shot.owner
         key = address.key(self._rank)
-        with self._lock:  # also the first look at a device: two threads must not both make one
+        with self._lock:  # also because two threads must not both set up the same device
             if not device_memory.can_use(tensor):
                 return False
             return self._taken(device_memory, key, shot, tensor, address.alias, address.class_name)
 
     def _new_device_memory(self) -> DeviceMemory:
-        with self._lock:  # threads may come at the same time
+        with self._lock:  # several threads may call this at the same time
             if self.device_memory is None:
                 self.device_memory = DeviceMemory(self.budgets, self._recorder.event_once)
             return self.device_memory
@@ -387,10 +401,10 @@ class TorchDeviceBackend:
         alias: str,
         class_name: str,
     ) -> None:
-        """The same place mostly gives the same kind of tensor: next time it is taken at once."""
+        """Remember the kind of a place's tensor, so that the next one can use the fast path."""
         kept = self._reduction.kept_in(key.step)
         kind = kind_of(shot.dtype)
-        # Kinds that need more than one launch, or have no kernel, take the long way.
+        # These tensors, such as complex ones or those without a kernel, always use the slow path.
         if (
             kind is None
             or kind.reals > 1
@@ -415,8 +429,9 @@ class TorchDeviceBackend:
                 and (like.dtype, like.shape, like.alias) == (tensor.dtype, tensor.shape, alias)
                 and like.kept == kept
             ):
-                return  # it was not taken at once for a reason that will pass
-        # Calls of one step that differ, as those of operators do, would take each other's place.
+                return  # it is remembered already; the fast path failed for a passing reason
+        # Calls of one step may differ, as those of operators do, and would replace each other. So
+        # later calls get an entry of their own.
         if key.visit and place in self.known_tensors:
             if key.visit >= _MOST_VISITS:
                 return
@@ -463,7 +478,7 @@ class TorchDeviceBackend:
             if values is not None:
                 size = values.numel() * values.element_size()
                 carried = device_memory.carry(values, size, self._send)
-            # The budget is used up, and the user chose to drop tensors then.
+            # The budget is used up, and the tensor is dropped.
             if isinstance(carried, str):
                 lost = carried
             elif carried is not None:
@@ -471,7 +486,7 @@ class TorchDeviceBackend:
                 self.delivery.in_background(self._recorder.prepare)
                 self._remember(device_memory, key, shot, tensor, alias, class_name)
         if what is None and not lost:
-            # No memory for the bytes: a summary is kept instead.
+            # There was no memory for the bytes, so a summary is kept instead.
             if kept in ("full", "sample"):
                 kept, stride = "summary", 1
             what = device_memory.summarise(tensor, shot.dtype)
@@ -506,10 +521,11 @@ class TorchDeviceBackend:
         return True
 
     def _is_findable(self, device_memory: DeviceMemory, tensor: torch.Tensor, kept: Kept) -> bool:
-        """Whether a tensor that comes again need not be read again.
+        """Whether a second occurrence of this tensor need not be read again.
 
-        Not a sample, nor elements that do not lie in order, which are read from a copy; nor where
-        the device makes no digests, which show that two tensors are one.
+        It must be read if samples are kept; if its elements are not in C order, because they are
+        read from a copy; and if the device computes no digests, which prove that two tensors are
+        equal.
         """
         digests = not device_memory.device_of(tensor).without_kernels
         return digests and kept != "sample" and tensor.is_contiguous() and tensor.numel() > 0
@@ -517,19 +533,19 @@ class TorchDeviceBackend:
     def _taken_before(
         self, tensor: torch.Tensor, key: TensorKey, kept: Kept
     ) -> PendingSummary | StagedTensor | None:
-        """What brings a tensor that was taken in this call already."""
+        """The pending transfer of a tensor that was already taken in this call; None if none."""
         recent = self._recent.find(tensor, self._place_number(key))
         what = None if recent is None else recent.what
         if isinstance(what, StagedTensor):
             return what if what.again() else None
-        # Of whole bytes a summary can be made, but not the other way round.
+        # A summary cannot replace the bytes.
         return None if kept == "full" else what
 
     def _place_number(self, key: TensorKey) -> int:
         return self._places.setdefault(_place_of(key), len(self._places))
 
     def _changed_unseen(self, number: int) -> None:
-        """A place was given a changed tensor that seemed unchanged."""
+        """Report a place whose tensor seemed unchanged but had been written to."""
         place = next(place for place, other in self._places.items() if other == number)
         self._recorder.event_once(
             "changed-unseen",
@@ -544,7 +560,11 @@ class TorchDeviceBackend:
     def _carry_to_summarise(
         self, device_memory: DeviceMemory, tensor: torch.Tensor, elements: int
     ) -> StagedTensor | None:
-        """Bytes that are reduced when they arrive; None where the host copies them one by one."""
+        """Copy a tensor's bytes, to be reduced on the host when they arrive.
+
+        Returns:
+            The staged tensor; None if the host has to copy the tensor by itself.
+        """
         if device_memory.degraded or not elements:
             return None
         size = tensor.numel() * tensor.element_size()
@@ -554,10 +574,10 @@ class TorchDeviceBackend:
         self.delivery.in_background(self._recorder.prepare)
         return carried
 
-    # --- what comes from the host in between
+    # --- records of host tensors, and actions
 
     def queue(self, record: Record, data: Bytes | None) -> None:
-        """Queue a record behind what is under way; its bytes are copied."""
+        """Queue a record behind those that wait for a device; its bytes are copied."""
         self.delivery.add(Waiting.of(record, None if data is None else data.copy()))
 
     def queue_act(self, act: Callable[[], None]) -> None:
@@ -566,7 +586,7 @@ class TorchDeviceBackend:
     # --- sending
 
     def send(self) -> None:
-        """Start the copies of what was taken, and hand over what has come."""
+        """Start the copies of what was taken, and deliver what has arrived."""
         self._send()
         self._recent.next_call()
 
@@ -575,7 +595,7 @@ class TorchDeviceBackend:
         if device_memory is None or self._still:
             return
         try:
-            # Where operators are watched, copies of ours would be taken for the program's.
+            # If operators are captured, our own copies must not be recorded as the program's.
             with self._lock, snapshots.undisturbed():
                 device_memory.send()
         except RuntimeError as error:
@@ -585,15 +605,15 @@ class TorchDeviceBackend:
         self.delivery.sent()
 
     def drain(self) -> None:
-        """Return when everything taken has been handed over; while a graph is recorded at once."""
+        """Wait until everything taken is delivered; return at once while a graph is recorded."""
         if self._still:
             return
         self.send()
         self.delivery.drain()
 
     def finish(self) -> None:
-        """The same for good; says what was left out."""
-        self._still = False  # whoever recorded a graph until now has left it
+        """Deliver everything, end the delivery thread and report what was left out."""
+        self._still = False  # a graph that was being recorded has been abandoned
         self._recorder.guarded("sending", self.send)
         self.delivery.finish()
         if self.delivery.failure:
@@ -621,7 +641,7 @@ class TorchDeviceBackend:
     # --- CUDA graphs, and memory
 
     def recording_begins(self) -> None:
-        """While a CUDA graph is recorded nobody may ask a device anything, in no thread."""
+        """Stop all queries: while a CUDA graph is recorded, no thread may query a device."""
         self._recorder.guarded("CUDA graph", self.drain)
         self._still = True
 
@@ -632,16 +652,16 @@ class TorchDeviceBackend:
         self._replays += 1
 
     def memory_wanted(self) -> None:
-        """The program has no memory left on a device."""
+        """Release device memory, because the program has none left."""
         if self.device_memory is not None:
             self.device_memory.memory_wanted()
 
 
 def _place_of(address: TensorAddress | TensorKey) -> tuple[str, ...]:
-    """What is the same in every step and visit."""
+    """The parts of an address that are equal in all steps and visits."""
     return address.site, address.port, address.slot, address.moment, address.phase
 
 
 def _place_of_visit(place: tuple[str, ...], address: TensorAddress | TensorKey) -> tuple[str, ...]:
-    """What is the same in every step."""
+    """The parts of an address that are equal in all steps."""
     return *place, str(address.visit)

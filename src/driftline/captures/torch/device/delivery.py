@@ -1,9 +1,9 @@
-"""The queue from devices to the sink, in the order in which things happened.
+"""The queue of records from devices to the sink, in the order in which they were taken.
 
-What was taken from a device is not there yet; what came after it from the host has to queue behind
-it, because a sink numbers what it is given. Summaries are handed over by the program's own thread
-at the end of a call, those that have arrived: that takes microseconds. Whole tensors are handed
-over by a thread of their own, which lets the model run first as long as there is room.
+The values of a device tensor arrive later. Host tensors that were taken after it wait behind it,
+because a sink numbers records in the order in which it gets them. Summaries that have arrived are
+delivered by the program's own thread at the end of a call, which takes microseconds. Whole tensors
+are delivered by a separate thread, which waits for pauses of the model as long as there is room.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -26,16 +26,16 @@ from driftline.runs.sinks import Bytes
 
 HandOver = Callable[[Record, "Bytes | None"], None]
 _QUIET = 0.003
-"""Seconds without a new tensor after which the model is taken to be doing something else."""
+"""Seconds without a new tensor after which the model is assumed to pause."""
 # A queue of this length is emptied even in the middle of a call.
 _MANY = 4096
 
 
 class Waiting(NamedTuple):
-    """A tensor in the queue: its record's fields, and what is still to come.
+    """A tensor in the queue: the fields of its record, and its pending values.
 
     Attributes:
-        what: A pending summary, a staged tensor, bytes, or None when the record is complete.
+        what: A pending summary, a staged tensor, bytes, or None if the record is complete.
     """
 
     key: TensorKey
@@ -54,7 +54,7 @@ class Waiting(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, data: Bytes | None) -> Waiting:
-        """A record that is complete, and its bytes."""
+        """An entry of the queue for a complete record and its bytes."""
         return cls(
             record.key,
             record.dtype,
@@ -72,7 +72,7 @@ class Waiting(NamedTuple):
         )
 
     def recorded(self) -> Record:
-        """Its record, as far as it is known."""
+        """Its record, without pending values."""
         (key, dtype, shape, alias, class_name, device, kept, digest, stride, summary) = self[:10]
         return Record(
             key,
@@ -93,7 +93,7 @@ class Waiting(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """A whole tensor like one that came before: its record is made when its bytes are here."""
+    """A whole tensor like an earlier one; its record is made when its bytes have arrived."""
 
     constant: Constant
     step: int
@@ -102,7 +102,7 @@ class Repeat(NamedTuple):
 
 
 def _carrier(first: Waiting | Repeat | Group) -> SummaryTransfer | StagedTensor | None:
-    """What brings the values of something in the queue; None if they are here."""
+    """The transfer that brings the values of an entry; None if no values are pending."""
     if isinstance(first, Group):
         return first.transfer
     if isinstance(first, Repeat):
@@ -114,18 +114,18 @@ def _carrier(first: Waiting | Repeat | Group) -> SummaryTransfer | StagedTensor 
 
 
 class Delivery:
-    """The queue, and who empties it.
+    """The queue, and the thread that empties it.
 
     Args:
-        hand_over: Takes a record and its bytes; may be called from a thread of our own.
-        hand_over_group: Takes summaries that have no records yet; likewise.
-        guarded: Does something so that it cannot raise.
-        pressed: Whether the room for what waits is running out.
-        failed: Told once when a device can be used no more.
+        hand_over: Passes a record and its bytes to the sink; may be called in our own thread.
+        hand_over_group: Passes a group of summaries to the sink; may be called in our own thread.
+        guarded: Calls a function so that exceptions become events.
+        pressed: Whether the memory for waiting tensors is running out.
+        failed: Called once when a device can no longer be used.
 
     Attributes:
-        failure: Why what was on its way did not come; empty as long as it does.
-        lost: How many tensors that were.
+        failure: Why pending values did not arrive; empty if no device has failed.
+        lost: Number of tensors whose values did not arrive.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Delivery:
         self._pressed = pressed
         self._failed = failed
         self._queue: deque[Waiting | Repeat | Group | Callable[[], None]] = deque()
-        self._tail: Group | None = None  # the group at the end of the queue: more may be added
+        self._tail: Group | None = None  # the group at the end of the queue, which may still grow
         self._tail_lock = threading.Lock()
         self._changed = threading.Condition(threading.Lock())
         self._emptying = threading.Lock()
@@ -156,10 +156,10 @@ class Delivery:
         return len(self._queue)
 
     def add(self, waiting: Waiting | Repeat | Group | Callable[[], None]) -> None:
-        """Queue a tensor, or something to be done when all before it is handed over."""
+        """Queue a tensor, or a function to be called after all earlier entries are delivered."""
         with self._tail_lock:
             self._queue.append(waiting)
-            # Whatever comes behind a group ends it.
+            # An entry behind a group ends the group.
             self._tail = waiting if isinstance(waiting, Group) else None
         if self._thread is not None:
             self._last = time.monotonic()
@@ -169,7 +169,7 @@ class Delivery:
     def note(
         self, transfer: SummaryTransfer, constant: Constant, step: int, visit: int, slot: int
     ) -> None:
-        """Queue a tensor whose summary a transfer brings; `Group.add` says what of it."""
+        """Queue a tensor whose summary is in a slot of a transfer; arguments as in `Group.add`."""
         with self._tail_lock:
             group = self._tail
             if group is not None and group.transfer is transfer:
@@ -180,29 +180,37 @@ class Delivery:
         self.add(group)
 
     def in_background(self, prepare: Callable[[], object]) -> None:
-        """From now on a thread hands over; what it needs is prepared by the program's own."""
+        """Deliver in a separate thread from now on.
+
+        Args:
+            prepare: Called once in the calling thread, before the new thread starts.
+        """
         if self._thread is None and not self._closing:
             prepare()
             thread = threading.Thread(target=self._work, name="driftline-delivery", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter is ending: `finish` does it
+            except RuntimeError:  # the interpreter is ending; `finish` delivers instead
                 return
             self._thread = thread
 
     def sent(self) -> None:
-        """Copies have been started, a call is over, or somebody needs room: go on."""
+        """Deliver now, because copies were started, a call is over or room is needed."""
         if self._thread is None:
             self.deliver(wait=False)
             return
-        # No pause is waited for: the call is over.
+        # Makes the thread deliver without waiting for a pause.
         self._last = 0.0
         with self._changed:
             self._changed.notify_all()
 
     def deliver(self, *, wait: bool) -> None:
-        """Hand over what has arrived; or everything that was sent, after waiting for it."""
-        # Two threads must not hand over at once; whoever comes second has nothing to do.
+        """Deliver entries in order, as far as their values have arrived.
+
+        Args:
+            wait: Wait for values that were sent but have not arrived.
+        """
+        # Two threads must not deliver at once; without `wait`, the second has nothing to do.
         if not self._emptying.acquire(blocking=wait):
             return
         try:
@@ -212,7 +220,7 @@ class Delivery:
             self._emptying.release()
 
     def drain(self, seconds: float = 600.0) -> None:
-        """Return when everything that was sent has been handed over."""
+        """Wait until everything that was sent is delivered, or the time is over."""
         if self._thread is None:
             self.deliver(wait=True)
             return
@@ -222,13 +230,14 @@ class Delivery:
             with self._changed:
                 self._changed.notify_all()
                 self._changed.wait(0.005)
-        # The last one leaves the queue before it is handed over: that may still be under way.
+        # An entry leaves the queue before it is delivered, so the last delivery may still be
+        # running.
         left = max(0.0, until - time.monotonic())
         if threading.current_thread() is not self._thread and self._emptying.acquire(timeout=left):
             self._emptying.release()
 
     def finish(self) -> None:
-        """Hand everything over and end the thread."""
+        """Deliver everything and end the thread."""
         self._closing = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -237,7 +246,7 @@ class Delivery:
             thread.join()
             self._thread = None
         self.deliver(wait=True)
-        if self._queue:  # they were never sent: nobody could
+        if self._queue:  # these could never be sent
             self.fail("the device did not take what was left to do")
             self.deliver(wait=True)
 
@@ -249,7 +258,7 @@ class Delivery:
                         return
                     self._changed.wait(0.05)
                     continue
-            # As long as there is room, writing waits for a pause of the model.
+            # As long as there is room, delivery waits for a pause of the model.
             if not self._closing and not self._pressed():
                 quiet = time.monotonic() - self._last
                 if quiet < _QUIET:
@@ -261,12 +270,12 @@ class Delivery:
                 if moved:
                     self._changed.notify_all()
                 elif not self._closing:
-                    self._changed.wait(0.01)  # the first one was not sent yet
+                    self._changed.wait(0.01)  # the first entry was not sent yet
                 else:
                     return
 
     def _one(self, *, wait: bool) -> bool:
-        """Hand the first one over; False if it has not arrived, or was not even sent."""
+        """Deliver the first entry; False if its values were not sent or have not arrived."""
         first = self._queue[0]
         if not isinstance(first, (Group, Repeat, Waiting)):
             self._queue.popleft()
@@ -274,11 +283,11 @@ class Delivery:
             return True
         carrier = _carrier(first)
         arrived = carrier is None or self._arrived(carrier, wait=wait)
-        # Order is kept: nothing behind it is handed over before it.
+        # Nothing behind this entry is delivered before it.
         if not arrived and not self.failure:
             return False
-        # What a transfer brings can be asked for again when it has arrived, by another thread of
-        # the program: nothing may be added to a group that has left the queue.
+        # Another thread of the program may queue a tensor of the same transfer after its arrival.
+        # It must not be added to a group that has left the queue.
         with self._tail_lock:
             self._queue.popleft()
             if self._tail is first:
@@ -306,7 +315,8 @@ class Delivery:
                     return False
                 mark.synchronize()
         except RuntimeError as error:
-            if "captur" not in str(error):  # the program records a graph: nobody may ask
+            # While the program records a CUDA graph, queries are refused with such a message.
+            if "captur" not in str(error):
                 self.fail(str(error))
             return False
         if isinstance(carrier, SummaryTransfer):
@@ -314,12 +324,12 @@ class Delivery:
         return True
 
     def fail(self, why: str) -> None:
-        """The device is gone for this process, and with it what was on its way."""
+        """Note that the device failed for this process; all pending values are lost."""
         if self.failure:
             return
         lines = why.strip().splitlines() or ["the device failed"]
         self.failure = lines[0][:200]
-        # Freeing memory of a failed device would raise again.
+        # Freeing the memory of a failed device would raise again.
         abandon(list(self._queue))
         self._failed()
 
@@ -352,11 +362,11 @@ class Delivery:
     def _deliver_bytes(self, record: Record, staged: StagedTensor) -> None:
         try:
             if record.kept in ("summary", "digest"):
-                # No kernel of the device could: the host reduces them as it does its own.
+                # The device has no kernel for this tensor, so the host reduces its bytes.
                 digest, summary = reduced(record.dtype, record.kept, staged.address, staged.size)
                 self._hand_over(record._replace(digest=digest, summary=summary), None)
             else:
                 self._hand_over(record, bytes_at(staged.address, staged.size))
-        # The region is given back even when the sink fails.
+        # The region is returned even if the sink fails.
         finally:
             staged.done()

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-"""Memory of the device path: budgets, a pool of pinned host memory, staging buffers.
+"""Memory for capturing device tensors: budgets, a pool of pinned host memory, staging buffers.
 
-`PinnedPool` lends regions of pinned memory; blocks are filled one after the other and used again
-when everything in them has been given back. `Transfers` copies tensors into staging buffers on the
-device, which are sent beside the program's work. `DeviceMemory` decides what becomes of each
-tensor, and what is done when memory is short.
+`PinnedPool` lends regions of pinned memory. It fills its blocks one after the other, and reuses a
+block when all its regions have been returned. `Transfers` copies tensors into staging buffers on
+the device, which are sent to the host concurrently with the program's work. `DeviceMemory` decides
+how each tensor is captured, and what is done when memory runs short.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from driftline.captures.torch.device.places import Mark, Place, place_of
 from driftline.captures.torch.device.summaries import SummaryBatch, SummaryTransfer, Tables, kind_of
 from driftline.numerics.gpu import launcher
 
-# Pinning is slow, so it is done in large blocks; but a small program needs no large one, and would
-# wait for it longer than it runs.
+# Pinning is slow, so it is done in large blocks. The first blocks are smaller, because pinning a
+# large one could take longer than a small program runs.
 BLOCK, _FIRST_BLOCK, _GROWTH = 128 << 20, 8 << 20, 2
 # Alignment of vector loads on host and device.
 ALIGNMENT = 64
@@ -41,7 +41,7 @@ class _Block:
 
 
 class Region:
-    """A region of borrowed memory; it must be given back exactly once."""
+    """A region of borrowed memory; it must be returned exactly once."""
 
     __slots__ = ("_block", "_pool", "memory", "size")
 
@@ -59,7 +59,7 @@ class PinnedPool:
     """Lends regions of pinned memory, at most `budget` bytes in all.
 
     Attributes:
-        lent: Bytes that are borrowed now.
+        lent: Number of bytes that are lent now.
     """
 
     def __init__(self, place: Place, budget: int) -> None:
@@ -72,7 +72,7 @@ class PinnedPool:
         self._changed = threading.Condition(threading.Lock())
 
     def lend(self, size: int) -> Region | None:
-        """A region of so many bytes; None if there is no room now.
+        """Lend a region of `size` bytes; None if there is no room now.
 
         Raises:
             RuntimeError: The system has no more memory to pin.
@@ -89,7 +89,7 @@ class PinnedPool:
             return Region(self, block, block.memory[start : start + size], size)
 
     def wait_for(self, size: int, seconds: float) -> Region | None:
-        """The same, but waits up to `seconds` until memory is given back."""
+        """Lend a region of `size` bytes; wait up to `seconds` for memory to be returned."""
         until = time.monotonic() + seconds
         while True:
             region = self.lend(size)
@@ -99,20 +99,20 @@ class PinnedPool:
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
-                # Woken at least this often, in case a notification was missed.
+                # The wait ends at least this often, in case a notification was missed.
                 self._changed.wait(min(left, 0.05))
 
     def give_back(self, block: _Block, size: int) -> None:
         with self._changed:
             block.out -= 1
             self.lent -= size
-            # Regions are given back in any order; a block is reused only as a whole.
+            # Regions are returned in any order; a block is reused only as a whole.
             if not block.out:
                 block.used = 0
             self._changed.notify_all()
 
     def free(self) -> None:
-        """Free the blocks of which nothing is lent."""
+        """Free the blocks from which nothing is lent."""
         with self._changed:
             self._blocks = [block for block in self._blocks if block.out]
             self._current = None
@@ -127,12 +127,12 @@ class PinnedPool:
                 self._current = block
                 return block
         held = sum(block.size for block in self._blocks)
-        # A tensor larger than a block gets one of its own size.
+        # A tensor larger than the usual block gets a block of its own size.
         size = min(max(step, self._usual), self.budget)
         if size < step:
             return None
         if held + size > self.budget:
-            # Idle blocks that are too small make room for one that is not.
+            # Idle blocks are too small, so they are freed to make room for a larger one.
             idle = [block for block in self._blocks if not block.out]
             if held - sum(block.size for block in idle) + step > self.budget:
                 return None
@@ -147,20 +147,21 @@ class PinnedPool:
         return block
 
 
-# Staging: whole tensors are copied aside at once, and sent beside the program's work.
+# Staging: whole tensors are copied on the device at once, and sent concurrently with the program's
+# work.
 
 
 STAGING_BYTES, _FIRST_BYTES = 64 << 20, 4 << 20
-"""Bytes of copies that are gathered before they are sent, at most and at first."""
+"""Usual size of a staging buffer: the largest and the first."""
 _SHARE = 8
-"""A budget has room for at least so many staging buffers; a small budget has smaller buffers."""
+"""Number of usual staging buffers that must fit into a budget; a small budget has smaller ones."""
 
 
 class StagingBuffer:
-    """Copies of tensors, one behind the other, and the region of host memory they go to.
+    """Copies of tensors on the device, and the region of host memory to which they are sent.
 
     Attributes:
-        mark: Reached when all copies have arrived; None while the buffer is open.
+        mark: Is reached when all copies have arrived; None while the buffer is open.
     """
 
     __slots__ = ("_lock", "_out", "at", "mark", "memory", "region", "stream", "used")
@@ -183,7 +184,7 @@ class StagingBuffer:
         return staged
 
     def again(self) -> bool:
-        """One of its tensors is wanted once more; False if its bytes may be gone by now."""
+        """Add a use of one of its tensors; False if its bytes may have been released."""
         with self._lock:
             if self._out:
                 self._out += 1
@@ -191,7 +192,7 @@ class StagingBuffer:
             return False
 
     def staged_done(self) -> None:
-        """One of its tensors is no longer needed; called only after the copies have arrived."""
+        """End a use of one of its tensors; call it only after the copies have arrived."""
         with self._lock:
             self._out -= 1
             last = not self._out
@@ -200,9 +201,9 @@ class StagingBuffer:
 
 
 class StagedTensor:
-    """One tensor's bytes on their way to host memory; say when they are no longer needed.
+    """The bytes of one tensor in transfer to host memory.
 
-    Each `again` that is true has a `done` of its own.
+    Call `done` when they are no longer needed, and once more for each `again` that returned True.
     """
 
     __slots__ = ("_offset", "_staging", "again", "done", "size")
@@ -220,7 +221,7 @@ class StagedTensor:
 
     @property
     def address(self) -> int:
-        """The address of the bytes, after their arrival."""
+        """The host address of the bytes; they are valid after their arrival."""
         return self._staging.region.memory.data_ptr() + self._offset
 
 
@@ -228,8 +229,8 @@ class Transfers:
     """Copies tensors of one device to the host.
 
     Attributes:
-        budget: Bytes of staging buffers that may exist on the device at a time.
-        direct: How many tensors were copied without a staging buffer.
+        budget: Largest number of bytes of staging buffers on the device at a time.
+        direct: Number of tensors that were copied without a staging buffer.
     """
 
     def __init__(self, place: Place, budget: int) -> None:
@@ -246,31 +247,31 @@ class Transfers:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything was copied aside and is not yet on its way."""
+        """Whether a staging buffer is open, so that its copies have not been sent."""
         return self._open is not None
 
     def put(
         self, tensor: torch.Tensor, address: int, size: int, stream: int, *, insist: bool
     ) -> StagedTensor | None:
-        """Copy a contiguous tensor as it is now into the open staging buffer.
+        """Copy a contiguous tensor, in its present state, into the open staging buffer.
 
         Args:
-            tensor: It may change as soon as this returns.
-            address: Of its elements.
-            size: Bytes of it.
-            stream: The current queue.
-            insist: Have torch do it where the driver cannot, as for a device that is not the
+            tensor: The tensor; it may change as soon as this returns.
+            address: Address of its elements.
+            size: Its number of bytes.
+            stream: The current stream.
+            insist: Let torch make the copy if the driver cannot, as for a device that is not the
                 current one.
 
         Returns:
             None if no staging buffer has room for it, or the copy is not possible.
         """
         staging = self._open
-        # A buffer belongs to one queue: only there are its copies ordered after the program's work.
+        # A buffer belongs to one stream, because only there its copies follow the program's work.
         if staging is None or staging.stream != stream or staging.used + size > staging.region.size:
             return None
         to = staging.used
-        # The driver's copy costs a fraction of torch's; torch does it where the driver cannot.
+        # The driver's copy takes a fraction of the time of torch's.
         if self._copy is None or self._copy(self._context, stream, staging.at + to, address, size):
             if not insist:
                 return None
@@ -279,8 +280,8 @@ class Transfers:
         return staging.add(size)
 
     def room_for(self, size: int, host_budget: int) -> int:
-        """Size of the next staging buffer, for a tensor without a place; 0 if there can be none."""
-        # A staging buffer without room for this tensor counts as full.
+        """Size of the next staging buffer, for a tensor of `size` bytes; 0 if there is no room."""
+        # The open staging buffer has no room for this tensor and is sent as if it were full.
         self.send()
         self._bury()
         left = self.budget - self._alive
@@ -288,19 +289,19 @@ class Transfers:
         return max(size, usual) if size <= left else 0
 
     def open(self, region: Region) -> None:
-        """Begin a staging buffer as large as a region of host memory.
+        """Open a staging buffer as large as a region of host memory.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for it.
+            torch.OutOfMemoryError: The device has no memory for it.
         """
         self._usual = min(STAGING_BYTES, self._usual * _GROWTH)
         memory = self._place.empty((region.size,), torch.uint8)
         self._open = StagingBuffer(region, memory, self._place.stream())
-        # Counted until the copy has arrived, not until it was sent.
+        # The size counts until the copy has arrived, not only until it is sent.
         self._alive += region.size
 
     def take_direct(self, tensor: torch.Tensor, region: Region) -> StagedTensor:
-        """Have a contiguous tensor copied to a region as large, without a staging buffer."""
+        """Copy a contiguous tensor to a region of its size, without a staging buffer."""
         self.direct += 1
         staging = StagingBuffer(region, None, 0)
         staged = staging.add(region.size)
@@ -323,7 +324,10 @@ class Transfers:
         self._bury()
 
     def _bury(self) -> None:
-        """Staging buffers are held until their copies have arrived; the allocator cannot know."""
+        """Release staging buffers whose copies have arrived.
+
+        Until then they must be kept, because the allocator does not know about the copies.
+        """
         while self._under_way:
             staging = self._under_way[0]
             if staging.mark is not None and not staging.mark.query():
@@ -334,25 +338,25 @@ class Transfers:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as flat bytes; sizes of 1 confuse `view`."""
+    """A contiguous tensor as flat bytes."""
+    # Flattened first, because `view` to another dtype can fail for axes of size 1.
     flat = tensor.detach().reshape(-1)
     return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
-# Where device tensors are taken in: what becomes of each, and what is done when memory is
-# short.
+# Device tensors: how each is captured, and what is done when memory runs short.
 
 
 LEFT_FREE = 1 / 16
-"""Of a device's memory: below it no clones are made, so that the program can have it."""
-# Longer than any disk stalls; then the tensor is dropped rather than the program held up.
+"""Fraction of a device's memory that is left to the program; with less free, no copies are made."""
+# No disk should stall so long; after that the tensor is dropped, so that the program continues.
 _LONGEST_WAIT = 3600.0
 _CHECK_EVERY = 0.5
 DROPPED = "dropped: the run could not be written as fast as the program ran"
 
 
 def spare_memory(place: Place) -> int | None:
-    """Bytes of a device that copies may take, so much is left to the program; None: unknown."""
+    """Bytes of a device's memory that copies may take, without `LEFT_FREE`; None if unknown."""
     memory = place.room()
     if memory is None:
         return None
@@ -361,7 +365,7 @@ def spare_memory(place: Place) -> int | None:
 
 
 class PendingSummary(NamedTuple):
-    """A summary on its way."""
+    """A summary that has not arrived yet."""
 
     transfer: SummaryTransfer
     slot: int
@@ -370,10 +374,10 @@ class PendingSummary(NamedTuple):
 
 
 class Device:
-    """What capture keeps for one device.
+    """The state of capture for one device.
 
     Attributes:
-        without_kernels: Why it cannot summarise tensors itself; empty if it can.
+        without_kernels: Why the device cannot summarise tensors; empty if it can.
     """
 
     def __init__(self, place: Place, budgets: Budgets) -> None:
@@ -393,15 +397,16 @@ class Device:
 
 
 class DeviceMemory:
-    """Takes tensors of devices in.
+    """Summarises and copies device tensors within the budgets.
 
     Args:
         budgets: Memory that may be used.
-        say: Takes the kind and message of an event, each once.
+        say: Called with the kind and message of an event; reports each event once.
 
     Attributes:
-        dropped: Tensors of which nothing was kept for lack of host memory.
-        degraded: Full tensors are no longer kept, only their summaries.
+        dropped: Number of tensors of which nothing was kept for lack of host memory.
+        degraded: Whether only summaries are kept from now on, for lack of memory.
+        waited: How often the program waited for host memory.
     """
 
     def __init__(self, budgets: Budgets, say: Callable[[str, str], None]) -> None:
@@ -415,7 +420,7 @@ class DeviceMemory:
         self._pool: PinnedPool | None = None
 
     def can_use(self, tensor: torch.Tensor) -> bool:
-        """Whether tensors of this one's device can be taken in; they go over the host otherwise."""
+        """Whether this class can handle the tensor's device; if not, the host copies tensors."""
         where = tensor.device
         if where in self._devices:
             return True
@@ -431,13 +436,13 @@ class DeviceMemory:
         return True
 
     def device_of(self, tensor: torch.Tensor) -> Device:
-        """What is kept for a tensor's device, which `can_use` has made."""
+        """The state for a tensor's device, which `can_use` must have made."""
         return self._devices[tensor.device]
 
     # --- summaries
 
     def summarise(self, tensor: torch.Tensor, dtype: str) -> PendingSummary | None:
-        """Have a tensor summarised on its device; None if the host must do it."""
+        """Launch the summary of a tensor on its device; None if the host must compute it."""
         device = self.device_of(tensor)
         if device.without_kernels:
             self._say(
@@ -455,7 +460,7 @@ class DeviceMemory:
                 tensor = tensor.contiguous()
             if tensor.data_ptr() & 15:  # the kernel reads 16 bytes at a time
                 tensor = tensor.clone()
-            # Complex elements are read as two numbers each.
+            # A complex element is read as two numbers.
             count *= kind.reals
             transfer, slot = device.batch().take(tensor, kind, count)
         except torch.OutOfMemoryError:
@@ -471,15 +476,16 @@ class DeviceMemory:
     def carry(
         self, tensor: torch.Tensor, size: int, progress: Callable[[], None]
     ) -> StagedTensor | str | None:
-        """Have a tensor's bytes copied to the host.
+        """Start to copy a tensor's bytes to the host.
 
         Args:
-            tensor: On a device.
-            size: Bytes of it.
-            progress: Called before waiting: copies that are gathered must be sent first.
+            tensor: A tensor on a device.
+            size: Its number of bytes.
+            progress: Sends the open staging buffers; called before waiting for memory.
 
         Returns:
-            The staged tensor; why it was dropped; or None when only its summary can be kept.
+            The staged tensor; the reason why it was dropped; or None if only its summary can be
+            kept.
         """
         device = self.device_of(tensor)
         transfers, stream = device.transfers, device.place.stream()
@@ -490,7 +496,7 @@ class DeviceMemory:
             staged = transfers.put(tensor, address, size, stream, insist=True)
             if staged is not None:
                 return staged
-            # Before a new staging buffer only, because asking the driver takes time.
+            # Done only before a new staging buffer, because querying the driver takes time.
             self._leave_room(device)
             staging = transfers.room_for(size, self.budgets.host)
             region = self._lend(device, staging or size, size, progress)
@@ -503,7 +509,7 @@ class DeviceMemory:
                     assert staged is not None
                     return staged
                 return transfers.take_direct(tensor, region)
-            # Given back also when something fails in between.
+            # The region is returned if the copy could not be started.
             except BaseException:
                 region.give_back()
                 raise
@@ -512,7 +518,7 @@ class DeviceMemory:
             return None
 
     def every_nth(self, tensor: torch.Tensor, stride: int) -> torch.Tensor | None:
-        """A sample of a tensor, side by side; None if there is no memory for it."""
+        """A contiguous sample of a tensor; None if there is no memory for it."""
         try:
             return tensor.reshape(-1)[::stride].contiguous()
         except torch.OutOfMemoryError:
@@ -522,7 +528,18 @@ class DeviceMemory:
     def _lend(
         self, device: Device, size: int, tensor: int, progress: Callable[[], None]
     ) -> Region | str | None:
-        """Host memory of a size for a tensor that has so many bytes of it."""
+        """A region of host memory.
+
+        Args:
+            device: Device of the tensor.
+            size: Size of the region.
+            tensor: Number of bytes of the tensor for which it is needed.
+            progress: Sends the open staging buffers.
+
+        Returns:
+            The region; the reason why the tensor is dropped; or None if only its summary can be
+            kept.
+        """
         pool = self._pool
         if pool is None:
             pool = self._pool = PinnedPool(device.place, self.budgets.host)
@@ -537,14 +554,14 @@ class DeviceMemory:
             region = pool.lend(size)
             if region is not None:
                 return region
-            # Gathered copies must be sent first, or no memory would ever be given back.
+            # Open staging buffers must be sent first, or their memory would never be returned.
             progress()
             if self.budgets.when_full == "wait":
                 self.waited += 1
                 region = pool.wait_for(size, _LONGEST_WAIT)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # pinning fails with a plain one
+        except RuntimeError as error:  # a failure to pin has no class of its own
             if "memory" not in str(error).lower():
                 raise
             pool.free()
@@ -557,9 +574,9 @@ class DeviceMemory:
         return region
 
     def _leave_room(self, device: Device) -> None:
-        """Check now and then whether the device is nearly full; then no more clones are made."""
+        """Reduce the budget for copies if the device is nearly full; checked twice a second."""
         now = time.monotonic()
-        # Asking for free memory costs microseconds; twice a second is enough.
+        # The query takes microseconds, so it is not made for every tensor.
         if now < device.checked:
             return
         device.checked = now + _CHECK_EVERY
@@ -577,7 +594,7 @@ class DeviceMemory:
         )
 
     def send(self) -> None:
-        """Start the copies of everything that was taken."""
+        """Start all copies to the host that have not been started."""
         for device in self._devices.values():
             device.transfers.send()
             for stream, batch in device.batches.items():
@@ -587,18 +604,18 @@ class DeviceMemory:
 
     @property
     def pressure(self) -> bool:
-        """Whether so little host memory is left that the sink should not wait for a pause."""
+        """Whether so little host memory is left that delivery should not wait for a pause."""
         pool = self._pool
         return pool is not None and pool.lent * 2 > pool.budget
 
     def out_of_memory(self, tensor: torch.Tensor) -> None:
-        """There was no memory for the clone of a tensor: only summaries from now on."""
+        """Free memory of a device that has none for copies, and keep only summaries from now on."""
         self._free(self.device_of(tensor))
         self._degrade("the device has no memory left for copies of tensors")
 
     def _free(self, device: Device) -> None:
         device.transfers.free()
-        # torch keeps freed memory for itself; the program may need it in another size.
+        # torch caches freed memory; the program may need it in blocks of another size.
         device.place.free_cache()
 
     def _degrade(self, why: str) -> None:
@@ -607,7 +624,7 @@ class DeviceMemory:
             self._say("degraded", f"{why}: from here on summaries are kept instead")
 
     def report(self, event: Callable[..., None]) -> None:
-        """Say what was dropped, and how often the program waited."""
+        """Report what was dropped, and how often the program waited."""
         if self.dropped:
             event(
                 "dropped",
@@ -629,13 +646,13 @@ class DeviceMemory:
         return all(device.place.is_sound() for device in self._devices.values())
 
     def close(self) -> None:
-        """The end: give host memory back, as long as the device can be asked."""
+        """Release the host memory; call it only if all devices still work."""
         self._pool = None
 
     def memory_wanted(self) -> None:
-        """The program itself has no memory left: release everything that can be released."""
+        """Release all memory that can be released, because the program itself has none left."""
         for device in self._devices.values():
             device.transfers.budget = 0
-            # The budget stays at zero: the program has shown that it needs the memory.
+            # The budget stays zero, because the program has shown that it needs the memory.
             device.checked = float("inf")
             device.transfers.free()

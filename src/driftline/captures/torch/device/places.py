@@ -1,12 +1,13 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportAttributeAccessIssue=false, reportUnknownArgumentType=false
-"""A device as capture uses it: marks in its work, copies beside its work, memory of both kinds.
+"""The interface to a device: streams, events, concurrent copies, device memory and pinned memory.
 
-`AcceleratorPlace` is any device that torch has streams and events for; it asks `torch.accelerator`
-and nothing of CUDA. `CudaPlace` adds what only CUDA has: kernels of ours, graphs that are recorded,
-memory that can be asked for. `HostPlace` is the CPU, and a device without streams: everything has
-happened when a call returns. With it, and with Triton's interpreter, the whole path is tested
-without a device. Also CUDA graphs, memory that runs out, and objects that must never be freed.
+`AcceleratorPlace` is any device for which torch has streams and events; it uses `torch.accelerator`
+and nothing of CUDA. `CudaPlace` adds what only CUDA has: our kernels, the recording of graphs,
+figures of the allocator. `HostPlace` is the CPU, or a device without streams: every call returns
+when its work is done. With it, and with Triton's interpreter, the device backend is tested without
+a device. This file also watches CUDA graphs and devices that run out of memory, and holds objects
+that must never be freed.
 """
 
 from __future__ import annotations
@@ -27,46 +28,46 @@ if TYPE_CHECKING:
 
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(host, device) tensors of bytes: the second is copied to the first."""
+"""(host, device) pairs of byte tensors; the second is copied to the first."""
 
 
 class Mark(Protocol):
-    """A point in a device's work."""
+    """A point in a device's work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Whether the device has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has been."""
+        """Wait until the device has reached it."""
         ...
 
 
 class Place(Protocol):
-    """What capture asks of a device.
+    """The interface of capture to one device.
 
     Attributes:
-        index: Its number; -1 for the CPU.
-        name: As torch prints it.
+        index: Index of the device; -1 for the CPU.
+        name: Name of the device as torch prints it.
     """
 
     index: int
     name: str
 
     def why_no_kernels(self) -> str:
-        """Why Triton's kernels cannot run there; empty if they can."""
+        """Why Triton's kernels cannot run on the device; empty if they can."""
         ...
 
     def driver(self) -> launcher.Driver | None:
-        """What copies and launches without torch; None where torch has to do it."""
+        """The driver that copies and launches without torch; None if torch has to do it."""
         ...
 
     def stream(self) -> int:
-        """Which queue of work the calling thread uses now."""
+        """Number of the calling thread's current stream."""
         ...
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Work of this thread goes to a queue meanwhile."""
+        """A context in which the calling thread uses a stream."""
         ...
 
     def mark(self) -> Mark: ...
@@ -74,27 +75,27 @@ class Place(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
     def pinned(self, size: int) -> torch.Tensor:
-        """So many bytes of host memory that the device can write to by itself."""
+        """Pinned host memory of `size` bytes, to which the device can write by itself."""
         ...
 
     def copy_here(self, copies: Copies) -> Mark:
-        """Copy in the current queue: what comes after it there waits."""
+        """Copy in the current stream; later work in the stream waits for it."""
         ...
 
     def copy_aside(self, copies: Copies, stream: int) -> Mark:
-        """Copy beside a queue, once it has come as far as it is now."""
+        """Copy in a separate stream, after the work that is in `stream` now."""
         ...
 
     def room(self) -> tuple[int, int] | None:
-        """Bytes of device memory that nobody uses, and of all; None if nobody can say."""
+        """Free and total bytes of device memory; None if unknown."""
         ...
 
     def free_cache(self) -> None:
-        """Give back memory that torch keeps without a user."""
+        """Release the unused memory that torch caches."""
         ...
 
     def is_sound(self) -> bool:
-        """Whether the device answers; after an error in one of its kernels it never does again."""
+        """Whether the device still works; after an error in a kernel it does not work any more."""
         ...
 
 
@@ -103,11 +104,11 @@ class _Reached:
         return True
 
     def synchronize(self) -> None:
-        """Everything has happened already."""
+        """Return at once, because all work is done."""
 
 
 class HostPlace:
-    """The CPU in a device's place, or a device without streams: every call waits for its end."""
+    """The CPU used as a device, or a device without streams; every call is synchronous."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
@@ -117,7 +118,7 @@ class HostPlace:
     def why_no_kernels(self) -> str:
         if self._device.type != "cpu":
             return _no_kernels(self.name)
-        # Only Triton's interpreter carries kernels out on a CPU, where a test has switched it on.
+        # On a CPU kernels run only in Triton's interpreter, which tests switch on.
         return launcher.why_not() or ("" if launcher.interpreted() else "a CPU runs no kernels")
 
     def driver(self) -> launcher.Driver | None:
@@ -150,7 +151,7 @@ class HostPlace:
         return None
 
     def free_cache(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there is no cache."""
 
     def is_sound(self) -> bool:
         return True
@@ -161,7 +162,7 @@ def _no_kernels(name: str) -> str:
 
 
 class AcceleratorPlace:
-    """One device that torch has streams and events for."""
+    """One device for which torch has streams and events."""
 
     def __init__(self, device: torch.device) -> None:
         self.index = device.index
@@ -179,7 +180,7 @@ class AcceleratorPlace:
 
     def stream(self) -> int:
         current = self._current()
-        # A stream can be used again only by the object that torch gave for it.
+        # A stream can be entered later only by the object that torch returned for it.
         self._queues.setdefault(current.stream_id, current)
         return int(current.stream_id)
 
@@ -197,7 +198,7 @@ class AcceleratorPlace:
             try:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except (RuntimeError, NotImplementedError) as error:
-                # A backend need not be able to pin; one that can may have no memory left.
+                # A backend may not support pinning; one that does may have no memory left.
                 if "memory" in str(error).lower() and "support" not in str(error).lower():
                     raise
                 self._pins = False
@@ -219,13 +220,13 @@ class AcceleratorPlace:
             return self._mark_in(self._aside)
 
     def queue(self, stream: int) -> Any:
-        """The queue that goes by a number."""
+        """The stream with this number."""
         return self._queues[stream]
 
     def room(self) -> tuple[int, int] | None:
         try:
             free, total = torch.accelerator.get_memory_info(self._device)
-        # Not every backend keeps such figures.
+        # Not every backend has these figures.
         except (RuntimeError, NotImplementedError, AttributeError):
             return None
         return int(free), int(total)
@@ -238,7 +239,7 @@ class AcceleratorPlace:
         try:
             torch.accelerator.synchronize(self._device)
         except (RuntimeError, NotImplementedError) as error:
-            return "support" in str(error)  # it cannot be asked
+            return "support" in str(error)  # the backend does not support the query
         return True
 
     def _current(self) -> Any:
@@ -277,7 +278,7 @@ class CudaPlace(AcceleratorPlace):
     def queue(self, stream: int) -> torch.cuda.Stream:
         if stream == self.stream():
             return torch.cuda.current_stream(self._device)
-        # Queue 0 is the default one and cannot be wrapped as an external one.
+        # Stream 0 is the default stream, which cannot be wrapped as an external one.
         if not stream:
             return torch.cuda.default_stream(self._device)
         return torch.cuda.ExternalStream(stream, device=self._device)
@@ -286,12 +287,12 @@ class CudaPlace(AcceleratorPlace):
         try:
             torch.cuda.current_stream(self._device).query()
         except RuntimeError as error:
-            # While a graph is recorded every question is refused; the device is sound all the same.
+            # While a graph is recorded every query is refused, although the device works.
             return "captur" in str(error)
         return True
 
     def room(self) -> tuple[int, int] | None:
-        """Free memory of the card, and what torch's allocator holds without a user."""
+        """Free bytes, including the unused memory that torch's allocator caches, and all bytes."""
         free, total = torch.cuda.mem_get_info(self._device)
         held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(free + held), int(total)
@@ -309,14 +310,14 @@ class CudaPlace(AcceleratorPlace):
         return torch.cuda.stream(stream)
 
     def _mark_in(self, stream: Any) -> Any:
-        # Blocking: a thread that waits for it must not spin on a core the program could use.
+        # A thread that waits for a blocking event sleeps, and leaves its core to the program.
         mark = torch.cuda.Event(blocking=True)
         mark.record(stream)
         return mark
 
 
 def is_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the accelerator of this process; asking wakes no device."""
+    """Whether a tensor is on the accelerator of this process; initialises no device."""
     if tensor.is_cpu:
         return False
     device = torch.accelerator.current_accelerator()
@@ -324,10 +325,10 @@ def is_accelerator(tensor: torch.Tensor) -> bool:
 
 
 def place_of(device: torch.device) -> Place:
-    """A device as capture uses it.
+    """The interface to a device.
 
     Raises:
-        RuntimeError: It cannot even copy bytes.
+        RuntimeError: The device cannot even copy bytes.
     """
     if device.type == "cpu":
         return HostPlace()
@@ -337,7 +338,7 @@ def place_of(device: torch.device) -> Place:
     try:
         place: Place = AcceleratorPlace(device)
         _try_out(place, device)
-    # Backends implement as much of torch's interface as their users have asked for.
+    # A backend may implement only a part of torch's interface.
     except (RuntimeError, NotImplementedError):
         place = HostPlace(device)
         _try_out(place, device)
@@ -345,7 +346,11 @@ def place_of(device: torch.device) -> Place:
 
 
 def _try_out(place: Place, device: torch.device) -> None:
-    """Send some bytes the way that tensors will go."""
+    """Copy some bytes from the device as tensors will be copied.
+
+    Raises:
+        RuntimeError: The bytes do not arrive unchanged.
+    """
     numbers = torch.arange(16, dtype=torch.float32)
     staging = place.empty((128,), torch.uint8)
     staging[64:128].copy_(numbers.to(device).view(torch.uint8))
@@ -355,7 +360,7 @@ def _try_out(place: Place, device: torch.device) -> None:
         raise RuntimeError(f"{place.name} does not copy bytes as they are")
 
 
-# CUDA graphs, and memory that runs out.
+# CUDA graphs, and devices that run out of memory.
 
 
 _lock = threading.Lock()
@@ -365,7 +370,10 @@ _observed = False
 
 
 def watch(device_backend: TorchDeviceBackend) -> None:
-    """Tell this one from now on. No device is woken: a program may fork before it uses one."""
+    """Notify a backend of CUDA graphs and lack of memory from now on.
+
+    No device is initialised, because the program may fork before it uses one.
+    """
     with _lock:
         _watching.append(device_backend)
         kind: Any = getattr(torch.cuda, "CUDAGraph", None)
@@ -381,32 +389,32 @@ def watch(device_backend: TorchDeviceBackend) -> None:
 
 
 def watch_memory() -> None:
-    """A device is in use: be told when its memory runs out."""
+    """Observe when a CUDA device runs out of memory; call it when one is in use."""
     global _observed
     observe = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     with _lock:
         if observe is not None and not _observed:
-            _observed = True  # it cannot be taken off again, and does nothing without sessions
-            with contextlib.suppress(RuntimeError):  # cudaMallocAsync tells nobody
+            _observed = True  # an observer cannot be removed; without sessions it does nothing
+            with contextlib.suppress(RuntimeError):  # cudaMallocAsync supports no observers
                 observe(_out_of_memory)
 
 
 def unwatch(device_backend: TorchDeviceBackend) -> None:
-    """Tell it no more; the last one leaves torch as it was."""
+    """Stop notifying a backend; after the last one, restore torch's methods."""
     with _lock:
         if device_backend in _watching:
             _watching.remove(device_backend)
         if not _watching and _plain:
             kind: Any = torch.cuda.CUDAGraph
             for name, method in _plain.items():
-                # Somebody else may have wrapped it since; then ours stays below, doing nothing.
+                # If another library has wrapped our method since, ours stays and does nothing.
                 if getattr(kind, name) is _INSTEAD[name]:
                     setattr(kind, name, method)
             _plain.clear()
 
 
 def _out_of_memory(device: int, size: int, allocated: int, free: int) -> None:
-    # A copy, because a session may stop while it is told.
+    # The list is copied, because a session may stop while it is notified.
     for device_backend in list(_watching):
         device_backend.memory_wanted()
 
@@ -416,7 +424,7 @@ def _capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         device_backend.recording_begins()
     try:
         return _plain["capture_begin"](self, *args, **kwargs)
-    except BaseException:  # nothing is recorded, and nobody will end it
+    except BaseException:  # the recording did not begin, so `capture_end` will not be called
         for device_backend in list(_watching):
             device_backend.recording_ends()
         raise
@@ -439,7 +447,7 @@ def _replay(self: Any, *args: Any, **kwargs: Any) -> Any:
 _INSTEAD = {"capture_begin": _capture_begin, "capture_end": _capture_end, "replay": _replay}
 
 
-# Objects that must never be freed, not even when the interpreter ends.
+# Objects that must never be freed, not even at the end of the interpreter.
 
 
 _keep = ctypes.pythonapi.Py_IncRef
@@ -448,7 +456,7 @@ _keep.restype = None
 
 
 def abandon(*things: object) -> None:
-    """Hold these, and all that they hold, for as long as there is a process."""
+    """Keep objects, and all objects that they refer to, until the process ends."""
     for thing in things:
-        # An extra reference that nobody owns: the object outlives the interpreter.
+        # The extra reference is never released, so the object outlives the interpreter.
         _keep(thing)

@@ -1,18 +1,18 @@
 # pyright: reportPrivateUsage=false
-"""Tensors taken in the call under way, so that one that comes again is not read again.
+"""Tensors taken in the current call of the model, so that no tensor is read twice.
 
-What one module returns is mostly what the next ones are given. Three things must hold before a
-tensor is believed to be one that was taken, and its values are not read:
+The output of one module is usually the input of the next ones. A tensor is assumed to be unchanged
+since it was taken, and is not read again, if three conditions hold:
 
-* It is the same object, with the same memory. Views of it are other tensors.
-* torch has counted no write to it: it has the version of then. Another shape or order of its
-  elements counts as a write. Tensors of `torch.inference_mode` have no version and are always
-  read.
-* In a call in which everything was read, the two places had equal digests. Collectives such as
-  `all_reduce`, kernels of other libraries and writes through `.data` change values without being
-  counted; where a program does that, it shows in its first calls.
+* It is the same object, with the same memory. Views of it are different tensors.
+* torch has counted no write to it: its version is the same. A change of its shape or of the order
+  of its elements counts as a write. Tensors of `torch.inference_mode` have no version and are
+  always read.
+* In a call in which everything was read, the digests of the two places were equal. Collectives such
+  as `all_reduce`, kernels of other libraries and writes through `.data` change values without being
+  counted. If a program does that, the digests of its first calls show it.
 
-Everything is read in calls 0, 1, 2, 4, 8, 16, ..., so that a program that changes its ways is
+Everything is read in calls 0, 1, 2, 4, 8, 16, ..., so that a change in the program's behaviour is
 noticed.
 """
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from driftline.captures.torch.device.memory import PendingSummary, StagedTensor
 
 _MOST = 8192
-"""Bounds the memory of programs that take in many tensors in one call."""
+"""Number of tensors that are remembered; limits the memory used in calls with many tensors."""
 
 
 class TakenTensor(NamedTuple):
-    """A tensor that was taken, and what brings its values.
+    """A tensor that was taken, and the pending transfer of its values.
 
     Attributes:
-        reference: To the tensor; dead when the program has let go of it.
-        version: How often it had been written to.
-        address: Of its elements.
-        place: Where it was taken, as a number.
-        what: Brings what is kept of it.
-        digest: Brings its digest, in calls in which everything is read.
+        reference: Weak reference to the tensor.
+        version: torch's count of writes to it, when it was taken.
+        address: Address of its elements.
+        place: Number of the place where it was taken.
+        what: Pending summary or bytes.
+        digest: Pending digest; only in calls in which everything is read.
     """
 
     reference: weakref.ref[torch.Tensor]
@@ -54,7 +54,7 @@ class TakenTensor(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """Two places that were given what seems to be one tensor, and the digests that both had."""
+    """Two places where what seems to be the same tensor was taken, with their pending digests."""
 
     source: int
     place: int
@@ -63,16 +63,16 @@ class _Trial(NamedTuple):
 
 
 class RecentTensors:
-    """Contiguous tensors of devices that were taken in this call.
+    """Contiguous device tensors that were taken in this call.
 
     Args:
-        changed: Told the number of a place that was given a tensor whose change torch had not
-            counted, after it was believed unchanged in earlier calls.
+        changed: Called with the number of a place if a write to its tensor was not counted by torch
+            although the tensor was assumed unchanged in earlier calls.
 
     Attributes:
         reads_all: Whether everything is read in this call.
-        compares: Whether it also shows which tensors are one. Not in the first call: its tensors
-            are often kept in full, and digests would be made for this alone.
+        compares: Whether digests are computed for the comparison too. Not in the first call: its
+            tensors are often kept in full, and digests would be computed only for this purpose.
     """
 
     def __init__(self, changed: Callable[[int], None]) -> None:
@@ -84,8 +84,8 @@ class RecentTensors:
         self.reads_all, self.compares = True, False
 
     def find(self, tensor: torch.Tensor, place: int) -> TakenTensor | None:
-        """A tensor as it was taken before; None where its values have to be read."""
-        # The id of a dead tensor may be another one's now, so the reference is compared.
+        """The entry of a tensor that was already taken; None if its values have to be read."""
+        # A new tensor may have the id of a dead one, so the reference is compared.
         recent = self._taken.get(id(tensor))
         if (
             recent is None
@@ -105,7 +105,7 @@ class RecentTensors:
         what: PendingSummary | StagedTensor,
         digest: PendingSummary | None,
     ) -> None:
-        """A contiguous tensor has just been read."""
+        """Remember a contiguous tensor that has just been read."""
         if tensor.is_inference():
             return
         version, address = tensor._version, tensor.data_ptr()
@@ -116,7 +116,7 @@ class RecentTensors:
                 and recent.reference() is tensor
                 and (recent.version, recent.address) == (version, address)
             ):
-                # The first place stays the source of all that follow.
+                # Later places are all compared with the first one.
                 if recent.digest is not None and digest is not None:
                     self._trials.append(_Trial(recent.place, place, recent.digest, digest))
                 return
@@ -128,7 +128,7 @@ class RecentTensors:
         )
 
     def next_call(self) -> None:
-        """A call is over, and what was taken in it is on its way."""
+        """Forget the tensors of a call that is over, and evaluate the digests that have arrived."""
         self._taken.clear()
         self._calls += 1
         self.reads_all = self.compares = self._calls & (self._calls - 1) == 0
@@ -136,7 +136,7 @@ class RecentTensors:
             self._trials = [trial for trial in self._trials if not self._settled(trial)]
 
     def _settled(self, trial: _Trial) -> bool:
-        """Whether the digests of a trial have come, and say whether the two are one tensor."""
+        """Compare the digests of a trial and store the result; False if they have not arrived."""
         first, second = (
             pending.transfer.digest(pending.slot) for pending in (trial.first, trial.second)
         )
@@ -146,6 +146,6 @@ class RecentTensors:
         before, equal = self._proven.get(pair), first == second
         if before and not equal:
             self._changed(trial.place)
-        # One difference is enough, whatever other calls show.
+        # After one difference the pair is never trusted again.
         self._proven[pair] = equal and before is not False
         return True

@@ -1,11 +1,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-"""Summaries of device tensors: computed by kernels, joined, fetched in one copy, turned into lines.
+"""Summaries of device tensors: computed by kernels, joined, and copied to the host together.
 
-A batch gathers the rows that kernels write; a transfer is one copy of joined rows to the host.
-Tensors of a call that are like those of the call before are not described one by one: a group notes
-their steps and visits, and the lines of an index are written from it in one go, by a thread that
-does not hold up the program.
+For each tensor a kernel writes one or more rows, which a second kernel joins into one. A batch
+collects the rows; a transfer is one copy of joined rows to the host. Tensors of the same kind as
+those of the previous call have no record of their own: a group stores their steps and visits, and
+the sink writes the index lines of the whole group at once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from driftline.numerics.gpu.launcher import NUMBERS, Kernel, Launch, level
 from driftline.runs.index_lines import encode_line, line_ends
 from driftline.runs.records import Kept, Record, TensorKey
 
-# 80 numbers of 8 bytes: nine figures, the digest in two, and the sketch from 16 on.
+# A row is 80 numbers of 8 bytes: nine figures, then two of the digest; the sketch begins at 16.
 ROW_BYTES = 640
 
 
 class SummaryTransfer:
-    """What one copy brings: the summaries of some tensors.
+    """One copy to the host, which contains the summaries of several tensors.
 
     Attributes:
-        mark: Reached when they are here; None while they were not sent.
-        there: It has been seen to be reached.
+        mark: Is reached when the copy has arrived; None before it is started.
+        there: Whether the mark is known to be reached.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class SummaryTransfer:
         self._host, self.mark = host, mark
 
     def row_at(self, slot: int) -> int:
-        """Where the row of a slot is in host memory; only after its arrival."""
+        """Host address of a slot's row; only after the transfer's arrival."""
         assert self._host is not None
         return self._host.data_ptr() + slot * ROW_BYTES
 
     def digest(self, slot: int) -> bytes | None:
-        """The digest of the tensor in a slot; None where it is not known to be here."""
+        """The digest of the tensor in a slot; None if it is not known to have arrived."""
         if not self.there and self.mark is not None:
             try:
                 self.there = self.mark.query()
@@ -69,16 +69,16 @@ class SummaryTransfer:
         return ctypes.string_at(self.row_at(slot) + 9 * 8, 16)
 
     def result(self, slot: int, count: int, width: int) -> tuple[str, Summary]:
-        """Digest and summary of the tensor in a slot; only after its arrival."""
-        # Converted once for all slots of the transfer; each conversion has a fixed cost.
+        """Digest and summary of the tensor in a slot; only after the transfer's arrival."""
+        # All slots are converted together, because each conversion has a fixed cost.
         if not self._rows and self._host is not None:
             self._rows = self._host.tolist()
-            # The digest is in two numbers whose bits are integers.
+            # The digest is two integers, stored in the bits of two numbers.
             self._digests = self._host[:, 9:11].view(torch.int64).tolist()
         row = self._rows[slot]
         finite, mean, spread, low, high, zeros, nans, above, below = row[:9]
         a, b = self._digests[slot]
-        # Welford's sum of squared deviations, as the kernels keep it.
+        # `spread` is the sum of squared deviations, which the kernels compute as Welford does.
         if finite:
             std, l2 = math.sqrt(spread / finite), math.sqrt(spread + finite * mean * mean)
         else:
@@ -101,13 +101,13 @@ class SummaryTransfer:
 
 
 class Constant:
-    """What the records of one place have in common, as a record and as words of a line.
+    """The common parts of the records of one place, as a record and as parts of an index line.
 
     Attributes:
-        record: One of them, of step 0 and visit 0, without digest and summary.
-        count: Numbers in the tensor; two for each complex element.
-        width: Bytes of a number.
-        at: TensorAddress of the words.
+        record: A record with step 0 and visit 0, without digest and summary.
+        count: Number of elements of the tensor.
+        width: Bytes of an element.
+        at: Memory address of the line's parts, for the C library.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Constant:
     def recorded(
         self, step: int, visit: int, digest: str = "", summary: Summary | None = None
     ) -> Record:
-        """The record of one of them."""
+        """The record of one tensor."""
         template = self.record
         site, port, slot, _, _, rank, process, phase, moment = template.key
         key = TensorKey(site, port, slot, step, visit, rank, process, phase, moment)
@@ -141,12 +141,12 @@ class Constant:
 
 
 class Group:
-    """Tensors whose summaries one transfer brings, each like one that came before.
+    """Tensors that are like earlier ones and whose summaries arrive in one transfer.
 
-    Several of them may have the same slot: those that are one tensor.
+    Occurrences of the same tensor share a slot.
 
     Attributes:
-        transfer: Brings their summaries.
+        transfer: Contains their summaries.
     """
 
     def __init__(self, transfer: SummaryTransfer) -> None:
@@ -156,7 +156,7 @@ class Group:
 
     def add(self, constant: Constant, step: int, visit: int, slot: int) -> None:
         self._constants.append(constant)
-        # Four integers per tensor instead of a record: this runs for every tensor.
+        # Only four integers are stored instead of a record, because this runs for every tensor.
         self._notes.extend((constant.at, step, visit, slot))
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class Group:
         return {constant.record.dtype for constant in self._constants}
 
     def described(self) -> Iterator[Record]:
-        """The records without what the transfer brings."""
+        """The records without digests and summaries."""
         for constant, step, visit, _ in self._noted():
             yield constant.recorded(step, visit)
 
@@ -178,9 +178,13 @@ class Group:
             yield constant.recorded(step, visit, *result)
 
     def lines(self, order: int) -> bytes:
-        """Their index lines; only after the transfer's arrival."""
+        """The index lines; only after the transfer's arrival.
+
+        Args:
+            order: The order number of the first record.
+        """
         text = launcher.lines(self._notes, self.transfer.row_at(0), order)
-        # Without the compiled helper the lines are made in Python, slower and equal.
+        # Without the C library the same lines are made in Python, which is slower.
         if text is not None:
             return text
         made = [
@@ -194,15 +198,15 @@ class Group:
         return zip(self._constants, notes[1::4], notes[2::4], notes[3::4], strict=True)
 
 
-# Rows on the device, joined and fetched in one copy per step.
+# Rows on the device, which are joined and copied to the host together.
 
 
 ROWS = 32768
-"""Rows of the arena: when they are used up, what is there is joined."""
+"""Number of rows in a batch's arena; when they are used up, they are joined."""
 FEWEST_ROWS = 2048
-"""Where there is no memory for them: a megabyte, and still enough for the largest tensor."""
+"""Number of rows if memory is short: a megabyte, still enough for the largest tensor."""
 SLOTS = 1024
-"""Tensors of one transfer."""
+"""Largest number of tensors in one transfer."""
 MOST_PROGRAMS = 1024
 _FIRST_TABLE = 1 << 16
 _LOOK_EVERY = 0.05
@@ -210,7 +214,7 @@ _TABLE_BLOCK = 1024
 
 
 def _never(*_: int) -> int:
-    """Stands where there is no driver to launch anything."""
+    """The launch function if there is no driver; it always fails."""
     return -1
 
 
@@ -218,8 +222,8 @@ class Kind(NamedTuple):
     """How tensors of one dtype are reduced.
 
     Attributes:
-        kernel: Reads them.
-        reals: Numbers of an element: two for complex ones.
+        kernel: The kernel that reads them.
+        reals: Numbers per element: two for complex dtypes, otherwise one.
         width: Bytes of a number.
     """
 
@@ -230,7 +234,7 @@ class Kind(NamedTuple):
 
 @functools.cache
 def kind_of(name: str) -> Kind | None:
-    """What reduces elements of a dtype; None where only the host can."""
+    """How elements of a dtype are reduced; None if only the host can do it."""
     dtype = DTYPES[name]
     part = DTYPES[dtype.component]
     short = part.triton
@@ -269,11 +273,14 @@ def _filling() -> Kernel:
 
 
 def compile_ahead(over: threading.Event) -> None:
-    """Compile the kernels of usual tensors while the program loads its model; for a thread.
+    """Compile the kernels of the usual dtypes in a thread, while the program loads its model.
 
-    Triton needs a second for the first kernel of a process even where all are in its cache, most of
-    it to import itself and to hash its own files. No device is woken for it: the thread waits until
-    the program uses one, or the capture is over.
+    Triton needs a second for the first kernel of a process, even if all kernels are in its cache:
+    most of the time it imports itself and hashes its own files. No device is initialised: the
+    thread waits until the program uses one.
+
+    Args:
+        over: Set when the capture ends; the thread then stops.
     """
     while not torch.cuda.is_initialized():
         if over.wait(_LOOK_EVERY):
@@ -287,20 +294,28 @@ def compile_ahead(over: threading.Event) -> None:
             if over.is_set():
                 return
             kernel.compile(device)
-    except Exception:  # the first launch finds the same reason, and the run says it
+    except Exception:  # the first launch fails for the same reason and reports it
         return
 
 
 def shares(count: int) -> tuple[int, int]:
-    """Chunks of a program, and programs, for a tensor of so many numbers."""
-    # A program of the kernel reads chunks of 32768 numbers.
+    """Chunks per program, and number of programs, for a tensor of `count` numbers."""
+    # A program of the kernel reads chunks of 32768 numbers each.
     chunks = (count + 32767) >> 15
     per_program = (chunks + MOST_PROGRAMS - 1) // MOST_PROGRAMS or 1
     return per_program, (chunks + per_program - 1) // per_program or 1
 
 
 class Tables:
-    """Signs and places of the sketch, for the groups of the largest tensor so far."""
+    """The tables of the sketch on one device, long enough for the largest tensor so far.
+
+    Attributes:
+        groups: Number of groups of 64 numbers for which the tables have entries.
+        signs: Address of the table of signs.
+        flips: Address of the table of XORs.
+        filled: Is reached when the tables are filled.
+        stream: The stream in which they are filled.
+    """
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -312,12 +327,12 @@ class Tables:
         self.stream = 0
 
     def reach(self, groups: int) -> None:
-        """Have at least so many groups; what was there stays, kernels may be reading it."""
-        # Powers of two, so that a growing model seldom needs new tables.
+        """Make new tables for at least this many groups."""
+        # Sizes are powers of two, so that new tables are seldom needed.
         size = max(_FIRST_TABLE, 1 << (groups - 1).bit_length())
         signs = self._place.empty((size,), torch.int64)
         flips = self._place.empty((size,), torch.int16)
-        # Old tables stay: kernels that were launched before may still read them.
+        # Old tables are kept, because kernels launched earlier may still read them.
         self._kept += [signs, flips]
         _filling()(size // _TABLE_BLOCK, self._place.index, signs.data_ptr(), flips.data_ptr(), 0)
         self.signs, self.flips, self.groups = signs.data_ptr(), flips.data_ptr(), size
@@ -325,11 +340,11 @@ class Tables:
 
 
 class Reading:
-    """The reading of tensors of one kind into one sheet, prepared.
+    """A prepared launch of the summary kernel, for tensors of one dtype and size.
 
     Attributes:
-        at: TensorAddress of what the driver is given; 0 where Python launches.
-        programs: Rows that it takes.
+        at: Memory address of the launch's arguments for the C library; 0 if Python launches.
+        programs: Number of programs, each of which writes one row.
     """
 
     __slots__ = ("_launch", "at", "count", "each", "kernel", "programs")
@@ -340,7 +355,7 @@ class Reading:
         self.at = 0
         self._launch: Launch | None = None
         made = kernel.made(tables.index)
-        # Without the native launcher Python launches, with the same arguments.
+        # Without the C library Python launches the kernel, with the same arguments.
         if made is None or launcher.driver() is None:
             return
         rows, meta = where
@@ -357,10 +372,10 @@ class Reading:
 
 
 class SummaryBatch:
-    """Summaries of tensors of one queue of a device.
+    """Summaries of tensors in one stream of a device.
 
     Attributes:
-        transfer: Will bring what is taken now.
+        transfer: The next transfer, which will contain the summaries taken now.
     """
 
     def __init__(self, place: Place, tables: Tables) -> None:
@@ -368,7 +383,7 @@ class SummaryBatch:
         self._tables = tables
         try:
             self._rows = place.empty((ROWS, 80), torch.float64)
-        # On a full device a smaller arena is used, and joined more often.
+        # On a full device the arena is smaller and is joined more often.
         except torch.OutOfMemoryError:
             self._rows = place.empty((FEWEST_ROWS, 80), torch.float64)
         self._most = len(self._rows)
@@ -383,11 +398,20 @@ class SummaryBatch:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything was taken and not sent."""
+        """Whether summaries were taken but not sent."""
         return self._slot > 0
 
     def take(self, tensor: torch.Tensor, kind: Kind, count: int) -> tuple[SummaryTransfer, int]:
-        """Launch the reading of a tensor whose elements are in C order, at a word's boundary."""
+        """Launch the summary of a tensor.
+
+        Args:
+            tensor: A contiguous tensor whose address is a multiple of 16.
+            kind: How its dtype is reduced.
+            count: Its number of numbers.
+
+        Returns:
+            The transfer that will contain the summary, and its slot.
+        """
         tables = self._tables
         # The sketch assigns signs to groups of 64 numbers.
         groups = (count + 63) >> 6
@@ -420,23 +444,23 @@ class SummaryBatch:
         return self.transfer, slot
 
     def reading(self, kind: Kind, count: int) -> Reading:
-        """What `take_known` is given, for tensors like the one that was taken just now."""
+        """A prepared launch for `take_known`; call it just after `take` of such a tensor."""
         return Reading(kind.kernel, count, (self._rows_at, self._meta_at), self._tables)
 
     def take_known(self, reading: Reading, stream: int, address: int) -> int:
-        """Launch the reading of a tensor like one that was taken before.
+        """Launch the summary of a tensor of the same dtype and size as an earlier one.
 
         Args:
-            reading: As prepared then.
-            stream: The queue that this batch belongs to.
-            address: Of the tensor's elements.
+            reading: The launch prepared for the earlier one.
+            stream: The stream to which this batch belongs.
+            address: Address of the tensor's elements.
 
         Returns:
-            Its slot; -1 if there is no room for it, or something stands in the way.
+            Its slot; -1 if there is no room for it, or the launch is not possible.
         """
         slot, row = self._slot, self._row
         end = row + reading.programs
-        # The slow path joins or sends, and comes back.
+        # `take` then joins or sends first.
         if slot >= SLOTS or end > self._most:
             return -1
         if reading.at:
@@ -466,13 +490,13 @@ class SummaryBatch:
         )
 
     def send(self) -> None:
-        """Join what was taken and start its copy to the host."""
+        """Join the rows and start their copy to the host."""
         if not self._slot:
             return
         self._join()
-        # Pinned, so that the copy does not wait for the device.
+        # Host memory is pinned, so that the program does not wait for the copy.
         host = self._host(self._slot * ROW_BYTES).view(torch.float64).view(self._slot, 80)
-        # In this queue: the next kernels write to the same results.
+        # The copy is made in this stream, because the next kernels overwrite the results.
         mark = self._place.copy_here([(host, self._results[: self._slot])])
         self.transfer.depart(host, mark)
         self.transfer = SummaryTransfer()
@@ -481,7 +505,7 @@ class SummaryBatch:
     def _host(self, size: int) -> torch.Tensor:
         try:
             return self._place.pinned(size)
-        except RuntimeError:  # no more can be pinned: the copy waits for the device then
+        except RuntimeError:  # no more memory can be pinned; the program will wait for the copy
             return torch.empty(size, dtype=torch.uint8)
 
     def _join(self) -> None:
@@ -499,7 +523,7 @@ class SummaryBatch:
         self._row = 0
 
     def _meet_tables(self) -> None:
-        """Tables filled in another queue: this one goes on when they are there."""
+        """Make this stream wait for tables that are filled in another stream."""
         tables = self._tables
         if tables.filled is not None and tables.stream != self._place.stream():
             wait = getattr(tables.filled, "wait", None)
