@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from driftline.numerics.gpu.kernels.pair import (
+from driftline.numerics.gpu.kernels.pair_elements import (
     apart_numbers,
     half_of,
     halves,

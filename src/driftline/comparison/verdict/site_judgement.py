@@ -97,13 +97,11 @@ class SiteJudgement:
         evidence: The evidence besides the two runs.
         note: Why steps were left out; empty if none were.
         left_out: The first step that was left out, if any.
-        hiding: Number of sites at which a fault of `FAULT` would not show, and number of sites
-            judged.
+        hiding: Number of sites at which a fault of `FAULT` would not show, and of all judged.
         drowning: Number of sites at which the error that arrives would hide such a fault.
         pattern: The fault that the first culprit shares with its siblings, if it does.
-        certain: A failure that does not depend on what sites add, and before which no culprit
-            comes. The first culprit may have made a NaN or Inf; no site is to blame for any other
-            certain failure.
+        certain: A failure that does not depend on what sites add, before any culprit. Only for NaN
+            or Inf may the first culprit be to blame.
     """
 
     sites: Mapping[Place, Site]
@@ -236,8 +234,7 @@ class SiteJudgement:
     def suspects(self) -> list[SiteStatus]:
         """Return the first culprits that two runs or noise runs convict.
 
-        Replay and recomputation have examined sites by themselves, and weights are exact, so those
-        culprits need no second look.
+        Replay, recomputation and weights are exact, so their culprits need no second look.
         """
         standings = [self.statuses[place] for place in self.culprits[:_LOOKS]]
         return [standing for standing in standings if standing.by in ("noise", "growth")]
@@ -421,8 +418,8 @@ def _moment(direction: str, row: Row) -> _Moment:
 class SettledRows:
     """The rows of a table with the status that follows from its sites, and that judgement.
 
-    A table in memory is judged as a whole. A long table is judged one step of one process at a
-    time, to bound the memory used; siblings are then those of one step.
+    A long table is judged one step of one process at a time, to bound memory; siblings are then
+    those of one step.
 
     Attributes:
         judgement: The judgement of the sites. For a long table it is complete when all rows have

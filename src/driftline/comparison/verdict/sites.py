@@ -125,8 +125,7 @@ def by_edges(edges: Iterable[tuple[str, str]], captured: Collection[str]) -> Mak
 def by_calls(calls: Iterable[RecordedCall], captured: Collection[str]) -> Makers:
     """Return the makers of each captured site, from the calls of the first step's forward pass.
 
-    One step is enough: the edges of a model are the same in each step, and later steps may be
-    incomplete.
+    One step is enough, because the edges of a model are the same in each step.
     """
     forward = sorted(
         (call for call in calls if call.phase == "forward"), key=lambda call: call.number
@@ -320,9 +319,8 @@ def roundoff_of(row: Row) -> float:
     """Unit roundoff at the size of the tensor; it is larger for subnormal values.
 
     Below its smallest normal number, a format has one fixed step. Half a step is the largest
-    rounding error there, as a unit is above, and as a fraction of an element it grows as elements
-    get smaller. If the candidate's norm is zero, the plain unit is returned, because such a tensor
-    has lost more than rounding explains.
+    rounding error there, and as a fraction of an element it grows as elements get smaller. For a
+    norm of zero the plain unit is returned: such a tensor has lost more than rounding explains.
     """
     unit = unit_of(row)
     size, left = row.metrics.get("reference_l2", 0.0), row.metrics.get("candidate_l2", 0.0)
@@ -348,8 +346,7 @@ def _is_dequantised(row: Row) -> bool:
 def same_kind(row: Row) -> bool:
     """Whether the candidate holds numbers: floating point, or integers with a single scale.
 
-    A boolean mask compared with a floating-point mask is not an error, because both have the same
-    meaning.
+    A boolean mask and a floating-point mask may have the same meaning.
     """
     candidate = DTYPES.get(row.candidate_dtype)
     if candidate is None or candidate.is_floating:
@@ -556,8 +553,7 @@ def _turned(makers: Makers) -> Makers:
 def _from_before(sites: Sequence[Site], blind: Sequence[tuple[Site, Call]]) -> None:
     """Set the input error to that of the last output before the call ended.
 
-    Outputs of the site's own parts are skipped. The very first call has no output before it and
-    takes in no error.
+    Outputs of its own parts are skipped. The very first call takes in no error.
     """
     made: dict[tuple[str, int, int, int], list[tuple[int, str, float]]] = {}
     for site in sites:

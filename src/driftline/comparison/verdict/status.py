@@ -51,8 +51,7 @@ LEAN = 0.5
 
 
 Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "clean", "unknown"]
-"""Status of a site: it makes the error, makes it larger, passes it on, hides it, has no error
-beyond noise, or cannot be judged."""
+"""It makes the error, makes it larger, passes it on, hides it, has none, or cannot be judged."""
 
 
 ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
@@ -142,8 +141,7 @@ class SiteStatus(NamedTuple):
         reason: The reason in words.
         inside: The part of it that is to blame.
         leaning: Whether the bias of its error is outside the allowed range, and not its size.
-        suspected: For an unknown site, the status by other evidence. It would convict the site if
-            the site reproduced its own output.
+        suspected: For an unknown site, the status by evidence that would otherwise convict it.
     """
 
     status: Status
@@ -193,8 +191,7 @@ class Evidence(NamedTuple):
     def as_json(self) -> dict[str, JSON]:
         """Return the JSON that a table stores; empty if there is no evidence.
 
-        It uses lists of pairs instead of objects, because a module may have any name, also that of
-        a key that readers of long tables search for.
+        Lists of pairs instead of objects: a module may have the name of a key of the table.
         """
         shown: dict[str, JSON] = {}
         if self.replayed:
@@ -211,8 +208,7 @@ class Evidence(NamedTuple):
 
         Raises:
             KeyError: A value is missing.
-            TypeError: A value is of another kind than `as_json` writes.
-            ValueError: The same.
+            TypeError, ValueError: A value is of another kind than `as_json` writes.
         """
         site, share = shown.get("proven", ("", 0.0))
         return cls(
@@ -340,8 +336,7 @@ negligible."""
 def _by_recomputation(site: Site) -> SiteStatus | None:
     """Return the status by the reference's function on the candidate's input; None if unknown.
 
-    Every call that differs must have been recomputed, because any call that was not may be the
-    wrong one.
+    Every call that differs must have been recomputed: any other may be the wrong one.
     """
     worst: tuple[AddedError, Call] | None = None
     for call in site.calls:
@@ -382,9 +377,8 @@ def _confirmed(standing: SiteStatus) -> SiteStatus:
 def is_borne_out(standing: SiteStatus, half: float, rest: float) -> bool:
     """Whether a second look confirms a suspicion.
 
-    The site is not to blame for an error that only one half of the tokens shows, unless the error
-    is gross. Nor is it to blame for an error in tokens that a router sent to other experts at a
-    near tie.
+    No site is to blame for an error that one half of the tokens shows, unless it is gross, nor for
+    one in tokens that a router sent to other experts at a near tie.
 
     Args:
         standing: The status of the site before the second look.
@@ -429,9 +423,8 @@ def _other_evidence(
 ) -> dict[Place, SiteStatus]:
     """Return sites that noise runs or growth convict although replay does not cover them fully.
 
-    This is used only if replay convicts no site. A site that the other evidence does not convict
-    keeps its status. A site that does not reproduce its own output also keeps its status, but is
-    marked as suspected.
+    Used only if replay convicts no site. All other sites keep their status; one that does not
+    reproduce its own output is marked as suspected.
     """
     floor = evidence.floor
     convicted: dict[Place, SiteStatus] = {}
@@ -463,8 +456,8 @@ def _other_evidence(
 def _own_code(site: Site, transfers: Sequence[Transfer]) -> Site:
     """Return the model reduced to the outputs of its own code; other sites are returned unchanged.
 
-    Other containers stay whole: a container with its own weights, such as a layer of experts, makes
-    most of its error before its parts are called.
+    Containers with weights of their own (experts) stay whole: most of their error comes before the
+    parts.
     """
     if site.place.site not in ROOTS:
         return site
