@@ -340,8 +340,7 @@ class _Explanations:
         if place is None:
             return None
         before = self.made_before.largest(place.direction, row)
-        # The first gradient of a backward pass comes from the loss, which is computed from the
-        # output.
+        # The first gradient of a backward pass comes from the loss, and that from the output.
         if row.key.port == "grad_output" and (place.site in ROOTS or before == 0.0):
             made = self._outputs.get((*_moment("forward", row), place.site, row.key.slot))
             explains = made is not None and gradient_excess(row, made) <= 1.0

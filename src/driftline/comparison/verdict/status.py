@@ -269,8 +269,7 @@ def site_statuses(
 
 
 _PROVES = 0.5
-"""Fraction of the final error that correcting a site must remove before substitution convicts
-it."""
+"""Least fraction of the final error that correcting a site removes if substitution convicts it."""
 
 
 def _proven(
@@ -321,16 +320,14 @@ def _own_evidence(
             statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
-            # The transfer that decided says where a container is wrong. A clean container is
-            # represented by the worst call of its output.
+            # The deciding transfer says where a container is wrong; a clean one has its worst call.
             if statuses[place].status == "clean":
                 statuses[place] = statuses[place]._replace(call=site.worst)
     return statuses
 
 
 _TINY = 2.0
-"""Units of roundoff up to which an output need not be recomputed, because the error is
-negligible."""
+"""Units of roundoff up to which an error is negligible, and its output need not be recomputed."""
 
 
 def _by_recomputation(site: Site) -> SiteStatus | None:
@@ -357,8 +354,7 @@ def _by_recomputation(site: Site) -> SiteStatus | None:
 _BY_ITSELF = ("replay", "recomputed", "bisect")
 """Evidence about what a site adds, independent of the error of its inputs."""
 _GROSS = 4.0
-"""Multiple of its limit above which an error that only one half of the tokens shows still
-counts."""
+"""Multiple of its limit above which an error counts although one half of the tokens lacks it."""
 
 
 def _confirmed(standing: SiteStatus) -> SiteStatus:
