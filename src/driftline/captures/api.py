@@ -100,8 +100,8 @@ def capture(
     """Capture what a model computes inside a `with` block, into a run.
 
     Args:
-        model: The model to watch, a torch module or a Paddle layer; its results are bitwise what
-            they are without.
+        model: The model to watch, a torch module or a Paddle layer; its results stay
+            bitwise the same.
         path: The run's folder, or a sink to write to.
         sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
         classes: Globs on class names.
@@ -112,8 +112,8 @@ def capture(
         ranks: The same for ranks.
         keep: full, summary, digest, sample, sample(n) or describe.
         levels: Any of modules, ops, gradients, params.
-        steps_by: auto, or what alone ends a step: call, optimizer, manual.
-        selection: Instead of the filters above, for those it has and they have not.
+        steps_by: auto, or the only event that ends a step: call, optimizer, manual.
+        selection: A `Selection`, instead of the filters above.
         max_bytes: Store no more tensor bytes than this.
         budget: Bytes of disk for the steps after the first where `steps` is not given; the latest
             ones are left out. 1 GiB by default.

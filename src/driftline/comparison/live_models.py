@@ -48,15 +48,15 @@ def lockstep(
     inputs: Any,
     **options: Unpack[JudgeKeywords],
 ) -> Table:
-    """Run two models side by side and compare what every module took and gave, as they run.
+    """Run two models side by side and compare the inputs and outputs of every module as they run.
 
-    Each tensor is compared where it is, on the device if both are there, and is free to go
-    afterwards: nothing is kept and nothing written. The table is that of `compare_models`. Models
+    Each tensor is compared where it is, on the device if both are there, and is released
+    afterwards; nothing is stored. The table is that of `compare_models`. Models
     that are not built alike are captured and aligned instead, as `compare_models` does it.
 
     Args:
-        reference: The model that is right.
-        candidate: The model in question.
+        reference: The trusted model.
+        candidate: The model to test.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         options: Keywords of `compare`: `metrics`, `limits`, `rtol`, `atol`, `min_coverage`,
             `thresholds`, `sites`, `ports`.
@@ -164,7 +164,7 @@ def compare_models(
     progress: Progress | None = None,
     **options: Unpack[JudgeKeywords],
 ) -> Table:
-    """Run two models on the same inputs and compare what every module took and gave.
+    """Run two models on the same inputs and compare the inputs and outputs of every module.
 
     Both run without gradients, in the mode they are in, from the same random state: side by side
     and compared as they run where they are built alike (see `lockstep`), else one after the other,
@@ -172,11 +172,11 @@ def compare_models(
     the model's parameters.
 
     Args:
-        reference: The model that is right.
-        candidate: The model in question.
+        reference: The trusted model.
+        candidate: The model to test.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         keep: full, or summary when two copies of every activation do not fit into memory.
-        threads: Worker threads; one per usable core when not given.
+        threads: Worker threads; by default, one per usable core.
         isolate: Compare each module of the candidate with what the reference's gives *on the
             candidate's own inputs*, in float32. A row that fails then is a module that makes an
             error, not one that inherits it; an input row is what the module around it handed over.

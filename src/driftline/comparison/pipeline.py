@@ -478,27 +478,27 @@ def compare(
     """Compare two runs tensor by tensor.
 
     Args:
-        reference: What is right: a run, or the path of one (or of a file of tensors).
-        candidate: What is in question.
+        reference: The trusted run, or its path (or that of a file of tensors).
+        candidate: The run to test.
         metrics: Measured besides the standard ones: `kl`, a plug-in's name, `file.py:function`.
         limits: Metric → worst value that passes, in place of the limits of the coarser dtype.
         rtol: With `atol`, every element must keep `|c - r| <= atol + rtol |r|`.
         atol: See `rtol`.
         min_coverage: The share of all tensors that must have been compared for a pass.
         thresholds: Limits of each layer: what `calibrate` gave, or the path of a thresholds file.
-            Tensors it does not speak of are then measured, but not judged by it.
-        sites: Globs; only sites that match one of them. All, when none is given.
-        ports: Only these ports. All, when none is given.
-        maps: `REFERENCE=CANDIDATE` for sites that are called differently; see `align`.
+            Tensors that it does not name are measured, but not judged by it.
+        sites: Globs; only sites that match one of them. All by default.
+        ports: Only these ports. All by default.
+        maps: `REFERENCE=CANDIDATE` for sites with different names; see `align`.
         mapping: A file of such pairs; see `align`.
         placements: `SITE=shard(AXIS)`: how the tensors of a sharded run are spread over its ranks.
         masks: Files of the positions that count ([batch, tokens]), or `captured`. Without any, rows
             that fail are measured again without the pads of the captured attention_mask; `none`
-            counts pads as everything else.
+            counts pads like all other positions.
         step_map: Step of the reference → step of the candidate.
-        plan: What `align` gave, or the path of a saved plan; nothing else is paired then.
-        structural: Whether tensors that are called differently may be paired; see `align`.
-        threads: Worker threads; one per usable core when not given.
+        plan: A plan from `align`, or the path of a saved one; nothing else is paired then.
+        structural: Whether tensors with different names may be paired; see `align`.
+        threads: Worker threads; by default, one per usable core.
         jobs: Worker processes that share the pairs; the table is the same, bit for bit.
         executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
         planned: Called with the plan before any tensor is read.
@@ -558,13 +558,13 @@ def align(
     plan: StrPath | None = None,
     structural: bool = True,
 ) -> Plan:
-    """What `compare` would compare with what; nothing is read but the two indexes.
+    """Return the plan of a comparison: which tensors are compared with each other. Reads no tensor.
 
     Args:
-        reference: What is right: a run, or the path of one (or of a file of tensors).
-        candidate: What is in question.
-        sites: Globs; only sites that match one of them. All, when none is given.
-        ports: Only these ports. All, when none is given.
+        reference: The trusted run, or its path (or that of a file of tensors).
+        candidate: The run to test.
+        sites: Globs; only sites that match one of them. All by default.
+        ports: Only these ports. All by default.
         maps: `REFERENCE=CANDIDATE`, such as `model.*=*`; a star stands for the same text on both
             sides.
         mapping: A file of such pairs, or the folder of an `op_mapping_file.json`.
@@ -573,8 +573,8 @@ def align(
         masks: Files of the positions that count ([batch, tokens]), or `captured` for the
             attention_mask that a run holds; `none` leaves nothing out.
         step_map: Step of the reference → step of the candidate, where the runs count differently.
-        plan: A saved plan; it wins over every rule.
-        structural: Whether tensors that are called differently may be paired by class, shape and
+        plan: A saved plan; it takes precedence over every rule.
+        structural: Whether tensors with different names may be paired by class, shape and
             dataflow.
 
     Raises:
@@ -608,7 +608,7 @@ def check(
     Args:
         table: A table, or the folder that `compare -o` wrote.
         thresholds: What `calibrate` gave, or the path of a thresholds file. Tensors of layers it
-            does not speak of are not judged by it.
+            does not name are not judged by it.
         limits: Metric → worst value that passes, for every tensor.
         slack: How many times its threshold a tensor may reach.
         min_coverage: The share of all tensors that must be judged for a pass; without it, 90 % of
@@ -616,7 +616,7 @@ def check(
         model: Refuse thresholds that are for another model.
 
     Raises:
-        BadInput: Thresholds that speak of no layer of this table, or an unknown metric.
+        BadInput: Thresholds that name no layer of this table, or an unknown metric.
         BadFile: No table or no thresholds file there.
     """
     subject = table if isinstance(table, Table) else open_table(table)

@@ -86,8 +86,8 @@ def compare_shard(
     done. All shards of a comparison must be given the same runs and options.
 
     Args:
-        reference: What is right: a run, or the path of one (or of a file of tensors).
-        candidate: What is in question.
+        reference: The trusted run, or its path (or that of a file of tensors).
+        candidate: The run to test.
         shard: `3/8` for the third of eight.
         metrics: As for `compare`, and so for all others.
 

@@ -60,8 +60,8 @@ def diagnose(
     """Say where two runs begin to disagree, whether that is more than noise, and what kind it is.
 
     Args:
-        reference: What is right: a run, or the path of one.
-        candidate: What is in question.
+        reference: The trusted run, or its path.
+        candidate: The run to test.
         replay: The reference's modules applied to the candidate's inputs: what `driftline replay`
             wrote, or the same in memory.
         noise: Trusted executions in the candidate's number format: what `driftline noise` wrote,
@@ -69,8 +69,8 @@ def diagnose(
         repeats: Other executions of the candidate's own program, to see non-determinism.
         bisect: What `driftline bisect --format json` printed: a file of it, or the object. It
             proves how much of the end's error goes back to a site.
-        options: How the runs belong together, where names do not say it.
-        threads: Worker threads; one per usable core when not given.
+        options: How the runs are aligned, if names are not enough.
+        threads: Worker threads; by default, one per usable core.
         progress: Called with (pairs done, pairs in all).
 
     Raises:

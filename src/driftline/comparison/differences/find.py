@@ -51,7 +51,7 @@ def differences_of(
 
     Args:
         reference: What is right.
-        candidate: What is in question.
+        candidate: The run to test.
         plan: What belongs together, where names do not say it.
     """
     first, second = read_model_facts(reference), read_model_facts(candidate)

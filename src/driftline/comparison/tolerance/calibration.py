@@ -47,7 +47,7 @@ def calibrate(
     model: str = "",
     seed: int = 0,
 ) -> Thresholds:
-    """Thresholds from comparisons of runs that are known to be right.
+    """Derive thresholds from comparisons of runs that are known to be right.
 
     Args:
         tables: Tables, or the folders that `compare -o` wrote.
@@ -56,8 +56,8 @@ def calibrate(
             a cosine, the largest of an error.
         margin: How many times the quantile is allowed, 1 or more. For a cosine, how many times its
             distance from 1.
-        sites: Globs; only sites that match one of them. All, when none is given.
-        ports: Only these ports. All, when none is given.
+        sites: Globs; only sites that match one of them. All by default.
+        ports: Only these ports. All by default.
         model: What the thresholds are for; checked when they are used, if it is given.
         seed: Of the bootstrap that gives the intervals.
 

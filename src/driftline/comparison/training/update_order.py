@@ -81,7 +81,7 @@ def training_report(
 
     Args:
         reference: What is right.
-        candidate: What is in question.
+        candidate: The run to test.
         plan: What belongs together, where names do not say it.
         differences: What differs between the two programs.
     """

@@ -53,7 +53,7 @@ def structure_of(
 
     Args:
         reference: What is right.
-        candidate: What is in question.
+        candidate: The run to test.
         plan: What is compared with what.
         rows: The rows of all of it, where they are at hand: a long plan reads its pairs from runs.
     """
@@ -147,7 +147,7 @@ def quantised_sites(
 
     Args:
         reference: What is right.
-        candidate: What is in question.
+        candidate: The run to test.
         classes: Class → its sites in the candidate.
     """
     reference_nodes, candidate_nodes = _nodes(reference), _nodes(candidate)

@@ -109,7 +109,7 @@ def report_tasks(
         store: Folder of the labels.
         folder: Where the csv files go.
         tasks: Only these rounds; all of the store, in the order they began, when not given.
-        threads: Worker threads; one per usable core when not given.
+        threads: Worker threads; by default, one per usable core.
 
     Raises:
         BadInput: A csv cannot be written.
