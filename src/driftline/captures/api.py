@@ -1,6 +1,6 @@
 """The Python entry to capture: `with driftline.capture(model, "run"):` and `driftline.step()`.
 
-The framework of a model is recognised by its class; only that framework's adapter is imported.
+A model's framework is recognised by the model's class; only that framework's adapter is imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Capture:
         self.session.step_over()
 
     def __enter__(self) -> Self:
-        if self._entered:  # its run is sealed, or being written
+        if self._entered:  # its run is already sealed or is being written
             raise BadInput(
                 "a capture is good for one with block", hint="call driftline.capture again"
             )
@@ -66,8 +66,7 @@ class Capture:
         if error is not None:
             self.session.exception = exception_words(error)
         self.session.stop()
-        # After an exception of the program its own message matters, not warnings about the
-        # capture.
+        # If the program raised, warnings about the capture would only hide its message.
         if error is None:
             for sentence in self.session.end_warnings():
                 warnings.warn(sentence, stacklevel=2)
@@ -150,7 +149,7 @@ def capture(
             "both a selection and filters were given", hint="put the filters into the selection"
         )
     levels = checked_levels(levels)
-    # An empty list would record nothing and look like success.
+    # With an empty list nothing would be recorded, without an error.
     if not levels:
         raise BadInput("no level was given", hint=f"levels are {', '.join(LEVELS)}")
     require_visible(selection.ports, levels)
@@ -161,7 +160,7 @@ def capture(
         )
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 0):
         raise BadInput(f"max_bytes is a number of bytes, not {max_bytes!r}")
-    # Only torch compiles graphs that capture can see.
+    # Only graphs compiled by torch can be captured.
     if graph is not None or not fusion:
         if not hasattr(engine, "check_graph"):
             raise BadInput("only torch has compiled graphs to be seen", hint="leave out graph")
@@ -175,8 +174,8 @@ def capture(
         reduction = reduction.with_ladder()
     place = settings.job_place()
     if isinstance(path, str | os.PathLike):
-        # The folder is claimed before anything is installed, so a refusal changes nothing
-        # in the program.
+        # The folder is claimed before anything is installed, so that a refusal does not change the
+        # program.
         folder = begin_run(path, force=force)
         sink: Sink = RunWriter(
             folder, rank=place.rank, world_size=place.world_size, max_bytes=max_bytes
@@ -205,10 +204,10 @@ def capture(
 
 
 def engine_of(model: object) -> Any:
-    """The `framework` module of the framework that a model belongs to.
+    """The adapter module of a model's framework.
 
     Raises:
-        BadInput: It is no model of any of them.
+        BadInput: The model belongs to no framework.
     """
     adapter = adapter_of(model)
     if adapter is not None:
@@ -222,7 +221,7 @@ def engine_of(model: object) -> Any:
 def step() -> None:
     """End the current step of every capture in this process."""
     for framework in FRAMEWORKS.values():
-        # `sys.modules` is asked: a framework the program has not imported cannot have a capture.
+        # A framework that the program has not imported cannot have a capture.
         watch = sys.modules.get(framework.module_calls)
         if watch is not None:
             for session in watch.active():

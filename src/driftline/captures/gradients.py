@@ -1,8 +1,8 @@
-"""Gradients of module calls and parameters, as far as all frameworks share them.
+"""Gradients of module calls and parameters: the parts that all frameworks share.
 
-Holds the bookkeeping: which call a gradient belongs to, how visits are numbered when a call is
-passed backward more than once, and how the parts of an input's gradient are added up. How hooks
-are placed in a backward graph is the business of each framework's own `gradients.py`.
+The file keeps track of the call to which a gradient belongs, numbers visits if several backward
+passes go through a call, and adds up the parts of an input's gradient. Each framework's own
+`gradients.py` places hooks in the backward graph.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from driftline.captures.recorder import TensorAddress
 
-# Backward passes of older steps do not come back, so their visit numbers can be forgotten.
+# There are no more backward passes of older steps, so their visit numbers can be forgotten.
 _STEPS_REMEMBERED = 4
 
 
 class Visits:
-    """Hands out visit numbers that stay unique when one call is passed backward more than once."""
+    """Assigns visit numbers that are unique even if several backward passes go through a call."""
 
     def __init__(self) -> None:
         self._taken: dict[int, dict[str, set[int]]] = {}
@@ -30,8 +30,7 @@ class Visits:
         with self._lock:
             if step not in self._taken:
                 self._taken[step] = {}
-                # The oldest steps go first; a long program must not grow this table
-                # without end.
+                # The oldest steps are forgotten, so that the table stays small in long programs.
                 while len(self._taken) > _STEPS_REMEMBERED:
                     del self._taken[min(self._taken)]
             used = self._taken.setdefault(step, {}).setdefault(site, set())
@@ -43,7 +42,7 @@ class Visits:
 
 
 class Owner(NamedTuple):
-    """Where a parameter lives: the module's site, the name there, the module's class."""
+    """The owner of a parameter: the module's site, the name in it, and the module's class."""
 
     site: str
     name: str
@@ -51,7 +50,7 @@ class Owner(NamedTuple):
 
 
 class Contributions:
-    """Gradient contributions to each parameter within one step, numbered as visits."""
+    """Captures gradient contributions to parameters, numbered as visits in each step."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -62,8 +61,7 @@ class Contributions:
         """Record one more contribution; never raises."""
         session = self._session
         try:
-            # An optimizer step may already have ended the step these gradients belong
-            # to.
+            # An optimizer may already have ended the step to which the gradient belongs.
             step: int = session.clock.concluding
             visit = self._number(step, port, owner)
             address = TensorAddress(
@@ -80,7 +78,7 @@ class Contributions:
         if step != self._step:
             self._step = step
             self._counts.clear()
-        place = (port, owner.site, owner.name)  # a class is no part of a key
+        place = (port, owner.site, owner.name)  # the class is not part of a record's key
         visit = self._counts.get(place, 0)
         self._counts[place] = visit + 1
         return visit
@@ -96,18 +94,18 @@ class CallGradients(ABC):
 
     @abstractmethod
     def task(self) -> int:
-        """A number for the backward pass that is under way."""
+        """The number of the backward pass that is running."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Context in which tensors are added up without the program noticing."""
+        """A context in which tensors are added without being seen by the program."""
         context: AbstractContextManager[None] = self.session.undisturbed()
         return context
 
     @abstractmethod
     def expect(self, gradient_sum: GradientSum[Any], task: int) -> None:
-        """An input's gradient is incomplete: look again when this backward pass is over.
+        """Finish an incomplete gradient of an input when this backward pass is over.
 
-        Some of its paths may not run at all, when the loss does not depend on every output.
+        Some edges may never send a gradient, if the loss does not depend on every output.
         """
 
     def emit(
@@ -135,12 +133,13 @@ Tap = TypeVar("Tap", bound=CallGradients)
 
 
 class PassedCall(Generic[Tap]):
-    """One call of one module, as its gradients need to know it."""
+    """One call of one module, with what its gradient hooks need."""
 
     __slots__ = ("_task", "_visit", "_visit_now", "class_name", "site", "step", "tap")
 
     def __init__(self, tap: Tap, frame: Any) -> None:
-        # Weak: hooks may live as long as the program keeps the graph, longer than the session.
+        # A weak reference, because hooks live as long as the program keeps the graph, perhaps
+        # longer than the session.
         self.tap = weakref.ref(tap)
         self.site: str = frame.site
         self.class_name: str = frame.class_name
@@ -151,8 +150,7 @@ class PassedCall(Generic[Tap]):
 
     def visit_in(self, task: int) -> int:
         """The visit number of this call in one backward pass."""
-        # The first gradient of each pass claims the number; the others of the call share
-        # it.
+        # The first gradient of each pass claims the number, which all gradients of the call share.
         if task != self._task:
             self._task = task
             tap = self.tap()
@@ -176,7 +174,7 @@ class GradientSum(Generic[Tap]):
         self._task = -1
 
     def arrived(self, gradient: Any) -> None:
-        """Add the gradient of one edge; None when that edge carried none."""
+        """Add the gradient that one edge sent; None for none."""
         tap = self.call.tap()
         if tap is None or not tap.active:
             return
@@ -186,13 +184,12 @@ class GradientSum(Generic[Tap]):
             if gradient is not None:
                 tap.emit(self.call, "grad_input", self.slot, self.alias, gradient, task)
             return
-        # A new pass begins: parts of an earlier pass that never became complete are
-        # dropped.
+        # In a new pass, an incomplete sum of an earlier pass is dropped.
         if task != self._task:
             self._task, self._seen, self._sum = task, 0, None
         self._seen += 1
         if gradient is not None:
-            # A copy, because the engine may go on adding into the tensor it handed us.
+            # A copy, because the engine may add to the original later.
             with tap.undisturbed():
                 self._sum = gradient.clone() if self._sum is None else self._sum + gradient
         # Only the first part registers the callback for the end of the pass.
@@ -202,9 +199,8 @@ class GradientSum(Generic[Tap]):
             self.finish(task)
 
     def finish(self, task: int) -> None:
-        """Hand out the sum, once; called when it is complete and again at the end of the pass."""
-        # The sum is cleared first, so that the call at the end of the pass cannot emit it
-        # twice.
+        """Capture the sum, once; called when it is complete and again at the end of the pass."""
+        # The sum is cleared first, so that the call at the end of the pass cannot emit it again.
         total, self._sum = self._sum, None
         tap = self.call.tap()
         if total is None or task != self._task or tap is None or not tap.active:

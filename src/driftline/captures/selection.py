@@ -1,8 +1,9 @@
 """Which tensors are captured: patterns over site, class, port, step and rank.
 
-Pure values: knows no framework, and travels as JSON to the program that is captured. A tensor is
-taken when every filter takes it; a filter that was not set takes everything. `ids`, `opnames`,
-`time`, `part` and `device` are filters of the tool this project replaces, kept for its users.
+A selection is a pure value, which is passed as JSON to the program that is captured. This file
+knows no framework. A tensor is captured if every filter accepts it; a filter that is not set
+accepts everything. `ids`, `opnames`, `time`, `part` and `device` are filters of the tool that this
+project replaces, kept for its users.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from driftline.runs.records import PORTS, Moment, usual_moment
 
 _IDS = re.compile(r"\d+(_\d+)*")
 _RANGE = re.compile(r"(\d+)-(\d*)")
-# Digits alone, or a glob that can match digits: `1?`, `[0-3]`, `*`.
+# Digits only, or a glob that can match digits: `1?`, `[0-3]`, `*`.
 _NUMBER_GLOB = re.compile(r"\d+|(?=.*[*?\[])[\d*?\[\]!-]+")
 _INPUT_PORTS = ("input", "grad_input")
 _OUTPUT_PORTS = ("output", "grad_output")
@@ -30,7 +31,7 @@ LEVEL_PORTS: Mapping[str, tuple[str, ...]] = {
     "gradients": ("grad_input", "grad_output", "param_grad", "optimizer_grad"),
     "params": ("param",),
 }
-"""What can be seen at each level."""
+"""The ports that are captured at each level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,13 @@ class Selection:
         for kind, numbers in (("step", self.steps), ("rank", self.ranks)):
             for pattern in numbers:
                 _require_numbers(kind, pattern)
-        # A misspelt port would silently capture nothing.
+        # With a misspelt port nothing would be captured, without a message.
         for pattern in self.ports:
             if not any(fnmatchcase(port, pattern) for port in PORTS):
                 raise BadInput(f"no port matches '{pattern}'", hint=did_you_mean(pattern, PORTS))
 
     def takes_place(self, site: str, class_name: str, ids: str | None = None) -> bool:
-        """Whether a place is wanted; `ids` is its position in the tree, None if it has none."""
+        """Whether a place is selected; `ids` is its position in the tree, None if it has none."""
         return (
             (not self.sites or any(fnmatchcase(site, p) for p in self.sites))
             and (not self.classes or any(fnmatchcase(class_name, p) for p in self.classes))
@@ -93,14 +94,14 @@ class Selection:
         )
 
     def _takes_operation(self, site: str, class_name: str, ids: str | None) -> bool:
-        # Without these two filters every place passes.
+        # Without these two filters every place is accepted.
         if not self.ids and not self.opnames:
             return True
         if ids is not None and any(
             ids == wanted or (self.children and ids.startswith(wanted + "_")) for wanted in self.ids
         ):
             return True
-        # A name matches the class or the last part of the path, as users of the old tool expect.
+        # A name matches the class or the last part of the site, as users of the old tool expect.
         last, kind = site.rsplit(".", 1)[-1].lower(), class_name.lower()
         return any(
             kind.startswith(name.lower()) or last.startswith(name.lower()) for name in self.opnames
@@ -116,7 +117,7 @@ class Selection:
         return not self.ports or any(fnmatchcase(port, p) for p in self.ports)
 
     def moments(self, port: str) -> tuple[Moment, ...]:
-        """When a port is looked at. Only inputs can be looked at twice."""
+        """The moments at which a port is captured; only inputs can be captured twice."""
         if port != "input" or self.time is None:
             return (usual_moment(port),)
         wanted: dict[int, tuple[Moment, ...]] = {
@@ -136,12 +137,12 @@ class Selection:
         return self.device is None or index is None or index == self.device
 
     def step_count(self) -> int | None:
-        """How many steps can be taken at most; None when there is no end."""
+        """Largest number of steps that can be captured; None if it is unlimited."""
         wanted: set[int] = set()
         for pattern in self.steps:
             match = _RANGE.fullmatch(pattern)
             if pattern.isdigit() or pattern == LADDER:
-                # Of a ladder only step 0 is kept in full; the others take little.
+                # Only step 0 of a ladder is counted, because the others need little space.
                 wanted.add(int(pattern) if pattern != LADDER else 0)
             elif match and match[2]:
                 wanted.update(range(int(match[1]), int(match[2]) + 1))
@@ -153,13 +154,13 @@ class Selection:
     def unmatched(
         self, places: Iterable[tuple[str, str, str | None]]
     ) -> list[tuple[str, str, str]]:
-        """Filters that matched none of the places that were seen.
+        """Find the filters that matched none of the places that were seen.
 
         Args:
-            places: Every (site, class name, ids) that was seen.
+            places: (site, class name, ids) of every place that was seen.
 
         Returns:
-            (which filter, its text, a hint) for each pattern without a match.
+            (name of the filter, its pattern, a hint) for each pattern without a match.
         """
         seen = list(places)
         sites = {site for site, _, _ in seen}
@@ -185,7 +186,7 @@ class Selection:
         return misses
 
     def in_words(self) -> str:
-        """What is captured, for people.
+        """A description of the selection for users.
 
         >>> Selection(steps=("3-5",), ids=("2",), part=1).in_words()
         'ids 2 and all below them; steps 3-5; outputs only'
@@ -211,7 +212,7 @@ class Selection:
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Fields that differ from the default, so that a plan shows only what was asked for."""
+        """Fields that differ from the defaults, so that a plan shows only what was requested."""
         defaults = Selection()
         return {
             f.name: list(cast("tuple[str, ...]", value)) if isinstance(value, tuple) else value
@@ -233,13 +234,17 @@ class Selection:
 
 
 def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
-    """Raise when a port is selected that no chosen level can capture."""
+    """Check that each selected port is captured at one of the levels.
+
+    Raises:
+        BadInput: A port is not.
+    """
     chosen = tuple(levels)
     wanted = tuple(ports)
     seen = {port for level in chosen for port in LEVEL_PORTS[level]}
     call_ports = ("input", "output")
     if "ops" in chosen and all(any(fnmatchcase(p, w) for w in wanted) for p in call_ports):
-        seen.add("param")  # what an operator that can be executed again has read
+        seen.add("param")  # operators that can be executed again also keep their parameters
     for pattern in wanted:
         if not any(fnmatchcase(port, pattern) for port in seen):
             shown = next(
@@ -254,7 +259,11 @@ def require_visible(ports: Iterable[str], levels: Iterable[str]) -> None:
 
 
 def _require_numbers(kind: str, pattern: str) -> None:
-    """Raise for a pattern that no number can match: better now than after an hour's program."""
+    """Check that a pattern can match a number, before a long program is started for nothing.
+
+    Raises:
+        BadInput: It cannot.
+    """
     match = _RANGE.fullmatch(pattern)
     if kind == "step" and pattern == LADDER:
         return
@@ -280,7 +289,7 @@ def _number_matches(number: int, pattern: str) -> bool:
 
 
 def patterns(value: object) -> tuple[str, ...]:
-    """What a caller may write for a filter, as patterns: None, a text, a number, or several.
+    """Patterns from a filter in any form that a caller may use: None, a text, a number, or several.
 
     >>> patterns("a, b"), patterns(range(2)), patterns(None)
     (('a', 'b'), ('0', '1'), ())

@@ -1,8 +1,9 @@
-"""How a program trains, as data: what every framework's watcher writes in the same way.
+"""Facts about how a program trains: the parts that all frameworks write in the same way.
 
 Groups and their values are written at an optimizer's first step and again when they change. The
-order of calls between two updates is written when it changes: a gradient that is clipped before it
-is unscaled, or never set to zero, shows there. What updates do to the weights is in `step_states`.
+order of calls between two updates is written when it changes. It shows, for example, gradients that
+are clipped before they are unscaled, or never set to zero. `step_states` writes what updates do to
+the weights.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Group(NamedTuple):
     """Parameters that an optimizer updates in the same way.
 
     Attributes:
-        values: The settings, in the words that torch has for them.
-        parameters: The tensors.
+        values: The settings, with torch's names.
+        parameters: The parameters.
     """
 
     values: dict[str, Any]
@@ -43,12 +44,12 @@ class _Optimizer(NamedTuple):
 
 
 class TrainingRecords:
-    """Writes what a framework's watcher sees of a training.
+    """Writes what a framework's watcher observes of a training.
 
     Args:
-        session: Counts the steps.
-        file: Takes the lines.
-        path_of: `site.name` of a parameter; empty for one of no model that was seen.
+        session: The session, which counts the steps.
+        file: The file to which lines are written.
+        path_of: Returns `site.name` of a parameter; empty if it belongs to no described model.
         reader: Reads the framework's tensors.
     """
 
@@ -73,11 +74,11 @@ class TrainingRecords:
         self._clipping: dict[str, Any] = {}
         self._clipped: set[int] = set()
         self._records = 0
-        # The step whose update is under way: asked before it, since it may end the step.
+        # The step of the current update, read before the update, because that may end the step.
         self._updating = 0
 
     def after_fork(self, file: FactsFile) -> None:
-        """This is a forked child: what was written is the parent's."""
+        """Start anew in a forked child, because the lines written so far are the parent's."""
         self.states.after_fork(file)
         self._forget(file)
 
@@ -86,17 +87,23 @@ class TrainingRecords:
         if self._order:
             self._write_order(self._session.clock.concluding, final=True)
 
-    # --- what comes between two updates
+    # --- Calls between two updates.
 
     def noted(self, word: str) -> None:
-        """A call that belongs to the order of a step."""
+        """Add a call to the order of calls in this step."""
         if len(self._order) < _MOST_CALLS:
             self._order.append(word)
 
     def clipped(
         self, values: dict[str, Any], norm: float | None, parameters: Sequence[Any]
     ) -> None:
-        """Gradients of these were clipped, and this was their norm, if it is known."""
+        """Note that gradients of parameters were clipped.
+
+        Args:
+            values: The settings of the clipping.
+            norm: Norm of the gradients, if it is known.
+            parameters: The parameters.
+        """
         step = self._session.clock.concluding
         self.states.clipped(step, norm)
         names = self._newly_clipped(parameters)
@@ -113,12 +120,12 @@ class TrainingRecords:
         self._clipped.update(map(id, fresh))
         return [name for parameter in fresh if (name := self._path_of(parameter))]
 
-    # --- updates
+    # --- Updates.
 
     def number_of(self, optimizer: Any) -> int:
-        """Which optimizer of the program it is, by the order of their first steps."""
+        """Number of an optimizer, in the order of the optimizers' first steps."""
         entry = self._optimizers.get(id(optimizer))
-        # Another optimizer may live where one that is gone has lived.
+        # A new optimizer may have the id of a dead one.
         is_known = entry is not None and entry.reference() is optimizer
         return entry.number if entry is not None and is_known else self._numbered
 
@@ -133,13 +140,13 @@ class TrainingRecords:
     def updated(
         self, optimizer: Any, step: int, groups: Sequence[Group] | None, state: str
     ) -> bool:
-        """An optimizer has made a step.
+        """Note that an optimizer has made a step.
 
         Args:
             optimizer: The optimizer.
-            step: The step that it concluded.
-            groups: What it did, to be compared with what it did before; None if that is the same.
-            state: What it remembered before its first step.
+            step: The step of the program to which the update belongs.
+            groups: Its groups, which are written if they have changed; None if they are the same.
+            state: Names of its state before its first step.
 
         Returns:
             Whether this was its first step.
@@ -195,11 +202,11 @@ class TrainingRecords:
         )
 
     def _likeness(self, name: str) -> dict[str, str]:
-        """What torch calls an optimizer of this class, if it is not the same."""
+        """torch's name for an optimizer of this class, if it differs."""
         del name
         return {}
 
-    # --- writing
+    # --- Writing.
 
     def _write_order(self, step: int, *, final: bool = False) -> None:
         order, self._order = self._order, []
@@ -221,7 +228,7 @@ def caller(passed_by: tuple[str, ...]) -> str:
     """The program's own function and line that began the backward pass.
 
     Args:
-        passed_by: Beginnings of the names of modules that may lie in between.
+        passed_by: Prefixes of the names of modules that are skipped.
     """
     for frame in _frames():
         module = frame.f_globals.get("__name__", "")

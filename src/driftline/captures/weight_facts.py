@@ -1,8 +1,8 @@
-"""Values of parameters and buffers in few numbers: summary, digests, roundings, samples.
+"""Facts about the values of parameters and buffers: summary, digests, roundings, samples.
 
-Enough to say later whether two weights are the same, rounded, permuted, transposed or different,
-without keeping them. A thread reads them while the program goes on; whoever changes weights waits
-for it. How a framework's tensor becomes bytes is asked of its adapter.
+They are enough to find out later whether two weights are equal, rounded, permuted, transposed or
+different, without storing the weights. A thread reads the weights while the program continues;
+code that changes weights waits for it. A framework's adapter reads the bytes of a tensor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from driftline.runs.index_lines import encode_summary
 from driftline.runs.sidecars.model_facts import WEIGHTS, grid_indices, grid_of, line_of
 
 MOST_BYTES = 4 << 30
-"""Weights of a process that are read in full; of larger models only the samples are looked at."""
-# In elements. Small enough for a processor's second cache, large enough to let go of Python's lock.
+"""Largest size of a process's weights that are read in full; otherwise only samples are read."""
+# Elements of a block: small enough for a processor's second-level cache, and large enough that
+# numpy releases Python's lock.
 _BLOCK = 1 << 16
 _LARGEST_TENSOR = 1 << 30
-"""Bytes of a tensor that is rounded as a whole; of a larger one only samples are kept."""
+"""Largest size of a tensor that is read in full; of a larger one only samples are used."""
 
 Bits = npt.NDArray[Any]
 ToHalf = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float16]], None]
@@ -37,12 +38,12 @@ ToHalf = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float16]], None]
 
 
 class Samples(NamedTuple):
-    """The sampled elements of a tensor that stays where it is.
+    """The sampled elements of a tensor.
 
     Attributes:
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        values: The sampled elements' own snapshot, in C order of their grid.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        values: Snapshot of the sampled elements, in C order of their grid.
     """
 
     dtype: str
@@ -54,9 +55,9 @@ class Weight(NamedTuple):
     """A tensor to be read.
 
     Attributes:
-        site: Of the module that holds it.
-        name: Its name there.
-        read: Gives its bytes or samples of them, or says why it has none.
+        site: Site of its module.
+        name: Its name in the module.
+        read: Returns its bytes or samples, or the reason why it cannot be read.
         nbytes: Its size.
     """
 
@@ -72,12 +73,12 @@ def numpy_half(values: npt.NDArray[np.float32], out: npt.NDArray[np.float16]) ->
 
 
 class WeightReader:
-    """Reads weights in a thread of its own, and hands on a line for each.
+    """Reads weights in a separate thread, and writes a line for each.
 
     Args:
-        add: Takes the name of a side file and its lines.
-        to_half: How the framework rounds to float16; numpy takes nine times as long.
-        undisturbed: Entered in the thread around all reading.
+        add: Adds lines to a side file; takes the file's name and the lines.
+        to_half: The framework's rounding to float16; numpy's takes nine times as long.
+        undisturbed: Returns a context that the thread enters around all reading.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class WeightReader:
         self.total = 0
 
     def begin(self, weights: Sequence[Weight]) -> None:
-        """Read these; those begun before are waited for."""
+        """Begin to read weights, after waiting for those begun before."""
         self.wait()
         self.total += sum(weight.nbytes for weight in weights)
-        # One limit for all models of a process: many small ones are one large one.
+        # All models of a process share the limit.
         full = self.total <= MOST_BYTES
         if not full:
             text = (
@@ -110,11 +111,11 @@ class WeightReader:
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no threads any more: the interpreter is ending
+        except RuntimeError:  # the interpreter is ending and starts no more threads
             self._thread = None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return when everything begun has been read, or give up the rest after some seconds."""
+        """Wait until all weights are read, or give up the rest after some seconds."""
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -126,7 +127,7 @@ class WeightReader:
         self._thread = None
 
     def forget(self) -> None:
-        """In a forked child: the thread is the parent's."""
+        """Reset the state in a forked child, which does not have the parent's thread."""
         self._thread = None
         self.total = 0
 
@@ -143,7 +144,7 @@ class WeightReader:
                 self._add(WEIGHTS, line)
 
     def line(self, weight: Weight, *, full: bool = True) -> str:
-        """The line of one weight."""
+        """Read one weight and return its line."""
         shot = weight.read()
         place = {"site": weight.site, "name": weight.name}
         if isinstance(shot, Refusal):
@@ -166,13 +167,13 @@ class WeightReader:
             count = samples.size // (dtype.bits // 8)
             summary = kernel.summarize(samples, dtype, count=count)
         if grid_of(shot.shape) == shot.shape:
-            summary = summary._replace(sketch=())  # the samples are all of it
+            summary = summary._replace(sketch=())  # the samples are all elements
         fields["summary"] = json.loads(encode_summary(summary))
         fields["samples"] = binascii.b2a_base64(samples.data, newline=False).decode("ascii")
         return line_of("weight", **fields)
 
     def _rounded(self, data: npt.NDArray[np.uint8], dtype: DType) -> dict[str, Any]:
-        """Digests of the roundings, and digests that do not depend on the order."""
+        """Digests of the rounded values, and digests that do not depend on the elements' order."""
         bits = data.view(f"<u{min(dtype.bits // 8, 8)}")
         unordered = {"own": order_free(bits)}
         rounded: dict[str, str] = {}
@@ -215,7 +216,7 @@ def _as_float32(
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
-    """Round to nearest, ties to even, as every framework does."""
+    """Round to bfloat16, to nearest, ties to even, as every framework does."""
     bits = values.view(np.uint32)
     carry = bits >> np.uint32(16)
     carry &= np.uint32(1)
@@ -223,14 +224,14 @@ def _to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -
     carry += bits
     carry >>= np.uint32(16)
     out[:] = carry
-    # The carry of a NaN may run into its sign; every NaN becomes the usual one.
+    # For a NaN the carry may change the sign bit, so every NaN is replaced by the standard one.
     unordered = np.isnan(values)
     if unordered.any():
         out[unordered] = 0x7FC0
 
 
 def order_free(bits: Bits) -> str:
-    """A digest of the elements that any order of them gives: the sum of a hash of each.
+    """A digest that is equal for any order of the elements: the sum of their hashes.
 
     >>> order_free(np.array([1, 2, 3], np.uint32)) == order_free(np.array([3, 1, 2], np.uint32))
     True
@@ -242,7 +243,7 @@ def order_free(bits: Bits) -> str:
             hashes = (block ^ (block >> np.uint64(29))).astype(np.uint32)
         else:
             hashes = block.astype(np.uint32)
-        # Two rounds of multiply and shift spread every bit of an element over the hash.
+        # Two rounds of multiplication and shift spread every bit of an element over the hash.
         hashes *= np.uint32(0x9E3779B1)
         hashes ^= hashes >> np.uint32(15)
         hashes *= np.uint32(0x85EBCA77)

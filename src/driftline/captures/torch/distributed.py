@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownMemberType=false
-"""Distributed tensors: how they are placed over ranks, and results of collectives that are pending.
+"""Distributed tensors: their placement on ranks, and pending results of collectives.
 
-Placements are read from torch's own tensors and meshes; nothing is communicated. A plain tensor may
-be the local part of a DTensor: while autograd records, the node that made it still says so. Results
-of collectives that the program has not waited for have no values yet, and are taken later.
+Placements are read from torch's own tensors and meshes, without communication. A plain tensor may
+be the local part of a DTensor; if autograd is recording, the node that made it shows that. Results
+of collectives for which the program has not waited have no values yet, and are taken later.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from driftline.runs.sinks import JSON
 _DTENSOR = "torch.distributed.tensor"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 _LOCAL_PART = "_ToTorchTensorBackward"
-# Jobs with thousands of groups need no list of them all in every run.
+# A job may have thousands of groups, which need not all be listed in every run.
 _MOST_MESHES = 32
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor."""
-    # `sys.modules` is asked: importing it would initialise parts of torch the program does not use.
+    # Importing the module would initialise parts of torch that the program does not use.
     module = sys.modules.get(_DTENSOR)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
-    """Whether this stands for the result of a collective that is perhaps still under way."""
+    """Whether this is the result of an asynchronous collective, which may still be running."""
     module = sys.modules.get(_FUNCTIONAL)
     return module is not None and type(tensor) is module.AsyncCollectiveTensor
 
 
 def placement_of(tensor: Any) -> str:
-    """How a DTensor is placed, in the words of docs/run-format.md."""
+    """The placement of a DTensor, as text in the form of docs/run-format.md."""
     return placement_text(tensor._spec)
 
 
 def placement_text(spec: Any) -> str:
-    """`[S(0)] of (64, 64) over mesh (4,) named (tp) at (1,)`."""
+    """A placement as text, such as `[S(0)] of (64, 64) over mesh (4,) named (tp) at (1,)`."""
     mesh = spec.mesh
     placed = ", ".join(str(placement) for placement in spec.placements)
     text = f"[{placed}] of {tuple(spec.shape)} over mesh {tuple(mesh.shape)}"
@@ -58,7 +58,7 @@ def placement_text(spec: Any) -> str:
 
 
 def placement_of_plain(tensor: torch.Tensor) -> str:
-    """The same for a plain tensor that is known to be the local part of a DTensor; else empty."""
+    """The placement of a plain tensor known to be the local part of a DTensor; otherwise empty."""
     if _DTENSOR not in sys.modules:
         return ""
     made_by = tensor.grad_fn
@@ -69,15 +69,14 @@ def placement_of_plain(tensor: torch.Tensor) -> str:
 
 
 def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, JSON]:
-    """Groups, meshes and pipeline stages of this process; nothing where it is alone.
+    """Groups, meshes and pipeline stages of this process; empty in a job of one process.
 
     Args:
-        site_of: What a module is called, once modules have names.
+        site_of: Returns the site of a module; None if modules have no names yet.
     """
     distributed: Any = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return {}
-    # A single process has nothing to say about its job.
     if distributed.get_world_size() < 2:
         return {}
     facts: dict[str, JSON] = {"backend": str(distributed.get_backend())}
@@ -86,13 +85,13 @@ def job_facts(site_of: Callable[[Any], str | None] | None = None) -> dict[str, J
         facts["meshes"] = _meshes()
         if stages := _stages(site_of):
             facts["stages"] = stages
-    except Exception:  # private parts of torch have moved: the tensors still say their own
+    except Exception:  # private parts of torch may have changed; tensors have placements anyway
         return facts
     return facts
 
 
 def _groups(distributed: Any) -> list[JSON]:
-    """Ranks of every process group this process is a member of, the largest first."""
+    """Ranks of every process group of which this process is a member, the largest first."""
     ranks_by_group = distributed.distributed_c10d._world.pg_group_ranks
     me = distributed.get_rank()
     groups = {tuple(sorted(int(rank) for rank in ranks)) for ranks in ranks_by_group.values()}
@@ -101,13 +100,13 @@ def _groups(distributed: Any) -> list[JSON]:
 
 
 def _meshes() -> list[JSON]:
-    """Every device mesh that is no part of another: names, sizes, ranks, and where we are."""
+    """Every device mesh that is not part of another: names, sizes, ranks, and our coordinate."""
     module = sys.modules.get("torch.distributed.device_mesh")
     if module is None:
         return []
     meshes: dict[str, JSON] = {}
     for mesh in _alive(module.DeviceMesh):
-        # Sub-meshes repeat what their root says.
+        # Of a sub-mesh only its root is listed.
         root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
         coordinate = root.get_coordinate()
         shown: dict[str, JSON] = {
@@ -123,7 +122,7 @@ def _meshes() -> list[JSON]:
 
 
 def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
-    """Which stages of a pipeline this process runs, and where their models are."""
+    """The pipeline stages that this process runs, and the sites of their models."""
     base = _stage_class()
     if base is None:
         return []
@@ -137,10 +136,10 @@ def _stages(site_of: Callable[[Any], str | None] | None) -> list[JSON]:
 
 
 def continues_batch(module: Any) -> bool:
-    """Whether a stage of a pipeline is called for a later micro-batch than the first of its batch.
+    """Whether a pipeline stage is called for a later micro-batch than the first of its batch.
 
-    The stage object keeps the number of the micro-batch to itself: it is an argument of the call
-    that runs the module, a few frames up.
+    The stage object does not store the number of the micro-batch. It is an argument of the call
+    that runs the module, a few frames up the stack.
     """
     kind = _stage_class()
     if kind is None:
@@ -162,28 +161,28 @@ def _stage_class() -> Any:
 
 
 def _alive(kind: type) -> Iterable[Any]:
-    """Objects of a class, by `type`: asking for their `__class__` may run their code."""
-    # `issubclass` of the type: `isinstance` would ask `__class__`, which lazy proxies compute.
+    """All living objects of a class."""
+    # `isinstance` would read `__class__`, which may run the code of a lazy proxy.
     return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
 
 
-# Pending collectives: taken when the program itself waits for them, never before.
+# Pending collectives: their results are taken when the program itself waits for them, not before.
 
 
 Take = Callable[[Any], None]
 
 _lock = threading.RLock()
 _waiting: dict[int, list[tuple[torch.Tensor, Take]]] = {}
-"""By place in memory: views share it, and waiting for one of them is waiting for all."""
+"""Pending tensors by memory address; views share it, and to wait for one is to wait for all."""
 _watched: set[type] = set()
 
 
 def when_there(tensor: Any) -> Callable[[Take], None]:
-    """Hands the values behind an awaited tensor on: now, if they are there, else when they are."""
+    """A function that calls its argument with the complete tensor: now, or when it has arrived."""
 
     def arrange(take: Take) -> None:
         inner: torch.Tensor = tensor.elem
-        # The program has waited for it already, so the values are there.
+        # The program has already waited for it, so the values exist.
         if tensor.completed:
             take(inner)
             return
@@ -195,7 +194,7 @@ def when_there(tensor: Any) -> Callable[[Take], None]:
 
 
 def forget() -> int:
-    """The program is over; returns how many tensors it never waited for."""
+    """Forget all pending tensors; return how many the program has never waited for."""
     with _lock:
         left = sum(map(len, _waiting.values()))
         _waiting.clear()
@@ -203,12 +202,16 @@ def forget() -> int:
 
 
 def _watch(kind: Any) -> None:
-    """Wrap a class for good: without pending tensors it costs one look at an empty dictionary."""
+    """Wrap the methods of a class by which the program waits.
+
+    They are never restored, because without pending tensors the wrapper only reads an empty
+    dictionary.
+    """
     if kind in _watched:
         return
     _watched.add(kind)
     for name in ("trigger_wait", "wait"):
-        # Two spellings in torch's versions, and both are called by programs.
+        # The method has different names in versions of torch, and programs call both.
         setattr(kind, name, _after(getattr(kind, name)))
 
 
@@ -216,7 +219,7 @@ def _after(wait: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]
     @functools.wraps(wait)
     def waited(tensor: Any) -> torch.Tensor:
         result = wait(tensor)
-        # The dictionary is empty in almost every program, and this runs at every wait.
+        # The check is cheap, because this runs at every wait and most programs have none pending.
         if _waiting:
             _arrived(tensor.elem)
         return result
@@ -230,7 +233,7 @@ def _arrived(inner: torch.Tensor) -> None:
     with undisturbed():
         with _lock:
             arrived = _waiting.pop(_place(inner), [])
-        # Outside the lock: taking a tensor may wait for the disk.
+        # Done outside the lock, because taking a tensor may wait for the disk.
         for tensor, take in arrived:
             take(tensor)
 

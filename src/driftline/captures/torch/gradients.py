@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""Gradients and parameters of torch modules, read without touching what autograd computes.
+"""Gradients and parameters of torch modules, read without changing what autograd computes.
 
-Knows which module owns a parameter, when a root is called, when an optimizer steps, and how the
-graph of a call is walked to find where its inputs' gradients pass. How a tensor is copied,
-summarised or stored is the business of the session's `emit`.
+This file knows which module owns a parameter, when a model is called and when an optimizer steps.
+It searches the graph of a call for the edges that carry the gradients of the call's inputs. The
+session's `emit` copies, summarises or stores the tensors.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _FLAT = "torch.distributed.fsdp._flat_param"
 
 
 def _is_piece_of_flat(tensor: torch.Tensor) -> bool:
-    """Whether FSDP1 has put this in the place of a parameter: a view of the one that holds all."""
-    # Without FSDP1 in the process no base has to be looked at.
+    """Whether FSDP1 made this view of its flat parameter to replace a parameter."""
+    # If FSDP1 is not loaded, the base need not be examined.
     base = tensor._base if _FLAT in sys.modules else None
     return base is not None and bool(getattr(base, "_is_flat_param", False))
 
 
 class ParameterNames:
-    """From a parameter to its owner, for every root seen so far.
+    """The owners of the parameters of every model seen so far.
 
-    A tied parameter has the first owner in `named_modules()` order. Parameters are held weakly: a
-    model that the program drops is not kept.
+    The owner of a tied parameter is the first one in the order of `named_modules()`. References to
+    parameters are weak, so that a model can be freed when the program drops it.
     """
 
     def __init__(self, session: Any) -> None:
@@ -60,14 +60,14 @@ class ParameterNames:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Owner]] = {}
 
     def learn(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
-        """Parameters of `root` that were not known before, with their owners."""
+        """Remember the new parameters of `root`, and return them with their owners."""
         fresh: list[tuple[torch.Tensor, Owner]] = []
         owners = self._known
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or is_lazy(parameter):
                     continue
-                # The id of a dead parameter may be given to a new one: the reference decides.
+                # A new parameter may have the id of a dead one, so the reference is compared.
                 entry = owners.get(id(parameter))
                 if entry is not None and entry[0]() is parameter:
                     continue
@@ -77,7 +77,7 @@ class ParameterNames:
         return fresh
 
     def add(self, parameter: torch.Tensor, owner: Owner) -> None:
-        """A tensor that stands in for a parameter."""
+        """Remember a tensor that replaces a parameter."""
         self._known[id(parameter)] = (weakref.ref(parameter), owner)
 
     def owner(self, parameter: torch.Tensor) -> Owner | None:
@@ -85,7 +85,11 @@ class ParameterNames:
         return entry[1] if entry is not None and entry[0]() is parameter else None
 
     def owner_at_update(self, parameter: torch.Tensor) -> Owner | None:
-        """Whose a parameter is. FSDP1 puts other tensors in their place while a model runs."""
+        """The owner of a parameter that an optimizer updates.
+
+        FSDP1 replaces parameters by other tensors while a model runs, so after it the models are
+        searched again.
+        """
         owner = self.owner(parameter)
         if owner is None and _FLAT in sys.modules:
             for root in self._session.names.roots:
@@ -96,11 +100,11 @@ class ParameterNames:
 
 
 class ParameterTap:
-    """Every parameter and buffer at the first call of its root, or at the first call in each step.
+    """Captures parameters and buffers at the first call of their model, or once in each step.
 
-    Values are taken before the root runs, under the port `param`; the slot is the name inside the
-    owning module. A tied tensor is written once, at its first owner. What an optimizer has updated
-    is taken again after its step, with the moment `after`.
+    Values are taken before the model runs, with the port `param`; the slot is the name in the
+    module. A tied tensor is written once, for its first owner. Parameters that an optimizer has
+    updated are taken again after its step, with the moment `after`.
     """
 
     only_wanted_steps = True
@@ -129,7 +133,7 @@ class ParameterTap:
         self._handles.clear()
 
     def _before_update(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # Asked before the update, which may end the step.
+        # The step is read before the update, because the update may end it.
         self._updating = self._session.clock.concluding
 
     def _after_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -151,21 +155,21 @@ class ParameterTap:
                         ),
                         parameter,
                     )
-        except Exception as error:  # the user's program goes on whatever happens here
+        except Exception as error:  # the user's program must continue in any case
             self._session.event_once("parameters-lost", f"parameters not captured: {error}")
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `module_calls` around each call of a root module."""
+        """A context around each outermost module call."""
         if self._active:
             try:
                 self._write(module)
-            except Exception as error:  # the user's program goes on whatever happens here
+            except Exception as error:  # the user's program must continue in any case
                 self._session.event_once("parameters-lost", f"parameters not captured: {error}")
         yield
 
     def before_forward(self, frame: Any, inputs: Any) -> None:
-        pass  # parameters belong to the whole call
+        pass  # parameters are taken once for the whole model
 
     def on_forward(self, frame: Any, inputs: Any, outputs: Any) -> None:
         pass
@@ -174,7 +178,7 @@ class ParameterTap:
         session = self._session
         step: int = session.step
         last = self._done.get(root)
-        # Done for the run, or for this step.
+        # The model's parameters are already captured, for the run or for this step.
         if last is not None and (self._every == "run" or last == step):
             return
         waiting = False
@@ -187,7 +191,7 @@ class ParameterTap:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or self._is_written(tensor, step):
                     continue
-                if is_lazy(tensor):  # has no values until the first call is over
+                if is_lazy(tensor):  # it has no values before the end of the first call
                     waiting = True
                     continue
                 self._written[id(tensor)] = (weakref.ref(tensor), step)
@@ -195,7 +199,7 @@ class ParameterTap:
                     session.emit(
                         TensorAddress(site, "param", slot, step, class_name=class_name), part
                     )
-        # A root with lazy parameters is looked at again at its next call.
+        # A model with lazy parameters is tried again at its next call.
         if not waiting:
             self._done[root] = step
 
@@ -206,12 +210,13 @@ class ParameterTap:
         return self._every == "run" or entry[1] == step
 
 
-break_graphs(ParameterTap._before_update)  # a step may be compiled, hooks and all
+# The step of an optimizer may be compiled, together with its hooks.
+break_graphs(ParameterTap._before_update)
 break_graphs(ParameterTap._after_update)
 
 
 class ParameterGradients:
-    """`param_grad` at every backward pass, `optimizer_grad` at every optimizer step."""
+    """Captures `param_grad` in every backward pass and `optimizer_grad` in every optimizer step."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -232,13 +237,13 @@ class ParameterGradients:
         self._handles.clear()
 
     def watch(self, root: nn.Module) -> None:
-        """Hook the parameters of `root` that are new; cheap when there are none."""
-        # Inference mode makes tensors that cannot carry hooks.
+        """Hook the parameters of `root` that are new."""
+        # Tensors made in inference mode cannot have hooks.
         if not self._active or torch.is_inference_mode_enabled():
             return
         try:
             fresh = self._names.learn(root)
-            # A frozen parameter cannot carry a hook; it may be thawed between two calls.
+            # A frozen parameter cannot have a hook, but may be made trainable between two calls.
             thawed = [(p, owner) for ref, owner in self._frozen if (p := ref()) is not None]
             self._frozen.clear()
             for parameter, owner in (*thawed, *fresh, *self._unsharded(root)):
@@ -247,19 +252,20 @@ class ParameterGradients:
                 elif parameter.is_leaf:
                     self._handles.append(self._hook(parameter, owner))
                 elif _is_piece_of_flat(parameter):
-                    self._hook(parameter, owner)  # made anew for every call, and gone with it
+                    # Such a view is made anew for every call and freed after it, with its hook.
+                    self._hook(parameter, owner)
         except Exception as error:
             self._session.event_once("gradient-lost", f"parameter gradients not captured: {error}")
 
     def _unsharded(self, root: nn.Module) -> list[tuple[torch.Tensor, Owner]]:
-        """What FSDP computes with in place of its shards: it is there that gradients arrive."""
+        """The full parameters that FSDP2 uses instead of its shards, which get the gradients."""
         if "torch.distributed.fsdp" not in sys.modules:
             return []
         unsharded: list[tuple[torch.Tensor, Owner]] = []
         for module in root.modules():
             state_of: Any = getattr(type(module), "_get_fsdp_state", None)
             state: Any = None if state_of is None else state_of(module)
-            # FSDP2 keeps one group per module, or several in newer versions of torch.
+            # FSDP2 has one group per module, or several in newer versions of torch.
             groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
                 getattr(state, "_fsdp_param_group", None)
             ]
@@ -283,7 +289,7 @@ class ParameterGradients:
 
         def arrived(gradient: torch.Tensor | None) -> None:
             me = reference()
-            # A custom function may pass on no gradient at all.
+            # A custom function may send no gradient at all.
             if gradient is not None and me is not None and me._active:
                 me._given.take("param_grad", owner, gradient)
 
@@ -300,8 +306,7 @@ class ParameterGradients:
                 for position, parameter in enumerate(group["params"]):
                     gradient = parameter.grad
                     if gradient is not None:
-                        # A tensor that belongs to no watched model is named by its position in the
-                        # optimizer.
+                        # A tensor of no watched model is named by its position in the optimizer.
                         owner = self._names.owner_at_update(parameter) or Owner(
                             "(optimizer)", f"{index}.{position}", type(optimizer).__name__
                         )
@@ -313,29 +318,30 @@ class ParameterGradients:
 break_graphs(ParameterGradients._at_optimizer)
 
 
-# The tap: hooks of a session's calls.
+# The tap, which hooks the graphs of a session's calls.
 
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
-"""Slot, alias and tensor, as `module_calls` hands them out."""
+"""(slot, alias, tensor) of each tensor, as `module_calls` passes them to taps."""
 Gradients = tuple[torch.Tensor | None, ...]
 _Entry = tuple[Any, int, list[tuple[int, int]]]
-"""A call under way: frame, next sequence number, sequence and output number behind each input."""
+"""A call in progress: its frame, the autograd sequence number at its beginning, and the sequence
+and output number of each input's node."""
 
-# Private parts of torch, of which the stubs know nothing.
+# Private parts of torch, which are not in its type stubs.
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
 _LEAF = 2**64 - 1
-"""Sequence number of every AccumulateGrad node; all other nodes count up within their thread."""
+"""Sequence number of every AccumulateGrad node; other nodes are counted in their thread."""
 
 
 class GradientTap(CallGradients):
-    """Reads gradients of modules, of parameters, and of what the optimizer is given.
+    """Captures gradients of modules and of parameters, and the gradients that optimizers use.
 
-    `module_calls` calls `around_root` around a root's call, `before_forward` before and
-    `on_forward` after each module's. Between the last two only numbers are kept: an exception in
-    between leaves nothing alive.
+    `module_calls` enters `around_root` around an outermost call, and calls `before_forward` before
+    and `on_forward` after each module call. Between these two only numbers are stored, so that an
+    exception in between keeps no graph alive.
     """
 
     only_wanted_steps = True
@@ -359,24 +365,24 @@ class GradientTap(CallGradients):
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `module_calls` around each call of a root module."""
+        """A context around each outermost module call."""
         calls = self._calls.items
         depth = len(calls)
         self._parameters.watch(module)
         try:
             yield
         finally:
-            del calls[depth:]  # what an exception left
+            del calls[depth:]  # entries that an exception left
             self._parameters.watch(module)  # lazy parameters exist only now
 
     def before_forward(self, frame: Any, inputs: Named) -> None:
-        """Remember where in the graph the inputs come from; an in-place op will hide it."""
+        """Remember the nodes of the inputs, because an in-place operation would replace them."""
         if not (self.active and torch.is_grad_enabled() and self.session.wants_step(frame.step)):
             return
         origins: list[tuple[int, int]] = []
         try:
             for _, _, tensor in inputs:
-                # Numbers, not nodes: a node would keep the graph alive if the call raises.
+                # Only numbers are stored: if the call raised, a node would keep the graph alive.
                 node = tensor.grad_fn if tensor.requires_grad else None
                 origins.append((-1, 0) if node is None else (node._sequence_nr(), tensor.output_nr))
         except Exception as error:
@@ -401,13 +407,13 @@ class GradientTap(CallGradients):
         for slot, alias, tensor in outputs:
             if not tensor.requires_grad or _is_transformed(tensor):
                 continue
-            # Hooks on a node that outlives this call's graph would pile up: a leaf's (DDP keeps it;
-            # what arrives there is its `param_grad`) or a cached tensor's.
+            # Hooks on a node that outlives this call's graph would accumulate. Such nodes are those
+            # of leaves (DDP keeps them; their gradient is a `param_grad`) and of cached tensors.
             node, output = tensor.grad_fn, tensor.output_nr
             if node is None:
                 continue
             number = node._sequence_nr()
-            # The output was made by this call, or is an input that was handed through.
+            # The output was made by this call, or is an input that was returned.
             if number >= first or (number, output) in origins:
                 ends.setdefault(node, []).append((output, slot, alias))
         if not ends:
@@ -432,7 +438,7 @@ class GradientTap(CallGradients):
         sources: dict[tuple[Any, int], GradientSum[Any]] = {}
         for (slot, alias, tensor), (number, output) in zip(inputs, origins, strict=True):
             if number >= 0:
-                # One tensor that is given twice has one gradient.
+                # A tensor that is passed twice has one gradient.
                 sources.setdefault((number, output), GradientSum(call, slot, alias))
             elif tensor.is_leaf and tensor.requires_grad:
                 sources.setdefault(
@@ -452,7 +458,7 @@ class GradientTap(CallGradients):
                 waiting.append(gradient_sum)
                 return
             self._open[task] = [gradient_sum]
-        # The engine calls back at the end of this very pass, also when some edges never run.
+        # The engine calls this at the end of this pass, even if some edges never send a gradient.
         engine = _autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._finish(task))
 
@@ -467,7 +473,7 @@ class GradientTap(CallGradients):
 
 
 class _CallStack(threading.local):
-    """Calls under way in this thread."""
+    """The current calls of this thread."""
 
     def __init__(self) -> None:
         self.items: list[_Entry] = []
@@ -484,7 +490,7 @@ class _CallStack(threading.local):
 
 
 class _OutputHook:
-    """Before a node runs: shows what arrived at a call's outputs."""
+    """A hook before a node runs, which captures the gradients of a call's outputs."""
 
     __slots__ = ("_call", "_slots")
 
@@ -507,7 +513,7 @@ class _OutputHook:
 
 
 class _InputHook:
-    """After a node ran: shows what it sends along its edges to a call's inputs."""
+    """A hook after a node has run, which adds what it sends to gradients of a call's inputs."""
 
     __slots__ = ("_edges",)
 
@@ -532,9 +538,9 @@ def _edges_into(
 ) -> list[tuple[Any, list[tuple[int, GradientSum[Any]]]]]:
     """Nodes between `ends` and `sources` that have an edge into a source, with those edges.
 
-    Sources are known by sequence number and output number, leaves by node. Nodes numbered below
-    `first` were made before the module was called: the walk stops there, so it costs what the
-    module itself put into the graph.
+    Sources are identified by sequence number and output number, leaves by node. Nodes with numbers
+    below `first` were made before the module was called. The walk stops at them, so it visits only
+    nodes that the module itself made.
     """
     nodes_with_edges: list[tuple[Any, list[tuple[int, GradientSum[Any]]]]] = []
     seen = {node for node in ends if first <= node._sequence_nr() != _LEAF}
@@ -546,7 +552,7 @@ def _edges_into(
             if following is None:
                 continue
             number = following._sequence_nr()
-            # Leaves all have the same number, so they are told apart by their node.
+            # All leaves have the same number, so they are identified by their node.
             if number == _LEAF:
                 gradient_sum = sources.get((following, output))
             elif number >= first:
@@ -565,5 +571,5 @@ def _edges_into(
 
 
 def _is_transformed(tensor: torch.Tensor) -> bool:
-    """Inside `torch.func` transforms tensors are wrappers around values that do not exist yet."""
+    """Whether a tensor is a wrapper of a `torch.func` transform, which has no values of its own."""
     return bool(_C._functorch.is_functorch_wrapped_tensor(tensor))

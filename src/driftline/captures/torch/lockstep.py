@@ -1,10 +1,10 @@
-"""Lockstep: two models run side by side and are compared tensor by tensor.
+"""Lockstep: run two models alternately and compare them tensor by tensor.
 
-The reference runs in a thread of its own, the candidate in the caller's; only one of them runs at a
-time. It goes on while copies of what the other has not come to yet fit into a small buffer, and
-then waits for the other; the two tensors of a pair are compared at once where they are, so neither
-a copy of the activations nor a run is kept. Random numbers are drawn by each as if it were alone.
-What is measured is `PairMoments`; what they mean is decided elsewhere.
+The reference runs in a separate thread, the candidate in the caller's; only one of them runs at a
+time. A model runs as long as copies of tensors that the other has not reached fit into a small
+buffer, and then waits for the other. The two tensors of a pair are compared at once, where they
+are, so that neither all activations nor a run have to be stored. Each model draws the same random
+numbers as if it ran alone. The result is `PairMoments`, which other code interprets.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -42,12 +42,15 @@ Name = Literal["reference", "candidate"]
 Elementwise = Callable[[str, str], tuple[float, float]]
 _OTHER: dict[Name, Name] = {"reference": "candidate", "candidate": "reference"}
 MOST_WAITING = 1 << 30
-"""Bytes of tensors that may wait for their partner; models that differ more are not in step."""
+"""Largest total size of tensors that wait for their partners; beyond it lockstep is given up."""
 AHEAD = 512 << 20
-"""Bytes of copies by which one model is ahead of the other on a device, where memory is left for
-them: changing from one model to the other takes longer than most copies."""
+"""Largest total size of copies on a device by which one model may be ahead of the other.
+
+It may be less if memory is short. A switch between the models takes longer than most copies.
+"""
 AHEAD_ON_HOST = 4 << 20
-"""The same in host memory: what fits its caches is copied in less time than threads change in."""
+"""The same limit in host memory; tensors that fit into the caches are copied faster than threads
+switch."""
 
 
 class Steps:
@@ -55,9 +58,9 @@ class Steps:
 
     Attributes:
         reference: Records of the reference, without values.
-        candidate: Records of the candidate.
-        moments: By key, for what both handed over in the same shape.
-        apart: Why some of it cannot be said from moments alone; empty if all can.
+        candidate: Records of the candidate, without values.
+        moments: Figures by key, for tensors that both models have with the same shape.
+        apart: Why the models cannot be compared from moments alone; empty if they can.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ class Steps:
 
 
 class _Meeting:
-    """State that both threads share: whose turn it is, waiting tensors, figures."""
+    """The state that both threads share: the model whose turn it is, waiting tensors, figures."""
 
     def __init__(self, steps: Steps, elementwise: Elementwise) -> None:
         self.steps = steps
@@ -86,16 +89,16 @@ class _Meeting:
         self._chance: dict[Name, list[torch.Tensor]] = {}
         self._rows: list[tuple[TensorKey, int, torch.Tensor]] = []
 
-    # --- turns
+    # --- Turns.
 
     def begin(self, side: Name) -> None:
-        """Wait for the first turn; every model starts from the same random state."""
+        """Wait for the first turn; both models start with the same random state."""
         with self._turn:
             self._turn.wait_for(lambda: self._now == side or _OTHER[side] in self._over)
         torch.manual_seed(0)
 
     def end(self, side: Name) -> None:
-        """This one is done, or has failed: the other goes on alone."""
+        """Let the other model continue alone, because this one is done or has failed."""
         with self._turn:
             self._over.add(side)
             self._now = _OTHER[side]
@@ -106,18 +109,19 @@ class _Meeting:
         with self._turn:
             if other in self._over:
                 return
-            # Both threads share torch's generators, so each restores its own state when it goes on.
+            # Both threads share torch's generators, so each restores its own state when it
+            # continues.
             self._chance[side] = _random_states()
             self._now = other
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._now == side)
         _restore(self._chance[side])
-        self._spare.clear()  # the other may have taken memory
+        self._spare.clear()  # the other model may have used memory
 
-    # --- tensors
+    # --- Tensors.
 
     def arrive(self, side: Name, record: Record, tensor: torch.Tensor) -> None:
-        """A model has come to a tensor. Returns when it was compared, or a copy of it waits."""
+        """Take a tensor that a model has reached; return when it is compared or a copy waits."""
         key = record.key
         self._sink(side).put(record, None)
         partner = self._waiting[_OTHER[side]].pop(key, None)
@@ -135,7 +139,7 @@ class _Meeting:
             return
         self._hand_over(side)
         held = self._waiting[side].get(key)
-        # The partner did not come: the program may now change the tensor, so it is copied.
+        # The partner did not arrive. The program may change the tensor now, so it is copied.
         if held is not None and held[1] is tensor:
             if self._bytes > MOST_WAITING:
                 self._give_up("too many tensors have no partner at the same place")
@@ -146,7 +150,7 @@ class _Meeting:
                 self._give_up("there is no memory for tensors that wait for their partner")
 
     def _copied_ahead(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A copy that waits while its model goes on; None where the model has to wait."""
+        """A copy that waits while its model continues; None if the model itself has to wait."""
         size = self._bytes + tensor.nbytes
         if tensor.is_cpu:
             return tensor.clone() if size <= AHEAD_ON_HOST else None
@@ -184,16 +188,16 @@ class _Meeting:
         candidate: tuple[str, torch.Tensor],
     ) -> None:
         r, c = reference[1], candidate[1]
-        # Figures of tensors of different shapes have no meaning; the models are not built alike.
+        # Tensors of different shapes cannot be compared, and the models differ in structure.
         if r.shape != c.shape:
             self.steps.apart = f"{key.site} has other shapes"
             return
         rtol, atol = self._elementwise(reference[0], candidate[0])
-        # The candidate's device is where the figures are computed.
+        # Figures are computed on the candidate's device.
         if r.device != c.device and c.is_cuda:
             r = r.to(c.device)
         if can_pair(r, c) and c.is_cuda:
-            with contextlib.suppress(CannotLaunch):  # then on the host
+            with contextlib.suppress(CannotLaunch):  # then they are computed on the host
                 self._rows.append((key, c.numel(), pair_on_device(r, c, rtol=rtol, atol=atol)))
                 return
         reference_host, candidate_host = (t.detach().cpu().contiguous() for t in (r, c))
@@ -208,8 +212,8 @@ class _Meeting:
         )
 
     def fetch(self) -> None:
-        """Bring the figures that are on devices here, in one copy for each."""
-        # One copy per device instead of one per tensor, each of which would wait.
+        """Copy all figures from devices to the host, in one copy per device."""
+        # A copy for each pair would wait for the device each time.
         by_device: dict[torch.device, list[int]] = {}
         for index, (_, _, row) in enumerate(self._rows):
             by_device.setdefault(row.device, []).append(index)
@@ -221,7 +225,10 @@ class _Meeting:
 
 
 class _Side:
-    """One model's tensors, on their way to the meeting; see `captures.recorder`."""
+    """A device backend that passes one model's tensors to the comparison.
+
+    It implements `captures.recorder.DeviceBackend`.
+    """
 
     under_way = degraded = False
 
@@ -235,7 +242,7 @@ class _Side:
 
     def take(self, tensor: torch.Tensor, address: TensorAddress, placement: str) -> bool:
         shot = snapshots.on_device(tensor)
-        # Shards and placed tensors have to be joined before they can be compared.
+        # Shards would have to be joined before they can be compared.
         if shot is None or isinstance(shot, Refusal) or shot.placement or placement:
             self._meeting.steps.apart = f"a tensor of {address.site} has no plain values"
             return False
@@ -256,13 +263,13 @@ class _Side:
         return False
 
     def queue(self, record: Record, data: Bytes | None) -> None:
-        """Nothing is ever under way."""
+        """Do nothing; it is never called, because nothing is ever under way."""
 
     def queue_act(self, act: Callable[[], None]) -> None:
         act()
 
     def send(self) -> None:
-        """Everything has been compared already."""
+        """Do nothing, because everything has been compared already."""
 
     drain = finish = send
 
@@ -274,16 +281,16 @@ def in_step(
     *,
     selection: Selection | None = None,
 ) -> Steps:
-    """Run two models side by side.
+    """Run two models in lockstep.
 
     Args:
-        reference: The model and what calls it.
-        candidate: The same of the other; they share no module.
-        elementwise: rtol and atol for two dtypes, for what counts as outside.
-        selection: Which tensors; all of modules by default.
+        reference: The reference model and a function that calls it.
+        candidate: The candidate model and a function that calls it. The models share no module.
+        elementwise: Returns the rtol and atol of two dtypes, to count elements outside of them.
+        selection: Which tensors are compared; by default all of modules.
 
     Raises:
-        Exception: What a model raised; the reference's first.
+        Exception: The exception of a model; if both raised, that of the reference.
     """
     steps = Steps()
     meeting = _Meeting(steps, elementwise)
@@ -322,12 +329,12 @@ def in_step(
             run("candidate", *candidate)
             thread.join()
         finally:
-            # The last one first, so that each finds in place what it has replaced.
+            # The last session stops first, so that each finds its own replacements in place.
             for session in reversed(list(sessions.values())):
                 session.stop()
-            # The caller's random state is the same afterwards as before.
+            # The caller's random state is restored.
             _restore(states)
-    # The reference's error comes first, because the candidate's often follows from it.
+    # The reference's error is raised first, because the candidate's is often a consequence of it.
     for side in ("reference", "candidate"):
         if side in raised:
             raise raised[side]
@@ -336,7 +343,7 @@ def in_step(
 
 
 def can_be_in_step(reference: nn.Module, candidate: nn.Module) -> bool:
-    """Whether two models are built alike, of modules of their own."""
+    """Whether two models have the same module names and share no module."""
     reference_modules = dict(reference.named_modules(remove_duplicate=False))
     candidate_modules = dict(candidate.named_modules(remove_duplicate=False))
     return list(reference_modules) == list(candidate_modules) and not (

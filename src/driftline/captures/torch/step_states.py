@@ -1,8 +1,8 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""How `captures.step_states` reads tensors of torch, and which averages of weights a program keeps.
+"""Read torch tensors for `captures.step_states`, and find the averages of weights in a program.
 
-Of a device's tensors only samples and norms are fetched, in one transfer.
+Only samples and norms of device tensors are fetched, together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from driftline.runs.sidecars.step_facts import SAMPLES, TensorState
 
 
 class TorchReader:
-    """See `captures.step_states.TensorReader`."""
+    """Reads torch tensors; see `captures.step_states.TensorReader`."""
 
     def host(self, tensor: Any) -> Snapshot | None:
         local = _local(tensor)
@@ -42,7 +42,7 @@ class TorchReader:
             for index, local in enumerate(map(_local, tensors))
             if isinstance(local, torch.Tensor) and local.device.type not in ("cpu", "meta")
         ]
-        # Only CUDA records graphs, and torch without CUDA cannot even be asked.
+        # Only CUDA devices record graphs, and the query may fail without CUDA.
         recorded = any(tensor.is_cuda for _, tensor in on_devices) and recording()
         if on_devices and not recorded:
             fetched = _device_states([tensor for _, tensor in on_devices])
@@ -60,7 +60,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _device_states(tensors: list[torch.Tensor]) -> list[TensorState]:
-    """The same of tensors on devices: samples and norms, fetched together."""
+    """Samples and norms of tensors on devices."""
     pieces: list[torch.Tensor] = []
     sizes: list[int] = []
     for tensor in tensors:
@@ -84,9 +84,9 @@ def _device_states(tensors: list[torch.Tensor]) -> list[TensorState]:
 # Averages of weights.
 
 _FEWEST = 8
-"""Elements of a tensor that can be told to be an average by how they move."""
+"""Smallest number of elements of a tensor that can be recognised as an average."""
 _CLEAR = 10.0
-"""Roundings that a move must be worth for its direction to mean anything."""
+"""Smallest size of a move, in rounding errors, at which its direction is used."""
 _STRAIGHT = 1e-3
 _MOST_PLACES = 4096
 _MOST_ASKED = 4
@@ -95,13 +95,13 @@ _TABLES = (dict, OrderedDict, defaultdict, list)
 
 
 class Move(NamedTuple):
-    """An average of a weight, and how it moved since the last update.
+    """An average of a weight, and its move since the last update.
 
     Attributes:
         path: `site.name` of the weight.
-        number: Which average of this weight it is.
+        number: Index among the averages of this weight.
         tensor: The average.
-        rate: Share of the way to the weight; None where it cannot be told.
+        rate: The fraction of the distance to the weight by which it moved; None if unknown.
     """
 
     path: str
@@ -111,24 +111,25 @@ class Move(NamedTuple):
 
 
 class _Table:
-    """A dictionary or list of tensors. It may be given new ones, so it is held itself."""
+    """A dictionary or list of tensors, which is kept itself because its tensors may be replaced."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
 
     def is_alone(self) -> bool:
-        """Whether the program has dropped it: this object and the question are left."""
+        """Whether the program has dropped it, so that only this object refers to it."""
         return sys.getrefcount(self.held) <= 2
 
 
 class _Place:
-    """Where a tensor of a weight's shape is.
+    """The place of a tensor that has the shape of a weight.
 
     Attributes:
-        path: The weight of which it is an average; empty while that is not known.
-        number: Which average of that weight it is.
-        samples: Some elements, as they were last seen.
-        step: Before which step that was; `_NEVER` at first.
+        path: The weight of which it is an average; empty as long as that is unknown.
+        number: Number of the average among those of that weight; 0 as long as it has none.
+        samples: Some elements when it was last read.
+        step: The step before which it was last read; `_NEVER` at first.
+        table: The table that contains the tensor; None if it is not in one.
     """
 
     __slots__ = ("_key", "_tensor", "_unit", "number", "path", "samples", "step", "table")
@@ -154,12 +155,12 @@ class _Place:
         return value if type(value) in (torch.Tensor, nn.Parameter) else None
 
     def readable(self) -> torch.Tensor | None:
-        """The tensor, if it is there and has values."""
+        """The tensor, if it exists and has values."""
         tensor = self.tensor()
         return tensor if _address(tensor) else None
 
     def seen(self, samples: Any, step: int, weights: Sequence[tuple[str, Any]]) -> float:
-        """How far it has moved to one of these weights since the last update; 0.0 if to none."""
+        """Store new samples; return the rate at which it moved to a weight, or 0.0 if to none."""
         rate = 0.0
         is_first, is_next = self.step == _NEVER, self.step == step - 1
         if is_next and len(self.samples) == len(samples):
@@ -167,21 +168,22 @@ class _Place:
             path, rate = _followed(self.samples, samples, about, self._unit)
             self.path = path or self.path
         if not self.path and not is_first:
-            # A table that did not move is let go at once: the program may have dropped it.
+            # A table that is no average is released at once, because the program may have dropped
+            # it.
             self.table = None
         self.samples, self.step = samples, step
         return rate
 
 
 class Averages:
-    """Averages of weights (EMA, SWA) and target networks that nobody calls, told by how they move.
+    """Finds averages of weights (EMA, SWA) and target networks that are never called.
 
-    Nobody says where they are, so living tensors of the weights' shapes are looked at. Between two
-    updates an average `a` of a weight `w` moves straight towards it, `a' - a = rate (w - a)`, which
-    nothing else does: other models, gradients, momenta and stored states do not.
+    They are recognised by their moves. All living tensors with the shapes of weights are examined.
+    Between two updates an average `a` of a weight `w` moves straight towards the weight,
+    `a' - a = rate (w - a)`. Other models, gradients, momenta and stored states do not.
 
     Args:
-        weights: Parameters of the models that were seen, by path.
+        weights: Returns the parameters of the models that were seen, by path.
     """
 
     def __init__(self, weights: Callable[[], Sequence[tuple[str, torch.Tensor]]]) -> None:
@@ -189,11 +191,11 @@ class Averages:
         self._places: list[_Place] = []
 
     def search(self, living: Sequence[Any], others: Container[int], step: int) -> None:
-        """Look at tensors that may be averages for the first time.
+        """Search for tensors that may be averages, and read them for the first time.
 
         Args:
-            living: Objects of the process; those that are no tensors are passed over.
-            others: Identities of tensors that are something else.
+            living: Objects of the process; objects that are not tensors are skipped.
+            others: Ids of tensors that are known to be something else.
             step: The step that is about to end.
         """
         self._places = [place for place in self._places if place.path]
@@ -205,7 +207,7 @@ class Averages:
     def _unlike_weights(
         self, living: Sequence[Any], others: Container[int]
     ) -> tuple[torch.Tensor, ...]:
-        """Tensors of the weights' shapes that are not the weights, nor share memory with them."""
+        """Tensors with the shapes of weights that are not weights and share no memory with them."""
         weights = self._weights()
         shapes = {weight.shape for _, weight in weights if weight.numel() >= _FEWEST}
         memory = {_address(tensor) for _, w in weights for tensor in (w, w.grad)}
@@ -221,11 +223,11 @@ class Averages:
                 memory.add(address)
                 alike.append(tensor)
         tensors = tuple(alike)
-        alike.clear()  # it would be taken for a table of the program's
+        alike.clear()  # otherwise this list would be taken for a table of the program
         return tensors
 
     def look(self, step: int) -> list[Move]:
-        """Averages before a step, with how the update before it has moved them."""
+        """The averages before a step, with the rates at which the last update moved them."""
         self._places = [p for p in self._places if p.table is None or not p.table.is_alone()]
         living = [(place, t) for place in self._places if (t := place.readable()) is not None]
         # Nothing is fetched while a CUDA graph is recorded.
@@ -251,7 +253,7 @@ class Averages:
         ]
 
     def _number(self, places: Sequence[_Place], rates: Mapping[int, float]) -> None:
-        """Number new averages of one weight, the fastest first."""
+        """Number new averages of each weight, the fastest first."""
         fresh = [place for place in places if place.path and not place.number]
         for place in sorted(fresh, key=lambda place: -rates.get(id(place), 0.0)):
             numbers = [other.number for other in places if other.path == place.path]
@@ -259,21 +261,21 @@ class Averages:
 
 
 def _address(tensor: torch.Tensor | None) -> int:
-    """Where its values lie; 0 for a tensor without memory of its own, or whose memory is freed."""
+    """Address of a tensor's values; 0 if it has no memory of its own, or its memory is freed."""
     if tensor is None or tensor.layout is not torch.strided or tensor.is_meta:
         return 0
     try:
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
-    except (RuntimeError, NotImplementedError):  # of vmap, of a graph that is traced
+    except (RuntimeError, NotImplementedError):  # inside vmap, or in a graph that is traced
         return 0
 
 
 def _places_of(tensors: tuple[torch.Tensor, ...]) -> list[_Place]:
-    """Where tensors are: in tables of several, which may be given others, or by themselves."""
+    """The places of tensors: in tables with several of them, or alone."""
     counts = Counter(tensor.shape for tensor in tensors)
-    # Asking who holds a tensor takes longer the more are asked for: a few stand for all.
+    # Finding the referrers of many tensors takes long, so tables are found by a few of them.
     fewest = min(counts, key=lambda shape: counts[shape])
     asked = tuple(tensor for tensor in tensors if tensor.shape == fewest)[:_MOST_ASKED]
     places: list[_Place] = []
@@ -310,7 +312,7 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def _followed(
     before: Any, now: Any, weights: Sequence[tuple[str, Any]], unit: float
 ) -> tuple[str, float]:
-    """The weight to which a tensor has moved straight, and how far of the way; 0.0 if to none."""
+    """The weight towards which a tensor has moved straight, and the rate; 0.0 if there is none."""
     moved = now - before
     size, rounding = float(np.linalg.norm(moved)), unit * float(np.linalg.norm(now))
     if not size > _CLEAR * rounding:

@@ -85,7 +85,11 @@ def watch_errors(
 
 
 def watch_options(types: Iterable[str], allow: Iterable[str]) -> WatchOptions:
-    """Options from words, each of which means something."""
+    """Check the types and make options of them.
+
+    Raises:
+        BadInput: There is no such type.
+    """
     words = tuple(types)
     for word in words:
         if word not in TYPES:
@@ -103,14 +107,14 @@ def make_watch(
     rank: int = 0,
     after: Callable[[Finding], None] | None = None,
 ) -> tuple[CaptureSession, Reporter]:
-    """A session that captures nothing and watches; not started."""
+    """A session for the error check, not started, and the reporter of its findings."""
     if level not in LEVELS:
         raise BadInput(f"there is no level '{level}'", hint=did_you_mean(level, LEVELS))
-    # Without levels the session records nothing by itself; the tap below does the work.
+    # Without levels the session records nothing by itself; the tap below checks values.
     session = CaptureSession(sink, levels=(), model=model, rank=rank)
-    session.begins_early = False  # a watch that finds nothing leaves no run
+    session.begins_early = False  # without a finding there is no run
     reporter = Reporter(session, options, file, after)
-    # Imported by level: the operator level loads much of torch.
+    # A tap is imported only if needed, because the one for operators loads much of torch.
     if level == "operator":
         from driftline.captures.torch.errcheck.operators import ErrorTap
 

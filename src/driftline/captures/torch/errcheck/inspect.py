@@ -1,10 +1,10 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
-"""Contents of a tensor, read cheaply: its largest magnitude, counts where they matter, its origin.
+"""Read a tensor for the error check: its largest magnitude, counts of special values, its origin.
 
-Reads host memory where it is, whatever the order of its strides; a tensor that decides itself
-what its values are cannot be read here. Does not judge.
+Host memory is read in place, in any order of strides. A tensor subclass that defines its own values
+cannot be read. This file does not judge what it reads.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from driftline.numerics.dtypes import PATTERNS, Pattern
 from driftline.numerics.peaks import peak_at, tally_at
 
 _BY_DTYPE: dict[torch.dtype, Pattern | None] = {}
-# Fewer whole numbers can be anything; positions come in larger numbers, in 64ths at most.
+# Positions have at least so many elements, which are multiples of 1/64.
 _FEW, _FRACTION = 16, 64
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class Reading(NamedTuple):
-    """What was seen of one tensor.
+    """Counts of the special values in one tensor.
+
+    If only the extremes are known (on a device), a count of 1 means "at least one".
 
     Attributes:
         pattern: Its element format.
-        elements: How many; reals, for complex ones.
-        peak: The largest magnitude; NaN or infinity where there is one.
-        nan: How many NaN.
-        pos_inf: How many +infinities.
-        neg_inf: How many -infinities.
-        top: How many at the format's largest value.
-        bottom: How many at its lowest.
-        zero: How many zeros; -1 where nobody counted.
-        subnormal: How many numbers below the normal ones; -1 where nobody counted.
-
-    Where only extremes are known (on a device), a count of 1 means "at least one".
+        elements: Number of elements; a complex one counts as two.
+        peak: The largest magnitude; NaN or infinity if there is one.
+        nan: Number of NaN.
+        pos_inf: Number of positive infinities.
+        neg_inf: Number of negative infinities.
+        top: Number of elements equal to the format's largest value.
+        bottom: Number of elements equal to the format's lowest value.
+        zero: Number of zeros; -1 if not counted.
+        subnormal: Number of subnormal numbers; -1 if not counted.
     """
 
     pattern: Pattern
@@ -67,12 +67,12 @@ class Reading(NamedTuple):
 
 
 UNREAD = Reading(PATTERNS["float32"], 0, 0.0)
-"""Of a tensor that is always finite: nothing was counted."""
+"""The reading of a tensor that is always finite, in which nothing was counted."""
 
 
 def pattern_of(dtype: torch.dtype) -> Pattern | None:
-    """The format of an element type; None for those that are always finite."""
-    # An exception is cheaper than a test here: after the first call the key is always there.
+    """The format of an element type; None for types that are always finite."""
+    # Handling an exception is cheaper than a test, because the key exists after the first call.
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
@@ -81,7 +81,7 @@ def pattern_of(dtype: torch.dtype) -> Pattern | None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The ordinary strided tensor that holds the values; None where nothing can be seen."""
+    """The ordinary strided tensor that holds the values; None if they cannot be read."""
     if type(tensor) not in _ORDINARY:
         if not has_values(tensor):
             return None
@@ -90,7 +90,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         tensor = inner[0]
     if tensor.is_nested:
-        tensor = tensor.values()  # what all its parts hold, one after the other
+        tensor = tensor.values()  # the values of all its parts, one after the other
     elif tensor.layout is not torch.strided:
         if tensor.layout is torch._mkldnn:  # pyright: ignore
             return None
@@ -101,12 +101,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its shape; none for a nested tensor, which has several."""
+    """The shape of a tensor; empty for a nested tensor, which has several."""
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of an argument or a result, named as operators' slots are."""
+    """(slot, tensor) of each tensor in an argument or a result."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (list, tuple)):
@@ -118,13 +118,13 @@ def peak(tensor: torch.Tensor, pattern: Pattern) -> int:
     """The largest magnitude pattern of a plain host tensor with elements."""
     address, owner = _where(tensor)
     largest = peak_at(address, tensor.numel(), pattern) if address else 0
-    # The copy of a tensor with gaps has to live until its memory has been read.
+    # If a tensor was copied, the copy has to be kept until its memory has been read.
     del owner
     return largest
 
 
 def read(tensor: torch.Tensor, pattern: Pattern) -> Reading:
-    """Everything that can be counted in a plain host tensor."""
+    """Count all special values in a plain host tensor."""
     count = tensor.numel() * pattern.reals
     if not count:
         return Reading(pattern, 0, 0.0, zero=0, subnormal=0)
@@ -149,7 +149,7 @@ def read(tensor: torch.Tensor, pattern: Pattern) -> Reading:
 
 
 def from_extremes(pattern: Pattern, count: int, low: float, high: float) -> Reading:
-    """What the smallest and the largest element tell; both are NaN if any element is."""
+    """A reading from the smallest and the largest element; both are NaN if any element is."""
     if low != low or high != high:
         return Reading(pattern, count, float("nan"), nan=1)
     infinite = float("inf")
@@ -165,13 +165,13 @@ def from_extremes(pattern: Pattern, count: int, low: float, high: float) -> Read
 
 
 def is_mask(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether it is a mask of zeros and ones, or positions: sixteen simple fractions or more.
+    """Whether a tensor is a mask of zeros and ones, or positions: 16 or more multiples of 1/64.
 
-    The logarithm of either is taken for the sake of the others; zeros alone may be anybody's. The
-    answer is a tensor where the values are, because a device is not waited for.
+    If the logarithm of such a tensor is taken, its zeros are intended. Zeros alone are no mask. The
+    result is a tensor on the same device, so that the program does not wait for the device.
     """
     ones = tensor == 1
-    # Zeros and ones, with at least one of them.
+    # Zeros and ones, with at least one 1.
     mask = ones.any() & (ones | (tensor == 0)).all()
     if tensor.numel() < _FEW or tensor.is_complex():
         return mask
@@ -181,32 +181,32 @@ def is_mask(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Where the values are one after the other, in whatever order, and who keeps them there."""
+    """Address at which all values are without gaps, in any order, and the tensor that owns them."""
     if not tensor.is_contiguous():
         span = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             # Strides of any order cover a gapless block when they span as many places as elements.
             span += (size - 1) * stride
-        if span != tensor.numel():  # there are gaps, and nobody's values in them
+        if span != tensor.numel():  # there are gaps, whose contents do not belong to the tensor
             tensor = tensor.contiguous()
     return tensor.data_ptr(), tensor
 
 
-# Origins: what is known of memory that holds more than finite numbers.
+# Origins: facts about memory that contains values which are not finite.
 
 
 T = TypeVar("T")
 
 
 class Origin(enum.IntEnum):
-    """Where what is not finite in a tensor came from.
+    """The origin of values in a tensor that are not finite.
 
-    UNKNOWN: no operator that was seen made it: weights, data, a compiled region.
-    RAW: the memory was allocated and never wholly written: whatever stands there means nothing.
-    RECEIVED: a collective put it there: another rank made it, or the sum of all.
-    MEANT: somebody wanted it: a mask, a constant.
-    ALLOWED: it is the consequence of an operator that the user allows to make it.
-    MADE: it is the consequence of a finding.
+    UNKNOWN: No observed operator made them: weights, data, a compiled region.
+    RAW: The memory was allocated but not completely written, so they have no meaning.
+    RECEIVED: A collective wrote them: another rank made them, or the sum of all ranks.
+    MEANT: They are intended: a mask, a constant.
+    ALLOWED: They are the consequence of an operator that the user allows to make them.
+    MADE: They are the consequence of a finding.
     """
 
     UNKNOWN = 0
@@ -218,10 +218,10 @@ class Origin(enum.IntEnum):
 
 
 class ByStorage(Generic[T]):
-    """Something to remember of storages, for as long as they live."""
+    """Values that are remembered for storages, as long as these live."""
 
     def __init__(self) -> None:
-        # By id of the storage with a weak reference, because storages cannot be dictionary keys.
+        # The key is the id of the storage, because storages cannot be dictionary keys.
         self._known: dict[int, tuple[Any, T]] = {}
 
     def __bool__(self) -> bool:
@@ -246,22 +246,22 @@ class ByStorage(Generic[T]):
 
 
 class Origins(ByStorage[Origin]):
-    """Where what is not finite in host memory came from."""
+    """The origins of values in host memory that are not finite."""
 
     def of(self, tensor: torch.Tensor) -> Origin:
         return self.get(tensor) or Origin.UNKNOWN
 
     def add(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Remember it; the worst that was written to a storage stays true of it."""
+        """Remember an origin; a storage keeps the largest one that was added to it."""
         if origin > self.of(tensor):
             self.put(tensor, origin)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
-        """All values of a tensor are new and finite; its storage may hold more than the tensor."""
+        """Forget the origin if a tensor with new, finite values covers all of its storage."""
         if is_whole(tensor):
             self.forget(tensor)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Whether a tensor covers all of its storage."""
     return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()

@@ -1,8 +1,8 @@
-"""The error check at module level: cheaper, and as exact as a module.
+"""The error check at module level, which is cheaper but can name only modules, not operators.
 
-The outputs of a module are screened; where they are suspicious its inputs are looked at. The
-producer is the innermost module whose inputs were finite and whose output was not. Backward passes
-are not seen; the gradients that an optimizer is about to use are.
+The outputs of a module are screened; if they are suspicious, its inputs are read too. The producer
+is the innermost module whose inputs were finite and whose output was not. Backward passes are not
+observed, but the gradients that an optimizer is about to use are checked.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -36,18 +36,18 @@ from driftline.captures.torch.tensors import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 MOST_GRADIENTS = 8
-"""Gradients that are kept with a finding; after the first wrong one all may be."""
+"""Largest number of gradients kept with a finding, because all gradients may be wrong."""
 
 
 class _Thread(threading.local):
-    """Module calls under way, and how much had been found when they began."""
+    """The current module calls, with the numbers of findings and device calls at their start."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int, int]] = []
 
 
 class ModuleTap:
-    """Looks at what modules give; see `session.Tap`."""
+    """Checks the outputs of modules; see `session.Tap`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ModuleTap:
         self._saturation = "saturation" in reporter.options.types
 
     def install(self) -> None:
-        # Zeros of a whole module say nothing about which product lost them.
+        # Zeros in a module's output do not show which operator caused the underflow.
         if "underflow" in self.reporter.options.types:
             self.reporter.remarks.setdefault("underflow is looked for at operator level only")
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -88,13 +88,13 @@ class ModuleTap:
         self.reporter.calls += 1
         calls = self._thread.calls
         found_before, added = self._found, self._device.added
-        while calls:  # one that raised has left its own behind
+        while calls:  # calls that raised have left entries
             begun, found_before, added = calls.pop()
             if begun is frame:
                 break
         with undisturbed():
             self._look(frame, inputs, outputs, found_before, added)
-        # Outermost call: the figures of a step are complete about now.
+        # After an outermost call a step may be over.
         if not calls:
             self._device.step_may_be_over()
 
@@ -134,7 +134,7 @@ class ModuleTap:
 
     def _inspect(self, frame: Any, inputs: Named, outputs: Named, found_before: int) -> None:
         parts, judged = self._read(inputs, with_origin=True)
-        # A parameter that is not finite enters the module like an input.
+        # A parameter that is not finite is treated like an input.
         for name, parameter in frame.module.named_parameters(recurse=False):
             own, seen = self._read([(name, "", parameter)], with_origin=True)
             if seen and seen[0].reading.nonfinite:
@@ -190,9 +190,10 @@ class ModuleTap:
                 self.session.guarded("optimizer", self._gradients, optimizer)
 
     def _gradients(self, optimizer: Any) -> None:
-        """Gradients that are about to be used; they came out of a backward pass nobody watched.
+        """Check the gradients that an optimizer is about to use; the backward pass is not observed.
 
-        One backward pass is one finding at most: from where it begins to be wrong, all are.
+        A backward pass has at most one finding, because after the first wrong gradient all later
+        ones may be wrong.
         """
         on_device: list[tuple[str, torch.Tensor]] = []
         wrong: list[Part] = []
@@ -207,11 +208,11 @@ class ModuleTap:
             slot = f"grad {index}"
             if not value.is_cpu:
                 on_device.append((slot, gradient))
-            # A gradient that is finite again clears what was known of its memory.
+            # If a gradient is finite again, the origin of its memory is forgotten.
             elif peak(value, pattern) <= pattern.top:
                 self._origins.overwritten(value)
             else:
-                # Reported before, or the consequence of something that was.
+                # It was reported before, or is the consequence of another finding.
                 reported = reported or self._origins.of(value) is not Origin.UNKNOWN
                 self._origins.add(value, Origin.MADE)
                 parts, _ = self._read([(slot, "", gradient)], with_origin=False)

@@ -1,9 +1,8 @@
-"""The error check at operator level: which aten call gave the first value that is not finite.
+"""The error check at operator level: find the aten call that made the first value not finite.
 
-Outputs are screened as they appear: one pass for the largest magnitude. Only a call whose output is
-suspicious is looked at closely: its inputs are read then, from where they still are; what it
-overwrote was copied before. On other devices than the CPU nothing is waited for, see `devices`.
-What makes a producer is decided in `rules`.
+Every output is screened by one pass for the largest magnitude. Only if an output is suspicious, the
+call's inputs are read too; arguments that the call overwrites were copied before. On devices other
+than the CPU nothing is waited for (see `devices`). `rules` decides which call is a producer.
 
 Nothing here changes what the program computes: tensors are read, never written.
 """
@@ -59,20 +58,20 @@ from driftline.captures.torch.tensors import undisturbed
 
 Named = Sequence[tuple[str, str, torch.Tensor]]
 COPIED = 64 << 20
-"""Bytes that are copied, at most, of what one call is about to overwrite."""
+"""Largest number of bytes that are copied of the arguments which one call is about to overwrite."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _current_node: Any = torch._C._current_autograd_node
 _LEAF = 2**64 - 1
 Gone = dict[str, tuple[torch.Tensor | None, Reading | None]]
-"""What a call has overwritten, by argument: a copy, or what was read of it."""
+"""The arguments that a call has overwritten, by slot: a copy, or a reading."""
 
 
 class _Executed(NamedTuple):
     """One operator call that has run.
 
     Attributes:
-        before: What it has overwritten.
-        tested: Small elements and masks in what it has overwritten on a device.
+        before: The arguments that it has overwritten; None if there are none.
+        tested: Results of tests of arguments that it has overwritten on a device.
     """
 
     operator: WatchedOperator
@@ -90,7 +89,7 @@ class _Executed(NamedTuple):
 
 
 class _ReadInput(NamedTuple):
-    """An input of a suspicious call: for the report, for the rule, and its memory."""
+    """An input of a suspicious call: for the report, for the rules, and its plain tensor."""
 
     part: Part
     judged: Input
@@ -98,7 +97,7 @@ class _ReadInput(NamedTuple):
 
 
 class ErrorTap:
-    """The watch at operator level: both a `session.Tap` and a `dispatch.Watcher`."""
+    """The error check at operator level: both a `session.Tap` and a `dispatch.Watcher`."""
 
     def __init__(self, session: Any, reporter: Reporter) -> None:
         self.session = session
@@ -119,7 +118,7 @@ class ErrorTap:
     def install(self) -> None:
         self.active = True
         self._where.install()
-        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
+        # Done before the mode is on, because mode-sensitive functions must be wrapped by then.
         if not watch_mode_sensitive(self):
             self.reporter.remarks.setdefault(
                 "backward passes are not watched: this version of torch does not show them"
@@ -132,7 +131,7 @@ class ErrorTap:
         unwatch_mode_sensitive(self)
         self._where.remove()
         with undisturbed():
-            # The last verdicts need the last figures, so the device is waited for here.
+            # Waits for the device, because the last verdicts need the last figures.
             self._device.finish()
 
     @contextmanager
@@ -164,14 +163,14 @@ class ErrorTap:
 
     def on_forward(self, frame: Any, inputs: Named, outputs: Named) -> None:
         self._where.leave(frame.site)
-        if is_compiled(frame.module):  # its operators are not seen, what it gives is
+        if is_compiled(frame.module):  # its operators are not observed, but its outputs are checked
             self._regions.on_forward(frame, inputs, outputs)
         self._device.step_may_be_over()
 
-    # --- one operator
+    # --- One operator.
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and look at what it gave."""
+        """Run one operator and check its outputs."""
         if not self.active:
             return func(*args, **kwargs)
         operator = before = None
@@ -183,7 +182,7 @@ class ErrorTap:
                 operator = self._operators[func] = WatchedOperator(func)
             if operator.tensors:
                 args = with_tensors(args, operator.tensors)
-            # A view or an allocation computes nothing, but fresh memory must be known as unwritten.
+            # Views and allocations compute nothing, but new memory has to be marked as unwritten.
             if operator.silent or operator.collective:
                 looking = operator.allocates or operator.collective
             elif operator.overwrites:
@@ -196,7 +195,7 @@ class ErrorTap:
         result = func(*args, **kwargs)
         if not looking or operator is None:
             return result
-        # Asked before `undisturbed` switches it off.
+        # Read before `undisturbed` switches it off.
         recording = torch.is_grad_enabled()
         try:
             with undisturbed():
@@ -218,7 +217,7 @@ class ErrorTap:
             return
         visit = operator_site.next_visit()
         self.reporter.calls += 1
-        # Only a forward pass makes nodes whose lines a backward pass will want.
+        # Only a forward pass makes nodes whose lines are needed in a backward pass.
         if recording and operator_site.phase == "forward":
             self._lines.mark()
         suspicious, on_device = self._screen(executed, operator_site)
@@ -243,15 +242,14 @@ class ErrorTap:
                 self._inspect(executed, operator_site, visit)
 
     def _screen(self, executed: _Executed, operator_site: OperatorSite) -> tuple[bool, bool]:
-        """Whether the outputs of a call have to be looked at closely, and whether on a device."""
+        """Whether the outputs of a call are suspicious, and whether some are on a device."""
         operator = executed.operator
         reporter, origins = self.reporter, self._origins
         suspicious = operator.short in self._closely
         on_device = False
         for _, tensor in executed.outputs():
             value: torch.Tensor | None = tensor
-            # The test for ordinary tensors stands here because a call would cost more than the
-            # test.
+            # The test for ordinary tensors is inlined, because a call would take longer than it.
             if (
                 type(tensor) not in _ORDINARY
                 or tensor.layout is not torch.strided
@@ -266,7 +264,7 @@ class ErrorTap:
             if not value.is_cpu:
                 on_device = on_device or not value.is_meta
                 continue
-            # One pass over the values; everything else depends on its result.
+            # This is the only pass over the values of most outputs.
             most = peak(value, pattern)
             if most > pattern.top:
                 suspicious = True
@@ -276,7 +274,7 @@ class ErrorTap:
                 reporter.peaks[key] = most
             if most == pattern.top and self._saturation and pattern.narrow:
                 suspicious = True
-            # New finite values replace what an earlier operator left in this memory.
+            # New finite values replace those that an earlier operator left in this memory.
             if operator.mutates and origins:
                 origins.overwritten(value)
         return suspicious, on_device
@@ -294,7 +292,7 @@ class ErrorTap:
             reporter.options.types,
             allowed=reporter.allows(operator_site.site, operator.full_name),
         )
-        # Later calls that read these outputs are then known to be consequences.
+        # Later calls that read these outputs are recognised as consequences.
         if verdict.origin is not Origin.UNKNOWN:
             for out in outputs:
                 if out.tensor is not None and out.reading is not None and out.reading.nonfinite:
@@ -312,7 +310,7 @@ class ErrorTap:
     def _read_input(
         self, executed: _Executed, name: str, alias: str, tensor: torch.Tensor
     ) -> _ReadInput:
-        """Read one input as it was before the call, and say what is known of its origin."""
+        """Read one input as it was before the call, and look up its origin."""
         operator, before = executed.operator, executed.before
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
@@ -322,7 +320,7 @@ class ErrorTap:
         source, reading = tensor, None
         if before is not None and name in before:
             source, reading = before[name]
-        # A subclass's own operators are out of reach here, even reading it would end badly.
+        # The plain tensor is read, because the operators of a subclass cannot be called here.
         shown = value if source is None or source is tensor else source
         if reading is None:
             reading = read(shown, pattern)
@@ -332,12 +330,12 @@ class ErrorTap:
         mask = operator.short in LOGARITHMS and source is not None and bool(is_mask(shown))
         return _ReadInput(part, Input(name, reading, origin, mask), value)
 
-    # --- what a call reads and writes
+    # --- Inputs and outputs of a call.
 
     def _about_to_go(
         self, operator: WatchedOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Gone:
-        """What a call is about to overwrite: a copy, or only a reading of what is too large."""
+        """The arguments that a call is about to overwrite: copies, or readings of large ones."""
         kept: Gone = {}
         room = COPIED
         for index, name in operator.overwrites:
@@ -347,7 +345,7 @@ class ErrorTap:
                 pattern = pattern_of(value.dtype) if value is not None else None
                 if value is None or pattern is None or not value.is_cpu or not value.numel():
                     continue
-                # Copying more would slow down programs that update large weights in place.
+                # To copy more would slow down programs that update large weights in place.
                 size = value.numel() * value.element_size()
                 if size <= room:
                     room -= size
@@ -366,7 +364,7 @@ class ErrorTap:
                     self._device.unread(tensor, Origin.RAW)
 
     def _received(self, values: tuple[Any, ...]) -> None:
-        """A collective is under way: what its tensors will hold is other ranks' work too."""
+        """Mark the tensors of a collective, whose values will be made by other ranks too."""
         for value_given in values:
             for _, tensor in tensors_in(value_given, ""):
                 value = plain(tensor)
@@ -374,11 +372,11 @@ class ErrorTap:
                     continue
                 if not value.is_cpu:
                     self._device.unread(value, Origin.RECEIVED)
-                # What a finding left in a buffer is not excused by sending it.
+                # The consequence of a finding stays one, even if it is sent.
                 elif self._origins.of(value) is not Origin.MADE:
                     self._origins.put(value, Origin.RECEIVED)
 
-    # --- where
+    # --- Description of a call.
 
     def _call(
         self,

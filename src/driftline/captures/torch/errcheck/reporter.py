@@ -1,7 +1,7 @@
-"""From a verdict to a finding on disk: described, written at once, its tensors kept for replay.
+"""Turn verdicts into findings, write them to disk at once, and keep their tensors for replay.
 
-One reporter serves all levels and devices of a process. What counts as a finding is decided in
-`rules`; how a run is stored is decided by the session's sink.
+One reporter serves all levels and devices of a process. `rules` decides what is a finding; the
+session's sink stores the run.
 """
 
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
@@ -28,15 +28,15 @@ from driftline.runs.sidecars.calls import Call as CallLine
 from driftline.runs.sinks import Sheets, Sink
 
 _ONCE = frozenset({"saturation", "underflow"})
-"""Said once per site: a layer that does it does it in every step."""
+"""Types that are reported once per site, because a layer has them in every step."""
 
 
 class WatchOptions(NamedTuple):
-    """What is looked for.
+    """Options of the error check.
 
     Attributes:
-        types: nan, inf, saturation, underflow.
-        allow: Globs on sites and operators that may make what they like.
+        types: Types of findings: nan, inf, saturation, underflow.
+        allow: Globs on sites and operators whose results are not reported.
     """
 
     types: frozenset[str] = frozenset({"nan", "inf"})
@@ -47,10 +47,10 @@ class Call(NamedTuple):
     """One call that was judged.
 
     Attributes:
-        site: `{module}/{operator}`, or a module.
-        module: The module's path.
-        operator: Full name, or the module's class.
-        param: Arguments that are no tensors, as JSON; None for a module.
+        site: `{module}/{operator}`, or the site of a module.
+        module: The module's site.
+        operator: Full name of the operator, or the module's class.
+        param: Arguments other than tensors, as JSON; None for a module.
     """
 
     site: str
@@ -65,10 +65,11 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One tensor of a call: what was read of it, and itself if its values are still there.
+    """One tensor of a call, with its reading.
 
     Attributes:
-        reading: None for what is always finite.
+        tensor: The tensor; None if its values do not exist any more.
+        reading: Its reading; None for dtypes that are always finite.
     """
 
     name: str
@@ -80,17 +81,17 @@ class Part(NamedTuple):
 
 
 class Reporter:
-    """Writes findings and counts what is none.
+    """Writes findings, and counts calls that are none.
 
     Attributes:
-        calls: Operators or modules that were looked at.
-        propagators: Calls that only handed on.
-        unwritten: Calls that read memory nobody had written, and got something not finite.
-        received: Something not finite that a collective left was reported.
-        repeats: Saturation and underflow at sites that were reported before.
-        peaks: Largest magnitude pattern by site and element type.
-        device_peaks: Largest magnitude, for what was read on a device.
-        remarks: Sentences for the person, each once.
+        calls: Number of operator or module calls that were checked.
+        propagators: Number of calls that only passed on bad values of their inputs.
+        unwritten: Number of calls that read values which are not finite from unwritten memory.
+        received: Whether values that are not finite from a collective were reported.
+        repeats: Number of saturations and underflows at sites that were already reported.
+        peaks: Bit pattern of the largest magnitude, by site and element type.
+        device_peaks: Largest magnitude read on a device, by site and element type.
+        remarks: Sentences for the user, each once.
     """
 
     def __init__(
@@ -119,8 +120,8 @@ class Reporter:
         self.findings.clear()
 
     def allows(self, site: str, operator: str) -> bool:
-        """Whether the user allows a site or an operator to make what it likes."""
-        # Most programs allow nothing, and this is asked for every suspicious call.
+        """Whether the user's options exclude a site or operator from findings."""
+        # Most users allow nothing, and this is called for every suspicious call.
         if not self.options.allow:
             return False
         key = (site, operator)
@@ -136,14 +137,15 @@ class Reporter:
         return allowed
 
     def origin(self, origin: Origin, *, single: bool = False) -> Origin:
-        """What other ranks made is reported once; afterwards it is a consequence.
+        """The origin by which a tensor is judged.
 
-        Collectives also fill memory that nobody here has seen, so in a job of several ranks that
-        goes for what is of unknown origin too.
+        Values made by other ranks are reported once, and are consequences afterwards. In a job of
+        several ranks, values of unknown origin are treated likewise after the first finding,
+        because collectives also fill memory without being observed.
 
         Args:
-            origin: What is known of a tensor.
-            single: It is one number without a gradient: the program wrote it down.
+            origin: The known origin of the tensor.
+            single: Whether it is one number without a gradient, which the program itself wrote.
         """
         if origin is Origin.RECEIVED and self.received:
             return Origin.MADE
@@ -152,7 +154,7 @@ class Reporter:
         return Origin.MEANT if single and origin is Origin.UNKNOWN else origin
 
     def note(self, verdict: Verdict, site: str) -> None:
-        """A call that gave something not finite and is no finding."""
+        """Count a call whose results are not finite but that is no finding."""
         if verdict.propagates:
             self.propagators += 1
         elif verdict.origin is Origin.RAW:
@@ -172,9 +174,9 @@ class Reporter:
         *,
         exact: bool = True,
     ) -> None:
-        """Write a finding and keep its tensors; returns when both would outlive a kill."""
+        """Write a finding and keep its tensors; both survive a kill after the return."""
         with self.lock:
-            # A layer that saturates does so in every step; one report per site is enough.
+            # A layer that saturates does so in every step, so it is reported once per site.
             types = [t for t in verdict.types if t not in _ONCE or self._is_new(call.site, t)]
             if not types:
                 self.repeats += 1
@@ -204,11 +206,11 @@ class Reporter:
                 time=time.time(),
             )
             self.received = self.received or verdict.received
-            # The line is on disk before the tensors, which may be large or fail.
+            # The finding is written before its tensors, which may be large or cannot be stored.
             self.file.write(finding)
             self.findings.append(finding)
             self._keep(finding, call, inputs, outputs)
-        # Outside the lock, because the callback may end the process.
+        # Called outside the lock, because the callback may end the process.
         if self._after is not None:
             self._after(finding)
 
@@ -243,7 +245,7 @@ class Reporter:
         self, finding: Finding, call: Call, inputs: Sequence[Part], outputs: Sequence[Part]
     ) -> None:
         sink: Sink = self.session.recorder._open_sink()
-        # With its arguments the finding can be replayed like a call of a capture.
+        # With its arguments a finding can be replayed like a call of a capture.
         if call.param is not None and isinstance(sink, Sheets):
             line = CallLine(
                 finding.number - 1,

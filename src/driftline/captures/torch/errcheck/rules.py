@@ -1,16 +1,21 @@
 """The rule of the error check: which operator produced the first value that is not finite.
 
-An operator is the *producer* when its inputs were finite, or infinite on purpose, and its output
-was not. With something that is not finite and not deliberate among its inputs it only passes it on:
-a *propagator*. Deliberate are numbers written into the call (`full(-inf)`, `masked_fill(-inf)`),
-infinities that came from such a tensor, the lowest value of a 16-bit or wider format (masks are
-filled with it: one step further down it is minus infinity), minus infinities that came with data,
-and the logarithm of a mask of zeros and ones, or of positions. A NaN out of deliberate infinities
-is nobody's intention, and is reported. So is what comes of a NaN that was written on purpose (a
-missing value) as soon as a product, norm or softmax spreads it, and of an infinity that is a factor
-in a product of matrices.
+An operator is the *producer* if its inputs were finite, or infinite on purpose, and its output was
+not. If an input was not finite, and not on purpose, the operator only passes that on: it is a
+*propagator*. These values are deliberate:
 
-Reads no tensors: readings in, a verdict out.
+* numbers written into the call (`full(-inf)`, `masked_fill(-inf)`),
+* infinities that came from such a tensor,
+* the lowest value of a 16-bit or wider format, with which masks are filled: one step below it is
+  minus infinity,
+* minus infinities that came with data,
+* the logarithm of a mask of zeros and ones, or of positions.
+
+A NaN computed from deliberate infinities is not intended, and is reported. If a NaN was written on
+purpose (a missing value), the results of a product, norm or softmax that spreads it are reported.
+The same holds for an infinity that is a factor in a product of matrices.
+
+This file reads no tensors; verdicts are made from readings.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from driftline.numerics.dtypes import PATTERNS, Pattern
 
 FindingType = Literal["nan", "inf", "saturation", "underflow"]
 UNDERFLOW_SHARE = 0.1
-"""Of an output's elements: so many zeros and subnormal numbers without a zero among the inputs."""
+"""Fraction of an output's elements that must have become zero or subnormal for an underflow."""
 
 LOGARITHMS = frozenset({"log", "log_", "log2", "log2_", "log10", "log10_"})
 CLAMPS = frozenset(
@@ -37,8 +42,11 @@ UNDERFLOWS = frozenset(
         *("_foreach_div_",),
     )
 )
-"""Operators whose zero from numbers that are none is a loss. Where zeros are the point (`relu`,
-`dropout`, comparisons, `sub`, the far side of `exp` and `softmax`), they are none."""
+"""Operators for which a zero computed from non-zero numbers is a loss.
+
+Operators that have zeros on purpose (`relu`, `dropout`, comparisons, `sub`, the far side of `exp`
+and `softmax`) are not in it.
+"""
 _SUMS = frozenset({"addmm", "baddbmm", "addbmm", "addmv"})
 _PRODUCTS = _SUMS | {"mm", "bmm", "mv", "dot", "convolution", "_scaled_mm"}
 SPREADING = _PRODUCTS.union(
@@ -47,8 +55,8 @@ SPREADING = _PRODUCTS.union(
     ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     ("_scaled_dot_product_efficient_attention",),
 )
-"""Operators that put one element of an input into many of an output."""
-# Complex formats are left out: nobody clamps to the limit of a real part.
+"""Operators in which one element of an input affects many elements of an output."""
+# Complex formats are left out, because programs do not clamp to the limit of a real part.
 _NARROW_TOPS = {p.largest: p for p in PATTERNS.values() if p.narrow and p.reals == 1}
 
 
@@ -56,10 +64,10 @@ class Input(NamedTuple):
     """One tensor that an operator read.
 
     Attributes:
-        name: The argument.
-        reading: What stood in it before the call.
-        origin: What is known of it.
-        mask: It holds zeros and ones only, or positions.
+        name: Name of the argument.
+        reading: Its reading before the call.
+        origin: The known origin of its values that are not finite.
+        mask: Whether it is a mask of zeros and ones, or positions.
     """
 
     name: str
@@ -69,15 +77,15 @@ class Input(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What an operator call was.
+    """The judgement of one call.
 
     Attributes:
-        types: What it is found to have made; empty if nothing.
-        origin: What its outputs are from now on; UNKNOWN where they are finite.
-        entered: Inputs that were not finite and that nobody seen had made.
-        propagates: It only handed on what a producer had made.
-        reason: What else is worth saying.
-        received: It came out of a collective.
+        types: Types of the finding; empty if there is none.
+        origin: Origin of its outputs from now on; UNKNOWN if they are finite.
+        entered: Inputs that were not finite and that no observed operator had made.
+        propagates: Whether it only passed on values that a producer had made.
+        reason: Further explanation, or empty.
+        received: Whether the values came from a collective.
     """
 
     types: tuple[FindingType, ...] = ()
@@ -89,12 +97,12 @@ class Verdict(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Numbers written into a call.
+    """The Python numbers among the arguments of a call.
 
     Attributes:
-        nan: One of them is NaN.
-        infinite: One of them is infinite.
-        magnitudes: The magnitudes of the finite ones.
+        nan: Whether one of them is NaN.
+        infinite: Whether one of them is infinite.
+        magnitudes: Magnitudes of the finite ones.
     """
 
     nan: bool = False
@@ -111,22 +119,22 @@ def judge(
     *,
     allowed: bool = False,
 ) -> Verdict:
-    """What one call was.
+    """Judge one call.
 
     Args:
-        name: The operator without its namespace and overload: `log`.
-        inputs: What it read.
-        outputs: What it wrote.
-        numbers: What was written into the call; None for a module, of which that is not known:
-            minus infinities alone are then taken for a mask.
-        wanted: Types of findings that are looked for.
-        allowed: The user allows it whatever it makes.
+        name: The operator without its namespace and overload, such as `log`.
+        inputs: The tensors that it read.
+        outputs: Readings of the tensors that it wrote.
+        numbers: Numbers among its arguments; None for a module, for which they are unknown. Then
+            outputs whose only infinities are negative are assumed to be a mask.
+        wanted: Types of findings to look for.
+        allowed: Whether the user allows any result of it.
     """
     if numbers is None:
         numbers = Numbers(infinite=not any(output.pos_inf for output in outputs))
     if any(output.nonfinite for output in outputs):
         verdict = _not_finite(name, inputs, outputs, numbers, wanted, allowed=allowed)
-        # Saturation beside a NaN is not worth a second finding.
+        # Saturation next to a NaN is not reported.
         if verdict.types or verdict.origin in (Origin.MADE, Origin.RAW):
             return verdict
     else:
@@ -157,20 +165,20 @@ def judge_module(
     earlier: bool,
     allowed: bool = False,
 ) -> Verdict:
-    """What the call of a module was; or what an optimizer got from a backward pass.
+    """Judge the call of a module, or the gradients that an optimizer got from a backward pass.
 
     Args:
-        inputs: What it read, and parameters of its own that are not finite.
-        outputs: What it gave, and what is known of it: it may be what a module inside gave.
-        wanted: Types of findings that are looked for.
+        inputs: The tensors that it read, and its own parameters that are not finite.
+        outputs: Its outputs with their known origins, because an inner module may have made them.
+        wanted: Types of findings to look for.
         numbers: As in `judge`.
-        inside: Something was found in it, or since: this is its consequence.
-        earlier: Something was found before it began.
-        allowed: The user allows it whatever it makes.
+        inside: Whether there was a finding during the call, of which this is a consequence.
+        earlier: Whether there was a finding before the call.
+        allowed: Whether the user allows any result of it.
     """
     operands = list(inputs)
     if earlier:
-        # What functions do between modules is not seen: it may be the consequence.
+        # Functions between modules are not observed, so an input may be a consequence of it.
         operands = [
             operand._replace(origin=Origin.MADE) if operand.origin is Origin.UNKNOWN else operand
             for operand in operands
@@ -220,9 +228,9 @@ def _not_finite(
 def _inherited(
     strange: Sequence[Input], wanted: frozenset[str], *, allowed: bool
 ) -> Verdict | None:
-    """The verdict where an input says it all; None where the call itself has to be judged."""
+    """The verdict if it follows from an input; None if the call itself has to be judged."""
     origins = {operand.origin for operand in strange}
-    # The order matters: a consequence of a finding stays one, whatever else came in.
+    # The order matters: if one input is a consequence of a finding, the call is one too.
     if Origin.MADE in origins:
         return Verdict(origin=Origin.MADE, propagates=True)
     if allowed or Origin.ALLOWED in origins:
@@ -234,7 +242,7 @@ def _inherited(
 
 
 def _infinite_factors(name: str, strange: Sequence[Input]) -> list[Input]:
-    """Inputs that are not finite and factors of a product; the sum beside it is none."""
+    """Inputs that are not finite and are factors of a product, not a term added to it."""
     if name not in _PRODUCTS:
         return []
     return [operand for operand in strange if not (name in _SUMS and operand.name == "self")]
@@ -254,8 +262,8 @@ def _is_meant_infinite(
 
 
 def _came_in(operand: Input) -> bool:
-    """Not finite, of unknown origin, and more than the minus infinities of a mask."""
-    # Minus infinities alone are how masks come with data.
+    """Whether an input has values from outside that are not finite and not only a mask's."""
+    # Masks that come with data have only minus infinities.
     strange = bool(operand.reading.nan or operand.reading.pos_inf)
     return operand.origin in (Origin.UNKNOWN, Origin.RECEIVED) and strange
 
@@ -275,7 +283,7 @@ def _entered(entered: Sequence[Input], wanted: frozenset[str]) -> Verdict:
 
 
 def _below_the_lowest(inputs: Sequence[Input], outputs: Sequence[Reading]) -> bool:
-    """Minus infinities only, from a mask that was filled with the lowest finite value."""
+    """Whether all infinities are negative and come from a mask with the lowest finite value."""
     if any(operand.pos_inf for operand in outputs):
         return False
     return any(operand.reading.bottom and operand.reading.pattern.bits >= 16 for operand in inputs)
@@ -284,7 +292,7 @@ def _below_the_lowest(inputs: Sequence[Input], outputs: Sequence[Reading]) -> bo
 def _saturation(
     name: str, inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Numbers
 ) -> str:
-    """Why an operator is said to saturate; empty if it does not."""
+    """The reason why an operator saturates; empty if it does not."""
     if name in CLAMPS:
         return _clamped(inputs, numbers)
     for out in outputs:
@@ -301,15 +309,19 @@ def _saturation(
         )
         if handed_on or masked or pattern.largest in numbers.magnitudes:
             continue
-        # A conversion rounds; only what is clearly beyond the limit was cut.
+        # A conversion rounds. If no input was clearly beyond the limit, the value was exactly the
+        # limit or was rounded to it.
         if name in ("_to_copy", "copy_", "copy") and not _beyond(inputs, pattern.largest, pattern):
-            continue  # it was exactly this number, or rounded to it
+            continue
         return f"at the largest value of {pattern.name}, {pattern.largest:g}"
     return ""
 
 
 def _clamped(inputs: Sequence[Input], numbers: Numbers) -> str:
-    """Cut at the top of a narrow format, as those who convert to it do."""
+    """The reason why a clamp saturates; empty if it does not.
+
+    Programs clamp to the largest value of a narrow format before they convert to it.
+    """
     for bound in numbers.magnitudes:
         pattern = _NARROW_TOPS.get(bound)
         if pattern is not None and _beyond(inputs[:1], bound, pattern):
@@ -327,7 +339,7 @@ def _beyond(inputs: Sequence[Input], bound: float, pattern: Pattern) -> bool:
 
 
 def _underflow(inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Numbers) -> str:
-    """How much was lost to zero; empty where it is too little, or somebody's intention."""
+    """The reason why a call underflows; empty if too few elements did, or on purpose."""
     if 0.0 in numbers.magnitudes or numbers.infinite or not inputs:
         return ""
     for out in outputs:
@@ -336,13 +348,14 @@ def _underflow(inputs: Sequence[Input], outputs: Sequence[Reading], numbers: Num
         small = out.zero + out.subnormal
         for operand in inputs:
             reading = operand.reading
-            # Counts of other formats cannot be subtracted from each other.
+            # Zeros are not counted in integers, which may be a mask; and those of real and complex
+            # tensors cannot be compared.
             if reading.zero < 0 or reading.pattern.reals != out.pattern.reals:
-                return ""  # whole numbers, perhaps a mask; or imaginary parts that come into being
+                return ""
             if not reading.elements:
                 continue
             zeros = reading.zero + reading.subnormal
-            # A broadcast input puts each of its zeros into several outputs.
+            # In a broadcast input each zero affects several elements of the output.
             small -= zeros * max(1, out.elements // reading.elements)
         if small > 0 and small >= UNDERFLOW_SHARE * out.elements:
             return f"{100 * small / out.elements:.0f} % of its elements became zero or subnormal"

@@ -1,10 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""The list of calls: every operator and module that ran, its arguments, and who feeds whom.
+"""The list of calls: every operator and module that ran, its arguments, and the data flow.
 
-`MemoryWriters` remembers which operator filled a tensor's memory last, or which parameter of the
-model it is. Memory is held weakly: it goes when the program frees it, and until then no other
-memory can be mistaken for it. `CallTap` writes the lines of `calls.jsonl`. Reads no values.
+`MemoryWriters` remembers which operator was the last to fill a tensor's memory, or which parameter
+of the model it is. References to memory are weak: the program can free it, and until then no other
+memory can be mistaken for it. `CallTap` writes the lines of `calls.jsonl`. This file reads no
+values.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from driftline.captures.torch.tensors import undisturbed
 from driftline.runs.sidecars.calls import Call, CallTensor, Source
 
 OUTSIDE = "(outside)"
-"""Begins the names of tensors that no operator made that was seen: a program's inputs."""
-# Tables are cleaned of freed memory when they reach this size.
+"""Prefix of the names of tensors that no observed operator made, such as a program's inputs."""
+# When tables exceed this size, entries of freed memory are removed.
 _MOST = 100_000
 
 
@@ -50,7 +51,7 @@ class _Writer(NamedTuple):
 
 
 class MemoryWriters:
-    """Memory and who filled it."""
+    """The operators that filled each piece of memory, and the names of other memory."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -61,7 +62,7 @@ class MemoryWriters:
     def described(
         self, slot: str, alias: str, tensor: torch.Tensor, *, step: int = 0
     ) -> CallTensor:
-        """A tensor that goes into a call of a step."""
+        """The description of a tensor that is an argument of a call in a step."""
         return CallTensor(
             slot,
             dtype_of(tensor),
@@ -77,13 +78,14 @@ class MemoryWriters:
             return None
         with self._lock:
             maker, name = self._makers.get(memory._cdata), self._names.get(memory._cdata)
-            # A parameter that an earlier step wrote (its optimizer did) is a parameter.
+            # A parameter that was written in an earlier step, by an optimizer, is still named as a
+            # parameter.
             if maker is not None and (maker.step == step or name is None):
                 return maker.call, maker.slot
             if name is None:
                 if len(self._names) > _MOST:
                     self._names = {k: n for k, n in self._names.items() if not n[0].expired()}
-                # Memory that nobody was seen to fill gets a name of its own: an input of the
+                # Memory that no observed operator filled gets a new name, as an input of the
                 # program.
                 name = (StorageWeakRef(memory), f"{OUTSIDE}.{self._unknown}")
                 self._names[memory._cdata] = name
@@ -91,11 +93,11 @@ class MemoryWriters:
             return name[1]
 
     def is_kept(self, tensor: torch.Tensor) -> bool:
-        """Whether something of what was there stays when the tensor is overwritten."""
+        """Whether old contents of the memory may matter when the tensor is overwritten."""
         memory = _memory(tensor)
         if memory is None:
             return False
-        # A tensor that covers all of its memory leaves nothing of what was there.
+        # If a tensor covers all of its memory, no old contents remain.
         partly = tensor.numel() * tensor.element_size() < memory.nbytes()
         return memory._cdata in self._makers or (partly and memory._cdata in self._names)
 
@@ -106,13 +108,13 @@ class MemoryWriters:
         with self._lock:
             if len(self._makers) > _MOST:
                 self._makers = {k: m for k, m in self._makers.items() if not m.memory.expired()}
-                # All of it is alive: the table would be cleaned at every call from now on.
+                # If all memory is alive, the table would be cleaned at every call from now on.
                 if len(self._makers) > _MOST:
                     self._makers.clear()
             self._makers[memory._cdata] = _Writer(StorageWeakRef(memory), step, call, slot)
 
     def made_unseen(self, tensor: torch.Tensor) -> None:
-        """Somebody who is not listed filled it: who did so before no longer counts."""
+        """Forget who filled a tensor's memory, because an operator not listed has filled it."""
         if self._makers:
             memory = _memory(tensor)
             if memory is not None:
@@ -125,7 +127,7 @@ class MemoryWriters:
             if memory is None:
                 continue
             named = self._names.get(memory._cdata)
-            # A parameter's own name is better than the number of an unknown tensor.
+            # A parameter's name replaces the number of an unknown tensor.
             if named is None or named[1].startswith(OUTSIDE):
                 self._names[memory._cdata] = (StorageWeakRef(memory), f"{prefix}{name}")
 
@@ -140,7 +142,7 @@ class MemoryWriters:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its extents; a nested tensor has none."""
+    """The shape of a tensor; empty for a nested tensor, which has none."""
     return () if tensor.is_nested else tuple(map(int, tensor.shape))
 
 
@@ -154,12 +156,12 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> Any | None:
-    """The memory behind a tensor; None for those that have none of their own."""
+    """The storage of a tensor; None if it has none of its own."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
         return None
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # wrappers around other tensors
+    except (NotImplementedError, RuntimeError):  # a wrapper of other tensors
         return None
 
 
@@ -169,14 +171,14 @@ def _memory(tensor: torch.Tensor) -> Any | None:
 Named = Sequence[tuple[str, str, torch.Tensor]]
 
 MOST_CALLS = 1_000_000
-"""A program that runs for days must not fill the disk with a list."""
+"""Largest number of listed calls, so that a program that runs for days does not fill the disk."""
 MOST_WAITING = 20_000
-# Lines are written in batches; a kill loses one batch at most.
+# Lines are written in batches of this size; a kill loses at most one batch.
 _WRITTEN_AT_ONCE = 256
 
 
 class _Open(NamedTuple):
-    """A module call under way."""
+    """A module call in progress."""
 
     frame: Frame
     call: Call
@@ -191,8 +193,8 @@ class CallTap:
     """Writes one line for each operator and each module that ran.
 
     Args:
-        session: The capture that it belongs to; its selection holds here too.
-        write: Takes lines of `calls.jsonl`.
+        session: The capture to which it belongs, whose selection is used here too.
+        write: Writes lines of `calls.jsonl`.
     """
 
     def __init__(self, session: Any, write: Callable[[str], None]) -> None:
@@ -210,14 +212,14 @@ class CallTap:
         self._lock = threading.RLock()
         self._lines: list[str] = []
         self._written = self._begun = 0
-        # A whole program begins with its building; a `with` block says itself where it begins.
+        # A whole program begins by building a model; a `with` block begins where the user wants it.
         self._held: list[str] | None = [] if self.session.global_scope else None
         self._memory = MemoryWriters()
         self._counts: dict[tuple[str, int], int] = {}
         self._children: dict[str, int] = {}
         self._full = False
 
-    # --- life
+    # --- Beginning and end.
 
     def install(self) -> None:
         self.active = True
@@ -240,7 +242,7 @@ class CallTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `module_calls` around each call of a root module."""
+        """A context around each outermost module call."""
         if not self.active:
             yield
             return
@@ -260,7 +262,7 @@ class CallTap:
             self._flush()
 
     def _begin(self, frame: Frame) -> None:
-        """A model is called: what ran outside before the first call was its building."""
+        """At a model's first call, drop the operators that ran outside modules before it."""
         if self._held is not None or self._building:
             with self._lock:
                 self._held, self._building = None, False
@@ -269,7 +271,7 @@ class CallTap:
                 self._children.clear()
             self._where.count_anew()
         if not self.session.wants_step(frame.step):
-            self._memory.forget_makers()  # what fills memory now is not seen
+            self._memory.forget_makers()  # operators of this step are not observed
 
     @contextmanager
     def around_backward(self) -> Generator[None]:
@@ -279,14 +281,14 @@ class CallTap:
 
     def unseen(self, what: str) -> None:
         if "ops" in self.session.levels:
-            return  # the operator level says so already
+            return  # the operator tap reports it already
         self.session.event_once(
             "operators-unseen",
             f"the operators of {what} are not listed: torch computes it differently when it is "
             "watched",
         )
 
-    # --- modules
+    # --- Modules.
 
     def before_forward(self, frame: Frame, inputs: Named) -> None:
         self._where.enter(frame.site)
@@ -310,7 +312,7 @@ class CallTap:
     def on_forward(self, frame: Frame, inputs: Named, outputs: Named) -> None:
         self._where.leave(frame.site)
         stack = self._thread.stack
-        # A call that raised has left its entry on the stack.
+        # A call that raised has left an entry on the stack.
         while stack:
             opened = stack.pop()
             if opened.frame is frame:
@@ -326,10 +328,10 @@ class CallTap:
         wants = self.session.wants
         return wants(site, class_name, "output") or wants(site, class_name, "input")
 
-    # --- operators
+    # --- Operators.
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it."""
+        """Run one operator and list its call."""
         if not self.active:
             return func(*args, **kwargs)
         begun: tuple[OperatorSite, Call] | None = None
@@ -359,8 +361,8 @@ class CallTap:
             if begun is not None and operator is not None:
                 with undisturbed():
                     self._end_call(*begun, operator, args, kwargs, result)
-            # An operator that is not listed still fills memory; its earlier maker must not be
-            # named.
+            # An operator that is not listed fills memory too, so the memory's earlier writer is
+            # forgotten.
             elif operator is not None and not operator.silent:
                 with undisturbed():
                     for _, tensor in tensors_in(result, ""):
@@ -376,7 +378,7 @@ class CallTap:
             defaults = {
                 argument.name: plain(argument.default_value)
                 for argument in (schema.arguments if schema is not None else ())
-                # Tensors are listed as inputs, not as parameters.
+                # Tensors are listed as inputs, other arguments as parameters.
                 if argument.has_default_value() and "Tensor" not in str(argument.type)
             }
             entry = self._operators[func] = (Operator(func), defaults)
@@ -410,7 +412,7 @@ class CallTap:
                 inputs += [
                     described(name, alias, tensor, step=operator_site.step)
                     for name, tensor in tensors
-                    # An argument that is overwritten entirely feeds nothing into the call.
+                    # An argument that is completely overwritten is not an input of the call.
                     if slot not in operator.unread or self._memory.is_kept(tensor)
                 ]
             else:
@@ -424,7 +426,7 @@ class CallTap:
             operator_site.step,
             visit,
             operator_site.phase,
-            # In a backward pass the module is not running any more.
+            # In a backward pass the module's call is already over.
             self._inside() if operator_site.phase != "backward" else None,
             tuple(inputs),
             (),
@@ -460,12 +462,12 @@ class CallTap:
 
     def _learn_weights(self, root: nn.Module, site: str) -> None:
         try:
-            # The root's site stands in parentheses and is no prefix of a parameter's name.
+            # The site `(root)` is not a prefix of parameters' names.
             self._memory.learn_weights(root, "" if site.startswith("(") else f"{site}.")
         except Exception as error:
             self.session.event_once("weights-unknown", f"parameters have no names: {error}")
 
-    # --- lines
+    # --- Lines.
 
     def _number(self) -> int:
         with self._lock:
@@ -477,11 +479,11 @@ class CallTap:
         return stack[-1].call.number if stack else None
 
     def _ids(self, operator_site: OperatorSite) -> str:
-        """The place of an operator: that of its module, and a number beyond its children."""
+        """The id of an operator: that of its module, with a number after those of its children."""
         place = self.session.names.site(operator_site.site.rsplit("/", 1)[0])
         above = (place.ids or "") if place is not None else ""
         children = self._children.get(above)
-        if children is None:  # asked for once, while the module is alive
+        if children is None:  # read once, while the module is alive
             module = place.ref() if place is not None else None
             children = self._children[above] = len(module._modules) if module is not None else 0
         with self._lock:
@@ -496,7 +498,7 @@ class CallTap:
             if self._full:
                 return
             line = call.to_line()
-            # Calls of the build phase wait until it is known whether they matter.
+            # Calls of the build phase are held until it is known whether a model is called.
             if outside and self._held is not None:
                 self._held.append(line)
                 if len(self._held) > MOST_WAITING:
@@ -523,7 +525,7 @@ class CallTap:
                 self.session.guarded("calls", self._write, "".join(lines))
 
     def _same_process(self) -> None:
-        """In a forked child: what was seen was its parent's."""
+        """Start anew in a forked child."""
         if self._process != os.getpid():
             self._forget()
             self._thread = _Thread()

@@ -1,11 +1,12 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""How operators are observed: a dispatch mode that sees each one and changes nothing.
+"""Observe operators with a dispatch mode that sees every operator and changes nothing.
 
-Three parts. Forward-mode differentiation: inside a level (`torch.func.jvp`, dual levels) torch
-chooses the formulas of tangents anew at each operator, and chooses others, with other last bits, as
-soon as any dispatch mode is on; so the mode goes off. Mode-sensitive functions and nodes, for the
-same reason. And the mode itself with its place below all modes of the program.
+The file has three parts. The first follows forward-mode differentiation: inside a level
+(`torch.func.jvp`, dual levels) torch chooses the formula of a tangent at each operator, and if any
+dispatch mode is on it chooses another one, with other last bits; so our mode is switched off. The
+second finds other functions and nodes that are sensitive to modes. The third is the mode itself,
+which is put below all modes of the program.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ _level_patches = PatchSet()
 
 
 def is_open() -> bool:
-    """Whether a level is open. Levels belong to the process, not to a thread."""
+    """Whether a forward-mode level is open. Levels belong to the process, not to a thread."""
     return _open
 
 
 def _doors() -> tuple[Any, str, str]:
-    """Where torch opens and closes a level: a module, and two names that it looks up each time.
+    """The module and names of the functions with which torch opens and closes a level.
 
-    The inner pair, where there is one: compiled graphs and programs that imported the outer one by
-    name before us come through it too.
+    torch looks these functions up by name at each call. If there is an inner pair, it is used,
+    because compiled graphs, and programs that imported the outer pair by name before us, call it
+    too.
     """
     inner: Any = sys.modules.get("torch._functorch.predispatch")
     names = ("_enter_dual_level_impl", "_exit_dual_level_impl")
@@ -59,7 +61,7 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
     enter, leave = getattr(where, enter_name), getattr(where, exit_name)
 
     def watched_enter() -> int:
-        # Only the outermost level matters; inner ones change nothing more.
+        # Only the outermost level matters; inner levels make no difference.
         global _open
         if _open or _opened is None:
             return enter()
@@ -67,7 +69,7 @@ def follow(opened: Callable[[], None], closed: Callable[[], None]) -> None:
         _opened()
         try:
             return enter()
-        # Opening failed, so no level is there to be closed later.
+        # Opening failed, so no level will be closed later.
         except BaseException:
             _now_closed()
             raise
@@ -90,27 +92,30 @@ def _now_closed() -> None:
 
 
 def unfollow() -> None:
-    """Call nobody any more; torch gets its own functions back."""
+    """Stop the calls and restore torch's functions."""
     global _opened, _closed
     _opened = _closed = None
     _level_patches.restore()
 
 
-# Mode-sensitive functions: torch computes them in another way, with other last bits, under a mode.
+# Mode-sensitive functions: if any mode is on, torch computes them in another way, and the results
+# differ in their last bits.
 
 
-# Their results differ in the last bits with a mode on, whatever the mode does.
 FUNCTIONS = ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals")
-"""Of `torch.linalg`: they take eigenvalues or singular values and, when watched, vectors too."""
+"""Functions of `torch.linalg` that compute eigenvalues or singular values.
+
+If a mode is on, they compute the vectors too.
+"""
 _BY_SINGULAR_VALUES = ("nuc", 2, -2)
 _NORMS = ("linalg_matrix_norm", "linalg_norm")
 
 _NODES = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "LinalgDetBackward0"})
-_MASKED_FILL = "MaskedFillBackward1"  # only where the value filled in has a gradient
+_MASKED_FILL = "MaskedFillBackward1"  # sensitive only if the filled value has a gradient
 
 
 def is_mode_sensitive(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of one of `FUNCTIONS` is: norms only where they need singular values."""
+    """Whether a call of one of `FUNCTIONS` is mode-sensitive: norms only for some orders."""
     if name not in _NORMS:
         return True
     order = kwargs.get("ord", args[1] if len(args) > 1 else None)
@@ -118,7 +123,7 @@ def is_mode_sensitive(name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def mode_sensitive_node(outputs: Sequence[Any]) -> str:
-    """The first node of a graph whose gradient would change in its last bits; empty if none."""
+    """Name of a node in a graph whose gradient would change in its last bits; empty if none."""
     # Tensors have a `grad_fn`, gradient edges a `node`.
     nodes = [
         getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
@@ -129,7 +134,7 @@ def mode_sensitive_node(outputs: Sequence[Any]) -> str:
         node = waiting.pop()
         following = node.next_functions
         name = type(node).__name__
-        # The gradient of the filled value is the one that changes.
+        # The second edge is that of the filled value, whose gradient would change.
         if name in _NODES or (name == _MASKED_FILL and following[1][0] is not None):
             return name
         for output, _ in following:
@@ -142,17 +147,17 @@ def mode_sensitive_node(outputs: Sequence[Any]) -> str:
 # The mode.
 
 
-# Private parts of torch, of which the stubs know nothing.
+# Private parts of torch, which are not in its type stubs.
 _stack: Any = _python_dispatch
 
 _NOT_THERE = frozenset({"FakeTensor", "FunctionalTensor", "ProxyTensor"})
-"""Tensors of a compiler at work: they have shapes, no values."""
+"""Classes of tensors that a compiler uses while tracing; they have shapes but no values."""
 _TANGENTS = "forward-mode differentiation (torch.func.jvp, dual levels)"
 
 
 def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
-    """Keep Dynamo from compiling these when they run inside its programs, and what they call."""
-    # Dynamo may be missing from a build of torch, or have another interface.
+    """Keep Dynamo from compiling functions and, with `callees`, everything that they call."""
+    # A build of torch may lack Dynamo, or have another interface.
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     for function in functions:
         code = inspect.unwrap(function).__code__
@@ -165,41 +170,42 @@ def hide_from_compiler(*functions: Any, callees: bool = True) -> None:
 
 
 def break_graphs(*hooks: Any) -> None:
-    """Have the compiler run these hooks, rather than take them into a program that it compiles.
+    """Let the compiler call hooks instead of compiling them into a program.
 
-    Traced, a hook may run once too often: Dynamo begins anew where it meets what it cannot compile.
+    If a hook were traced, it might run once too often, because Dynamo begins anew at code that it
+    cannot compile.
     """
     hide_from_compiler(*hooks)
     for hook in hooks:
-        hook.__dict__["_torchdynamo_disable"] = True  # what `torch.compiler.disable` leaves, too
+        hook.__dict__["_torchdynamo_disable"] = True  # as `torch.compiler.disable` does
 
 
 class Watcher(Protocol):
-    """Runs an operator, and looks at it while doing so."""
+    """Runs operators and observes them."""
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def around_backward(self) -> AbstractContextManager[None]: ...
 
     def unseen(self, what: str) -> None:
-        """Something is left alone, since torch computes it differently when it is watched."""
+        """Report operators that are not observed, because torch would compute them differently."""
         ...
 
 
 @contextmanager
 def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
-    """Show every operator of this thread to `watcher`, once, until the block is left.
+    """Show every operator of this thread to a watcher, once, inside the block.
 
     Args:
-        watcher: Who is shown them.
-        lasting: The watch ends with the process, so the mode may stay: what a server's thread does
-            with the model's output is seen too.
+        watcher: The watcher.
+        lasting: Whether the mode stays on after the block, because the watch lasts until the end of
+            the process. So what a server's thread does with the model's output is seen too.
     """
     if lasting:
         begin_watching(watcher)
         yield
         return
-    # Tangents would change: the mode has to be off for the whole block.
+    # The mode has to be off in the whole block, because tangents would change.
     if is_open():
         watcher.unseen(_TANGENTS)
         on = _sees(watcher)  # another thread may have opened the level since
@@ -211,7 +217,7 @@ def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
             if on:
                 begin_watching(watcher)
         return
-    if not begin_watching(watcher):  # recomputation calls modules inside a backward pass
+    if not begin_watching(watcher):  # already on: recomputation calls modules in a backward pass
         yield
         return
     try:
@@ -221,13 +227,16 @@ def watching(watcher: Watcher, *, lasting: bool = False) -> Generator[None]:
 
 
 def begin_watching(watcher: Watcher) -> bool:
-    """Show every operator of this thread to `watcher` from now on; False when it sees them already.
+    """Show every operator of this thread to a watcher from now on.
 
-    Where a forward-mode level is open it begins when that is left; in a thread that did not open
-    it, and whose mode is taken off here if it is on, with the next call of a module.
+    If a forward-mode level is open, the mode is taken off if it is on. Watching then begins when
+    the level is closed, or, in a thread that did not open the level, with the next module call.
 
-    The mode goes below all modes of the program. A mode is taken off by whoever takes one off, not
-    by name: ours, lying anywhere else, could go in place of the program's own.
+    The mode is put below all modes of the program. A program pops the topmost mode, not a certain
+    one, so in any other place ours could be popped instead of the program's own.
+
+    Returns:
+        False if the watcher already sees the operators, or a level is open.
     """
     if is_open():
         watcher.unseen(_TANGENTS)
@@ -238,7 +247,7 @@ def begin_watching(watcher: Watcher) -> bool:
     _waiting.discard(watcher)
     if _sees(watcher):
         return False
-    # Ours has to be below the program's modes, so those come off first and go back on.
+    # Our mode has to be below the program's modes, so these are taken off and put back.
     above = _take_off()
     _stack._push_mode(_OperatorMode(watcher))
     _put_back(above)
@@ -251,15 +260,15 @@ def _sees(watcher: Watcher) -> bool:
 
 
 def end_watching(watcher: Watcher) -> None:
-    """Take the watcher's mode off this thread's stack, wherever it is in it."""
+    """Remove the watcher's mode from this thread's stack of modes, at any position."""
     _waiting.discard(watcher)
     _put_back([mode for mode in _take_off() if not _is_of(mode, watcher)])
 
 
 def _take_off() -> list[Any]:
-    """All modes of this thread but those of torch's own compilers, the lowest first."""
+    """Pop all modes of this thread, except those of torch's own; return them, lowest first."""
     modes: list[Any] = []
-    # Modes of the compiler have places of their own and cannot be popped here.
+    # torch's own modes are in separate slots and cannot be popped here.
     while (mode := _stack._get_current_dispatch_mode()) is not None and not _is_infra(mode):
         modes.append(_stack._pop_mode())
     modes.reverse()
@@ -272,7 +281,7 @@ def _put_back(modes: Sequence[Any]) -> None:
 
 
 def _is_infra(mode: Any) -> bool:
-    """Torch keeps these in places of their own, below all others."""
+    """Whether it is one of torch's own modes, which are in separate slots below all others."""
     return getattr(mode, "_mode_key", None) is not None
 
 
@@ -281,7 +290,7 @@ def _is_of(mode: Any, watcher: Watcher) -> bool:
 
 
 class _OperatorMode(_python_dispatch.TorchDispatchMode):
-    """Hands every operator to the watcher; torch takes the mode off while it does so."""
+    """Passes every operator to the watcher; torch switches the mode off meanwhile."""
 
     supports_higher_order_operators = True
 
@@ -295,11 +304,11 @@ class _OperatorMode(_python_dispatch.TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's own way loads Dynamo at the first operator: seconds, in a program without it.
+        # torch's own method loads Dynamo at the first operator, which takes seconds.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Shapes without values have nothing to record.
+        # Tensors without values cannot be recorded.
         if types and any(kind.__name__ in _NOT_THERE for kind in types):
             return func(*args, **(kwargs or {}))
         return self.watcher.call(func, args, kwargs or {})
@@ -315,8 +324,8 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-# The one function through which `backward` and `grad` reach the engine, found by name at each call.
-# Tensor hooks would start too late: the backward of the loss itself is an operator too.
+# The function with which `backward` and `grad` call the engine; torch looks it up at each call.
+# Tensor hooks would be too late, because the backward of the loss itself runs operators too.
 _ENGINE = "_engine_run_backward"
 _autograd: Any = torch.autograd
 _linalg: Any = torch.linalg
@@ -330,7 +339,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _original is not None
     if not _watchers or torch.compiler.is_compiling():
         return _original(*args, **kwargs)
-    # The graph is walked before the pass: no mode may be on when a sensitive node runs.
+    # The graph is searched before the pass, because no mode may be on when a sensitive node runs.
     with ExitStack() as around:
         mode_sensitive = mode_sensitive_node(args[0] if args else kwargs.get("t_outputs", ()))
         for watcher in _watchers:
@@ -345,7 +354,10 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _unwatched() -> Generator[None]:
-    """Take our modes off: inside another backward pass (reentrant checkpointing) they may be on."""
+    """Switch our modes off inside the block.
+
+    They may be on inside another backward pass (reentrant checkpointing).
+    """
     modes: list[Any] = []
     while isinstance(_stack._get_current_dispatch_mode(), _OperatorMode):
         modes.append(_stack._pop_mode())
@@ -379,10 +391,10 @@ _waiting = _Waiting()
 
 
 def _level_opened() -> None:
-    """Tangents are about to be computed: their formulas are others as soon as a mode is on."""
+    """Switch our modes off before a level is opened; they would change the tangents."""
     for watcher in _watchers:
         watcher.unseen(_TANGENTS)
-    # All modes come off, and only the program's own go back.
+    # All modes are taken off, and only the program's own are put back.
     modes = _take_off()
     for mode in modes:
         if isinstance(mode, _OperatorMode):
@@ -402,7 +414,7 @@ hide_from_compiler(_run_backward, callees=False)  # a backward pass may call com
 
 
 def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch that is run without our modes where they would change its last bits."""
+    """Wrap a function of torch to run without our modes if they would change its last bits."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _watchers:
@@ -419,11 +431,12 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_mode_sensitive(watcher: Watcher) -> bool:
-    """Enclose every backward pass in `watcher.around_backward`; mode-sensitive functions run alone.
+    """Run every backward pass in `watcher.around_backward`, and sensitive functions without modes.
 
-    To be called before `begin_watching`.
+    Call it before `begin_watching`.
 
-    False where backward passes cannot be enclosed.
+    Returns:
+        False if this version of torch does not allow to wrap backward passes.
     """
     global _watchers, _original
     with _lock:
@@ -449,7 +462,7 @@ def unwatch_mode_sensitive(watcher: Watcher) -> None:
             return
         _function_patches.restore()
         unfollow()
-        # Somebody else may have wrapped it after us; then ours stays below, doing nothing.
+        # If another library has wrapped our function since, ours stays and does nothing.
         if getattr(_autograd, _ENGINE, None) is _run_backward:
             setattr(_autograd, _ENGINE, _original)
             _original = None

@@ -1,11 +1,11 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
-"""What an operator's schema says about its values, what it fails to say, and arguments by slot.
+"""Facts about operators from their schemas, facts that schemas lack, and arguments by slot.
 
-Which outputs are views, which arguments are written, and which memory was never filled: reading
-that would make two equal runs differ. `WatchedOperator` adds what the error check needs to know.
-Sees schemas and arguments, no values.
+They include which outputs are views, which arguments are written, and which memory is never filled;
+if that was read, two equal runs would differ. `WatchedOperator` adds facts for the error check.
+This file reads schemas and arguments, but no values of tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from driftline.captures.torch.tensors import undisturbed
 _WITHOUT_VALUES = frozenset(
     f"aten::{name}"
     for name in (
-        "_unsafe_view",  # a view in all but its schema
+        "_unsafe_view",  # a view, although its schema does not say so
         "empty",
         "empty_like",
         "empty_permuted",
@@ -38,18 +38,18 @@ _WITHOUT_VALUES = frozenset(
         "record_stream",
     )
 )
-# What was there before is of no interest, and often was never written.
+# These operators overwrite `self`, whose old values often were never written.
 _OVERWRITES = re.compile(
     "aten::(bernoulli|cauchy|copy|exponential|fill|geometric|(log_)?normal|random|uniform|zero)_"
 )
-# Scratch space that a kernel leaves for its backward: not all of it is ever written.
+# Scratch memory that a kernel keeps for its backward, not all of which is ever written.
 _SCRATCH = frozenset(
     (
         *("workspace", "reserve", "reserveSpace", "dropout_state", "weight_buf"),  # recurrent, norm
         *("rng_state", "unused", "debug_attn_mask", "philox_seed", "philox_offset"),  # attention
     )
 )
-_SCRATCH_OUTPUTS = {  # where the schema gives no names
+_SCRATCH_OUTPUTS = {  # for operators whose schemas do not name these outputs
     "aten::mkldnn_rnn_layer": (3,),
     "aten::_cudnn_rnn": (3, 4),
     "aten::miopen_rnn": (3, 4),
@@ -57,28 +57,31 @@ _SCRATCH_OUTPUTS = {  # where the schema gives no names
     "aten::_batch_norm_with_update": (3,),
 }
 _RUNNING = ("running_mean", "running_var")
-_UNDECLARED_WRITES = {  # older operators that write where their schema does not say so
+_UNDECLARED_WRITES = {  # older operators that write arguments although their schemas do not say so
     "aten::native_batch_norm": _RUNNING,
     "aten::cudnn_batch_norm": _RUNNING,
     "aten::miopen_batch_norm": _RUNNING,
 }
-# Collectives return before they are done. What they send can be read; what they receive cannot,
-# and most of c10d's take the memory to receive into as an argument among others.
+# Collectives return before they are done. Tensors that they send can be read, but not those that
+# they receive; most of c10d's get the memory for received tensors as an argument among others.
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
-# Operators of c10d that only send; what they are given can be read.
+# Operators of c10d that only send, so that their inputs can be read.
 _SENDERS = frozenset({"allreduce_", "allreduce_coalesced_", "reduce_", "send"})
 
 
 class Operator:
-    """What has to be known of one operator overload; looked up at every call, worked out once.
+    """Facts about one operator overload, computed once and used at every call.
 
     Attributes:
-        silent: Nothing of it has values of its own.
-        unread: Arguments whose values before the call mean nothing.
-        scratch: Positions of outputs that mean nothing.
+        arguments: Names of its arguments.
+        name: Its name with the namespace, such as `aten.mm`.
+        full_name: Its name with the overload.
+        silent: Whether none of its tensors has values of its own.
+        unread: Arguments whose values before the call have no meaning.
+        scratch: Positions of outputs whose values have no meaning.
         written: Position and name of arguments that are written but not returned.
-        in_flight: Its outputs are still being received when it returns.
-        tensors: Positions of arguments that must be tensors: here no number stands for one.
+        in_flight: Whether its outputs are still being received when it returns.
+        tensors: Positions of arguments that must be tensors and cannot be numbers.
     """
 
     __slots__ = (
@@ -115,13 +118,13 @@ class Operator:
             bool(func.is_view)
             or str(schema.name) in _WITHOUT_VALUES
             or (space == "c10d" and short not in _SENDERS)
-            or space == "profiler"  # marks that torch's optimizers leave; they compute nothing
+            or space == "profiler"  # marks of torch's optimizers for the profiler, without results
         )
 
 
 def _tensor_positions(schema: Any, short: str) -> tuple[int, ...]:
     """Positions of arguments that must be tensors."""
-    # Where a number may stand for a tensor, torch converts it itself.
+    # If an operator accepts numbers as tensors, torch converts them.
     if torch._C._should_allow_numbers_as_tensors(short):
         return ()
     return tuple(
@@ -138,26 +141,26 @@ def _written_only(schema: Any) -> list[tuple[int, str]]:
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in undeclared
     ]
-    # What is written and also returned (`add_`, `out=`) is an output already.
+    # Arguments that are written and also returned (`add_`, `out=`) are outputs already.
     returned = sum(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     return written if returned < len(written) else []
 
 
-# The arguments of an operator: tensors by slot, the others as JSON.
+# The arguments of an operator: tensors by slot, other arguments as JSON.
 
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""What a number is as a tensor, where torch makes one of it by itself."""
-# Bounds the lines of the list of calls, not what an operator computes.
+"""The dtypes that torch uses when it makes tensors of Python numbers."""
+# Limits for lines of the list of calls.
 _LONGEST_TEXT = 200
 _LONGEST_LIST = 1000
 
 
 def with_tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[Any, ...]:
-    """The same arguments with tensors in place of numbers, where an operator takes no number.
+    """The arguments with numbers replaced by tensors at positions that must be tensors.
 
-    TorchScript's constants are tensors that torch shows to modes as numbers, and it does not take
-    all of them back.
+    torch passes constants of TorchScript, which are tensors, to modes as numbers. It does not
+    accept all of these numbers as arguments.
     """
     for index in positions:
         if index < len(args) and type(args[index]) in _NUMBERS:
@@ -169,7 +172,7 @@ def with_tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[Any
 
 
 def argument_tensors(value: Any, slot: str) -> Generator[tuple[str, torch.Tensor]]:
-    """A tensor, or those of a list, each with its slot."""
+    """(slot, tensor) of a tensor, or of each tensor in a list."""
     if isinstance(value, torch.Tensor):
         yield slot, value
     elif isinstance(value, (list, tuple)):
@@ -179,7 +182,7 @@ def argument_tensors(value: Any, slot: str) -> Generator[tuple[str, torch.Tensor
 
 
 def plain(value: Any) -> Any:
-    """An argument that is no tensor, as JSON; what JSON has no word for in torch's words."""
+    """An argument other than a tensor, as JSON; torch's own types are converted to text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -201,11 +204,11 @@ def plain(value: Any) -> Any:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its axes as they are in memory, from the slowest; () where that is the order they have.
+    """The axes of a tensor in memory order, the slowest first; () if this is their own order.
 
-    In that order a transposed weight has the bytes of the weight itself.
+    In memory order a transposed weight has the same bytes as the weight itself.
     """
-    # Order of axes has no meaning below two of them.
+    # With fewer than two axes there is no order.
     if tensor.dim() < 2 or tensor.layout is not torch.strided or tensor.is_nested:
         return ()
     if tensor.is_contiguous():
@@ -215,7 +218,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return () if order == tuple(range(len(strides))) else order
 
 
-# What the error check has to know of an operator and of one call.
+# Facts about operators and calls for the error check.
 
 
 _ALLOCATES = frozenset(
@@ -224,10 +227,12 @@ _ALLOCATES = frozenset(
         *("aten.new_empty", "aten.new_empty_strided", "aten.resize_", "aten.empty_quantized"),
     )
 )
-# A larger integer does not fit a float, and is no value of a tensor either.
+# A larger integer may not fit into a float, and cannot be a value of a tensor either.
 _LARGEST_INT = 2**1023
 _COLLECTIVE_PREFIXES = ("c10d.", "_c10d_functional.")
-_LOGARITHMIC = {  # sums of exponentials for the backward pass: nothing has a logarithm of -inf
+# Outputs that are logarithms of sums of exponentials, for the backward pass. That of an empty sum
+# is -inf, which is no error.
+_LOGARITHMIC = {
     "_ctc_loss": (1,),
     "_scaled_dot_product_flash_attention": (1,),
     "_scaled_dot_product_flash_attention_for_cpu": (1,),
@@ -239,15 +244,15 @@ _LOGARITHMIC = {  # sums of exponentials for the backward pass: nothing has a lo
 
 
 class WatchedOperator(Operator):
-    """What the watch has to know of an operator besides.
+    """Further facts about an operator for the error check.
 
     Attributes:
         short: Its name without the namespace.
-        allocates: Its result is memory that nobody has written.
+        allocates: Whether its result is memory that was never written.
         overwrites: Position and name of arguments that it reads and writes.
-        collective: Other ranks may write into its tensors.
-        mutates: It writes into something that was there before.
-        defaults: Arguments that are no tensors and need not be given.
+        collective: Whether other ranks may write into its tensors.
+        mutates: Whether it writes into an argument.
+        defaults: Default values of arguments other than tensors.
     """
 
     __slots__ = ("allocates", "collective", "defaults", "mutates", "overwrites", "short")
@@ -257,7 +262,7 @@ class WatchedOperator(Operator):
         self.short = self.name.partition(".")[2]
         self.scratch = self.scratch.union(_LOGARITHMIC.get(self.short, ()))
         if self.full_name.endswith("_mode"):
-            self.short += "_mode"  # a division that rounds: its zeros are the point
+            self.short += "_mode"  # a division that rounds, so that results of zero are intended
         self.collective = self.name.startswith(_COLLECTIVE_PREFIXES) and self.short != "wait_tensor"
         self.allocates = self.name in _ALLOCATES
         schema = getattr(func, "_schema", None)
@@ -281,7 +286,7 @@ class WatchedOperator(Operator):
 
 
 def numbers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Numbers:
-    """Numbers that were written into a call."""
+    """The Python numbers among the arguments of a call."""
     numbers: list[float] = []
     for value in (*args, *kwargs.values()):
         items = value if isinstance(value, (list, tuple)) else (value,)
@@ -299,7 +304,7 @@ def numbers_in(args: Sequence[Any], kwargs: dict[str, Any]) -> Numbers:
 def parameters_in(
     operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call that are no tensors, as JSON: what a replay needs besides."""
+    """The arguments of a call other than tensors, as JSON; a replay needs them too."""
     names = operator.arguments
     values = dict(operator.defaults)
     for index, value in enumerate(args):
@@ -317,7 +322,7 @@ def _has_tensors(value: Any) -> bool:
 def inputs_of(
     operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Name, position and tensor of everything a call reads."""
+    """(slot, position, tensor) of each tensor that a call reads."""
     names = operator.arguments
     for index, value in enumerate(args):
         name = names[index] if index < len(names) else str(index)
@@ -333,7 +338,7 @@ def inputs_of(
 def outputs_of(
     operator: WatchedOperator, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Slot and tensor of everything a call writes."""
+    """(slot, tensor) of each tensor that a call writes."""
     if isinstance(result, torch.Tensor):
         yield "0", result
     elif isinstance(result, (list, tuple)):

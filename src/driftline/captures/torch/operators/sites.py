@@ -1,9 +1,10 @@
 """The site, phase, step and visit of an operator.
 
-Inside a module's call an operator belongs to the module. Outside of all modules, the module part of
-its site is the class of the optimizer that is stepping, or of a module that is not watched, and
-else `(program)`; the step is that of the model called last. In a backward pass it is the module
-whose forward made the graph node that runs, `(backward)` without one. Reads no tensors.
+Inside a module's call an operator belongs to the module. Outside all modules, the module part of
+its site is the class of the optimizer that is stepping, or of a module that is not watched, or
+otherwise `(program)`; the step is that of the model called last. In a backward pass, the module
+part is the module whose forward made the graph node that runs, or `(backward)` without one. This
+file reads no tensors.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -29,22 +30,24 @@ from driftline.captures.torch.operators.schema import Operator
 
 BACKWARD = "(backward)"
 PROGRAM = "(program)"
-# Private parts of torch, of which the stubs know nothing.
+# Private parts of torch, which are not in its type stubs.
 _C: Any = torch._C
 _autograd: Any = torch.autograd
 
-# Sequence number that torch gives all nodes of leaves; the others count up.
+# Sequence number of all nodes of leaves; other nodes are counted.
 _LEAF = 2**64 - 1
-# Bounds the memory of programs that run for days without a backward pass.
+# Limits the memory used by programs that run for days without a backward pass.
 _BOUNDARIES = 1_000_000
 
 
 class OperatorSite:
-    """One operator overload in one module, phase and step: what is wanted of it.
+    """One operator overload in one module, phase and step, and which of its ports are captured.
 
     Attributes:
-        outside: It ran in no module.
-        calls: How often the operator was called there so far, shared by its overloads.
+        outside: Whether it runs outside all modules.
+        calls: Number of the operator's calls there so far, shared by its overloads.
+        input: Whether inputs are captured.
+        output: Whether outputs are captured.
     """
 
     __slots__ = ("calls", "input", "output", "outside", "phase", "site", "step")
@@ -75,7 +78,7 @@ class OperatorSite:
 
 
 class _Marks:
-    """Which module was running from which autograd sequence number on, in one thread."""
+    """The module that was running at each autograd sequence number, in one thread."""
 
     __slots__ = ("numbers", "sites")
 
@@ -86,7 +89,7 @@ class _Marks:
     def put(self, site: str) -> None:
         self.numbers.append(_autograd._get_sequence_nr())
         self.sites.append(site)
-        # The oldest half goes: nodes of long finished steps do not come back.
+        # The oldest half is dropped, because nodes of old steps do not run any more.
         if len(self.numbers) > _BOUNDARIES:
             del self.numbers[: _BOUNDARIES // 2], self.sites[: _BOUNDARIES // 2]
 
@@ -96,11 +99,11 @@ class _Marks:
 
 
 class _Step(NamedTuple):
-    """An optimizer's step under way, known by the Python frame that makes it.
+    """A running step of an optimizer, identified by its Python frame.
 
-    Torch tells when a step begins and when it is done, not when it raises; but an operator runs
-    inside a step exactly if the step's frame is below it. The frame itself is not held: it would
-    keep the program's tensors alive.
+    torch's hooks are called when a step begins and when it is done, but not if it raises. So an
+    operator is inside a step exactly if the step's frame is below it on the stack. The frame itself
+    is not stored, because it would keep the program's tensors alive.
     """
 
     frame: int
@@ -109,7 +112,7 @@ class _Step(NamedTuple):
 
 
 class _Steps:
-    """The optimizers' steps under way in one thread, outermost first; one may make another."""
+    """The running optimizer steps of one thread, outermost first; a step may contain another."""
 
     __slots__ = ("_steps",)
 
@@ -131,10 +134,10 @@ class _Steps:
         return self._steps[-1].name if self._steps else ""
 
     def _forget_over(self, frame: FrameType | None) -> None:
-        """Forget the steps that are not below `frame`: done, or left by an exception."""
+        """Forget the steps that are not below `frame`: they are done, or have raised."""
         while self._steps:
             last, below = self._steps[-1], frame
-            # An id alone is not enough: a dead frame's id may be given to another function's frame.
+            # The id is not enough, because another function's frame may have a dead frame's id.
             while below is not None and (id(below) != last.frame or below.f_code is not last.code):
                 below = below.f_back
             if below is not None:
@@ -143,7 +146,7 @@ class _Steps:
 
 
 class _Thread(threading.local):
-    """The modules and the optimizers under way in this thread, and the marks modules left."""
+    """The running modules and optimizer steps of this thread, and the marks of its modules."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
@@ -152,7 +155,7 @@ class _Thread(threading.local):
 
 
 class SiteTracker:
-    """Told what begins and ends, says where an operator is that runs now."""
+    """Follows modules, optimizers and backward passes, and finds the site of each operator."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -175,7 +178,7 @@ class SiteTracker:
         self._sites.clear()
 
     def operator_site(self, func: Any, operator: Operator) -> OperatorSite | None:
-        """Where an operator runs now; None where looking would be noise."""
+        """The site of an operator that is about to run; None if it must not be captured."""
         session = self._session
         frame = session.current_frame()
         if frame is not None:
@@ -195,7 +198,7 @@ class SiteTracker:
                 full,
                 phase,
                 step,
-                # Nothing counts visits of a step that nobody wants.
+                # Visits are not counted in a step that is not captured.
                 self._count(full, phase, step, framed=frame is not None) if wanted else [0],
                 outside=outside,
                 wants_input=wanted and session.wants(full, operator.full_name, "input"),
@@ -206,7 +209,7 @@ class SiteTracker:
         return operator_site
 
     def count_anew(self) -> None:
-        """What ran outside modules so far does not count."""
+        """Reset the counts of operators outside modules."""
         self._sites.clear()
         self._outside_calls.clear()
 
@@ -214,7 +217,7 @@ class SiteTracker:
         return len(self._thread.stack)
 
     def back_to(self, depth: int) -> None:
-        """A root's call is over; an exception may have left something."""
+        """Remove entries that an exception left, after an outermost call."""
         del self._thread.stack[depth:]
 
     def enter(self, site: str) -> None:
@@ -230,14 +233,14 @@ class SiteTracker:
         thread.marks.put(thread.stack[-1] if thread.stack else "")
 
     def enter_backward(self) -> None:
-        # The engine may run nodes in threads of its own, which see the mode but no marks.
+        # The engine may run nodes in its own threads, which have the mode but no marks.
         self._backward = self._thread.marks
 
     def _count(self, full: str, phase: str, step: int, *, framed: bool) -> list[int]:
-        """Where the calls of an operator are counted in one step.
+        """The counter of an operator's calls in one step.
 
-        The steps of a module go up. Without one, they are those of whichever model was called last,
-        and a step may come back.
+        Inside a module, steps only increase. Outside, the step is that of the model called last, so
+        a step may occur again.
         """
         if not framed:
             return self._outside_calls.setdefault((full, phase, step), [0])
@@ -248,18 +251,18 @@ class SiteTracker:
         return calls
 
     def _without_frame(self) -> tuple[str, str, bool]:
-        """Site, phase, and whether it is outside all modules."""
+        """Module part, phase, and whether it is outside all modules, if no module is running."""
         node = _C._current_autograd_node()
         thread = self._thread
         if node is None:
             site = self._session.unwatched_module() or thread.optimizers.current(sys._getframe())
             return site or PROGRAM, "forward", True
         number = node._sequence_nr()
-        # A thread of the engine has no marks of its own.
+        # A thread of the engine has no marks; those of the thread that began the pass are used.
         marks = thread.marks if thread.marks.numbers else self._backward
         return (marks.site(number) if number != _LEAF else "") or BACKWARD, "backward", False
 
-    # Torch calls both from the frame that makes the step.
+    # torch calls both hooks from the frame of the optimizer's step.
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():

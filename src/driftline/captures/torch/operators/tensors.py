@@ -1,27 +1,28 @@
 """Level ops: the tensors of every aten call of a program, with the module it ran in.
 
-A dispatch mode is below all modes of the program in the thread that began the capture, and around
-root modules' calls and backward passes in others; a capture of the whole process stays with every
-thread that has called a module. The site of an operator is `<module>/<operator>`, such as
-`model.layers.0.mlp/aten.mm`; its visit is the nth call of that operator in that module, in that
-step and phase. Where no module is running, the module part is the class of the optimizer that is
-stepping or of a module that is not watched, and else `(program)`; the step is the current one.
-Backward operators belong to the module whose forward made the graph node that runs; without one,
-the module part is `(backward)`.
+The dispatch mode is below all modes of the program. It is on in the thread that began the capture,
+and in other threads around outermost module calls and backward passes. In a capture of the whole
+process it stays on in every thread that has called a module.
 
-What runs outside all modules before the first call of a model is left out, unless no model is ever
+The site of an operator is `<module>/<operator>`, such as `model.layers.0.mlp/aten.mm`. Its visit
+counts the calls of that operator in that module, step and phase. If no module is running, the
+module part is the class of the optimizer that is stepping, or of a module that is not watched, or
+otherwise `(program)`; the step is the current one. A backward operator belongs to the module whose
+forward made the graph node that runs; without such a module, the module part is `(backward)`.
+
+Operators outside all modules before the first call of a model are left out, unless no model is ever
 called; see `build_phase`.
 
-Views, and memory that was allocated but not yet written, have no values of their own and are left
-out; so is what an operator overwrites unread (`out=`, `bernoulli_`), and parameters as inputs: they
-are the parameter level's. Where operators are to be executed again from the run (its list of calls
-is kept, and values whole), a parameter that an operator read is kept under the port `param`, in the
-order in which it is in memory: its bytes are stored once, however many operators read it. Inputs
-are read before the call, outputs after it, and what an operator wrote into its arguments counts as
-output.
+Views, and memory that was allocated but not written, have no values of their own and are left out.
+Arguments that an operator overwrites without reading them (`out=`, `bernoulli_`) are left out too,
+as are parameters, which belong to the level `params`. If operators can be executed again from the
+run (it has a list of calls, and full values), a parameter that an operator reads is kept with the
+port `param`, in memory order, so that its bytes are stored once for all operators that read it.
+Inputs are read before the call and outputs after it; arguments that an operator has written are
+outputs.
 
-Compiled regions stay compiled: their kernels run unseen, only what they call back is seen.
-How a tensor is kept is not known here; the session's `emit` does that.
+Compiled regions stay compiled: their kernels are not seen, only operators that they call back. This
+file does not know how tensors are stored; the session's `emit` does that.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -61,10 +62,10 @@ Named = Sequence[tuple[str, str, torch.Tensor]]
 
 
 class OperatorTap:
-    """Reads the operators of the program.
+    """Captures the operators of the program.
 
-    `module_calls` calls `around_root` around a root's call, and `before_forward` and `on_forward`
-    around each module's, which tells the backward operators' modules.
+    `module_calls` enters `around_root` around an outermost call. It calls `before_forward` and
+    `on_forward` around each module call, by which the modules of backward operators become known.
     """
 
     def __init__(self, session: Any) -> None:
@@ -72,19 +73,19 @@ class OperatorTap:
         self.active = False
         self._operators: dict[Any, Operator] = {}
         self._where = SiteTracker(session)
-        # A `with` block says itself where it begins; a whole program begins with its building.
+        # A `with` block begins where the user wants it; a whole program begins by building a model.
         self._held: BuildPhaseBuffer | None = BuildPhaseBuffer() if session.global_scope else None
         self._building = False
         self._roots: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
         self._weights: set[int] = set()
-        # To execute an operator again takes the parameters it read, as they were then.
+        # To execute an operator again, the parameters that it read are needed, as they were then.
         asked = session.for_replay or "params" in session.levels
         self._keeps_weights = session.replayable and asked
 
     def install(self) -> None:
         self.active = True
         self._where.install()
-        # Before the mode goes on: functions that are sensitive to modes must be wrapped by then.
+        # Done before the mode is on, because mode-sensitive functions must be wrapped by then.
         encloses_backward = watch_mode_sensitive(self)
         begin_watching(self)
         if not encloses_backward:
@@ -111,7 +112,7 @@ class OperatorTap:
 
     @contextmanager
     def around_root(self, module: nn.Module) -> Generator[None]:
-        """Called by `module_calls` around each call of a root module."""
+        """A context around each outermost module call."""
         if not self.active:
             yield
             return
@@ -129,14 +130,14 @@ class OperatorTap:
             self._where.back_to(depth)
 
     def _begin(self) -> None:
-        """A model is called for the first time: what ran outside so far was its building."""
+        """End the build phase at a model's first call; drop operators that ran outside modules."""
         self._release(outside=False)
         self._building = False
         self._where.count_anew()
 
     def _release(self, *, outside: bool) -> None:
-        """Let go of what waits; of operators outside modules, only if asked."""
-        # Under the lock, because another thread may be adding a tensor at this moment.
+        """Emit the buffered tensors; those of operators outside modules only if `outside`."""
+        # The lock is held, because another thread may be adding a tensor.
         with self.session.recorder.lock:
             held, self._held = self._held, None
             for waiting in held.release() if held is not None else ():
@@ -168,7 +169,7 @@ class OperatorTap:
             return func(*args, **kwargs)
         operator_site = operator = None
         visit = 0
-        # Capture must not raise into the program: an operator that cannot be described just runs.
+        # Capture must not raise into the program; an operator that cannot be described only runs.
         try:
             operator = self._operators.get(func)
             if operator is None:
@@ -178,7 +179,7 @@ class OperatorTap:
             if not operator.silent:
                 operator_site = self._where.operator_site(func, operator)
             if operator_site is not None:
-                # Counted even where nothing is taken, so that visits mean the same in every
+                # Visits are counted even if nothing is captured, so that they are the same in every
                 # capture.
                 visit = operator_site.next_visit()
                 if operator_site.outside and self._building:
@@ -190,7 +191,7 @@ class OperatorTap:
             operator_site = None
             self._lost(func, error)
         result = func(*args, **kwargs)
-        # Outputs of a collective under way have no values yet; `wait_tensor` shows them.
+        # The outputs of a running collective have no values yet; `wait_tensor` returns them.
         if operator_site is None or operator is None or operator.in_flight:
             return result
         if operator_site.output:
@@ -210,7 +211,7 @@ class OperatorTap:
                 for tensor in (*root.parameters(), *root.buffers())
                 if type(tensor) in (torch.Tensor, nn.Parameter)
             }
-            # Tensors without memory all have the address 0.
+            # All tensors without memory have the address 0.
             held.discard(0)
             self._roots[root] = held
             self._weights = set[int]().union(*self._roots.values())
@@ -273,13 +274,13 @@ class OperatorTap:
             return
         if not isinstance(value, torch.Tensor) or not has_values(value):
             return
-        # Parameters are recognised by their memory: views and transposes share it.
+        # Parameters are recognised by their memory, which their views and transposes share.
         if port == "input" and self._weights and value.layout is torch.strided:
             plain = type(value) in (torch.Tensor, nn.Parameter) and not is_zero(value)
             if plain and value.untyped_storage().data_ptr() in self._weights:
                 if not self._keeps_weights:
                     return
-                # In memory order the bytes of a transposed weight equal those of the weight itself.
+                # In memory order, a transposed weight has the same bytes as the weight itself.
                 port, value = (
                     "param",
                     value.permute(memory_order(value) or tuple(range(value.dim()))),
@@ -309,7 +310,8 @@ class OperatorTap:
                 return
             held.keep(waiting)
             if held.full:
-                # The buffer is full: a program without any module has no build phase to end.
+                # If a model exists, the buffered operators have built it; otherwise there is no
+                # build phase.
                 self._building = a_model_is_there()
                 self._release(outside=not self._building)
 
