@@ -44,7 +44,7 @@ from driftline.numerics.gpu import launcher
 from driftline.runs.records import Kept, Record, TensorKey
 
 if TYPE_CHECKING:
-    from driftline.captures.calls import Frame, Visits
+    from driftline.captures.calls import Frame
     from driftline.captures.recorder import Recorder, Tensors
     from driftline.runs.sinks import Bytes
 
