@@ -362,7 +362,7 @@ class ModelCapture:
             tensor = self._weights.read(observation.value)
             whose = self._scaled_by.get(observation.value)
             if whose is not None and tensor is not None:
-                tensor = _beside(tensor, self._weights.read(whose))
+                tensor = _along_axis_of_codes(tensor, self._weights.read(whose))
         elif observation.value in self._stored and tensor is not None:
             stored = self._stored[observation.value]
             like = tuple(values[stored.like].shape()) if stored.like else ()
@@ -444,7 +444,7 @@ def _nothing(selection: Selection, observations: Sequence[Observation]) -> BadIn
     return BadInput("the selection takes no tensor of the model")
 
 
-def _beside(scales: HostTensor, codes: HostTensor | None) -> HostTensor:
+def _along_axis_of_codes(scales: HostTensor, codes: HostTensor | None) -> HostTensor:
     """Scales, or zero points, with the axes of the codes that they belong to.
 
     Of two axes that they fit it is the first: weights that kept their name have torch's order.

@@ -424,12 +424,11 @@ class CaseBuilder:
 
     def _earlier(self, record: Record) -> tuple[F64, F64] | None:
         """Both sides of the same tensor in the last call before this one."""
-        key = record.key
+        key = record.key._replace(step=0, visit=0)
         calls = [
             other
-            for other in self.runs.candidate.records
-            if other.key._replace(step=0, visit=0) == key._replace(step=0, visit=0)
-            and other.order < record.order
+            for other in self._calls_before(record)
+            if other.key._replace(step=0, visit=0) == key
         ]
         pair = self.by_candidate.get(calls[-1].key) if calls else None
         return None if pair is None or pair.candidate.kept != "full" else self._both(pair)
@@ -491,19 +490,22 @@ class CaseBuilder:
         return tensors
 
     def _before(self, record: Record) -> tuple[F64, ...]:
-        key = record.key
-        earlier = [
-            other
-            for other in self.runs.candidate.records
-            if (other.key.site, other.key.port, other.key.slot) == (key.site, key.port, key.slot)
-            and other.key.rank == key.rank
-            and other.order < record.order
-            and other.shape == record.shape
-        ]
+        earlier = [other for other in self._calls_before(record) if other.shape == record.shape]
         # The latest calls first, since stale values usually come from the call just before. What
         # was wrong at the time is no old value that stayed: it has the same fault.
         read = [self._if_right(other) for other in earlier[: -_EARLIER - 1 : -1]]
         return tuple(values for values in read if values is not None)
+
+    def _calls_before(self, record: Record) -> list[Record]:
+        """The same tensor in earlier calls of its site, in order of execution."""
+        key = record.key
+        return [
+            other
+            for other in self.runs.candidate.records
+            if other.order < record.order
+            and (other.key.site, other.key.port, other.key.slot) == (key.site, key.port, key.slot)
+            and other.key.rank == key.rank
+        ]
 
     def _if_right(self, record: Record) -> F64 | None:
         """A tensor of the candidate, if it is nearly what the reference has there."""
