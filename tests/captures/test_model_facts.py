@@ -258,7 +258,9 @@ def test_a_program_that_leaves_at_once_does_not_wait_for_its_weights(
     capture = driftline.capture(model, tmp_path / "run")
     capture.__enter__()
     model(torch.ones(1, 4))
-    thread = threading.Thread(target=capture.session.stop, name=model_facts.GOODBYE, daemon=True)
+    thread = threading.Thread(
+        target=capture.session.stop, name=model_facts.EXIT_THREAD, daemon=True
+    )
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "it waits for its weights"
