@@ -32,8 +32,7 @@ from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
 from driftline.comparison.verdict.judge import judge
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
-from driftline.comparison.verdict.status import Evidence
+from driftline.comparison.verdict.status import NO_EVIDENCE, Evidence
 from driftline.errors import BadInput
 from driftline.runs.index import uncollected
 from driftline.runs.records import TensorKey

@@ -14,9 +14,8 @@ from driftline.comparison.evidence.second_look import ROUTERS, SecondLook
 from driftline.comparison.table.table import Coverage, Table
 from driftline.comparison.verdict.dataflow import explained, final_error
 from driftline.comparison.verdict.noise import NoiseFloor, Variant
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
 from driftline.comparison.verdict.sites import ROOTS, Place, Site, sites_of
-from driftline.comparison.verdict.status import SiteStatus
+from driftline.comparison.verdict.status import NO_EVIDENCE, SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.causes.differences import by_difference

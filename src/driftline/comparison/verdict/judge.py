@@ -61,8 +61,9 @@ from driftline.comparison.verdict.inheritance import (
     quantised_row,
     reference_norm,
 )
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE, SettledRows, SiteJudgement
-from driftline.comparison.verdict.status import Evidence
+from driftline.comparison.verdict.settled_rows import SettledRows
+from driftline.comparison.verdict.site_judgement import SiteJudgement
+from driftline.comparison.verdict.status import NO_EVIDENCE, Evidence
 from driftline.comparison.verdict.verdict import RowCounts
 from driftline.errors import BadFile, BadInput
 from driftline.numerics.dtypes import DTYPES, DType
