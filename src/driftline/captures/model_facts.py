@@ -38,7 +38,10 @@ _DEEPEST_CONFIG = 8
 _MOST_FUNCTIONS = 64
 _MOST_LINES = 2000
 _LARGEST_NUMBER = 1 << 256
-_INTERNAL_PREFIXES = ("__", "_is_torch_", "_torchdynamo", "_dynamo", "_fsdp", "_is_fsdp", "_ddp_")
+_INTERNAL_PREFIXES = (
+    *("__", "_is_torch_", "_torchdynamo", "_dynamo", "_fsdp", "_is_fsdp", "_ddp_"),
+    "_compile_kwargs",  # Lightning replaces `torch.compile` by a function that sets it
+)
 """Attributes with these prefixes are set by compilers and wrappers; they are not settings."""
 NO_SCALAR = object()
 """Returned for a value that is neither a scalar nor a short list of scalars."""
