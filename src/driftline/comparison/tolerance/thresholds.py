@@ -397,14 +397,14 @@ def looks_like_thresholds(path: StrPath) -> bool:
 
 
 def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
-    """Read a thresholds file: ours, or the plain JSON that other tools write.
+    """Read a thresholds file of Driftline, or the plain JSON that other tools write.
 
     Args:
         path: The file.
         model: Refuse it unless it is for this model.
 
     Raises:
-        BadFile: It is missing, no JSON, too large, or holds something else.
+        BadFile: It is missing, not JSON, too large, or not a thresholds file.
         BadInput: It is for another model.
     """
     goal = Path(path)
