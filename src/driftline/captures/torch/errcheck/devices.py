@@ -1,6 +1,9 @@
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The error check for tensors on a device. It does not wait for the device while the program runs.
+"""The error check for tensors on a device.
+
+It waits for the device only at the end, and to read the parameters of a module whose output is not
+finite.
 
 Kernels write the smallest and the largest element of each tensor into batches on the device, and
 for some operators also how many elements are zero or subnormal. A batch is copied to the host at
