@@ -365,7 +365,9 @@ class Table:
     def _differences_as_json(self) -> dict[str, JSON]:
         if self.differences is None:
             return {}
-        return {"differences": _json_safe([each.as_json() for each in self.differences])}
+        return {
+            "differences": _json_safe([difference.as_json() for difference in self.differences])
+        }
 
     @classmethod
     def from_json(cls, shown: JSON, *, source: str = "table", rows: bool = True) -> Table:
