@@ -202,7 +202,7 @@ def _parameters(module: nn.Module) -> tuple[Parameter, ...]:
         Parameter(
             name,
             str(tensor.dtype).removeprefix("torch."),
-            # Reading the shape of a lazy parameter raises.
+            # Asking a lazy parameter for its shape raises.
             tuple(tensor.shape) if not nn.parameter.is_lazy(tensor) else (),
             is_parameter and tensor.requires_grad,
         )

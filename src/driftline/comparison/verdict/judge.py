@@ -138,7 +138,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     columns = {column.name: column for column in table.columns}
     ordered = table.reference.ordered
     in_turn = is_spooled(table.rows) and table.rows.in_turn
-    # Tensors of a file have no order of execution, so no row inherits from another.
+    # Tensors of a file have no order: nothing is upstream of anything.
     quantised = Quantised(table.rows, table.structure.quantised) if ordered else None
     inherited = Unrelated() if quantised is None else Inherited(quantised, in_turn=in_turn)
     counts = RowCounts()
