@@ -230,7 +230,7 @@ def _own_evidence(
 ) -> dict[Place, SiteStatus]:
     """Return the status of every site by the best evidence available for it."""
     floor = evidence.floor
-    within = _within(sites, transfers, growth, evidence)
+    within = _passing_wrong_inputs(sites, transfers, growth, evidence)
     parts = parts_of(place.site for place in sites if evidence.replayed)
     statuses: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
@@ -246,7 +246,7 @@ def _own_evidence(
             statuses[place] = _weights(site)
         elif (recomputed := _by_recomputation(site)) is not None:
             statuses[place] = recomputed
-        elif floor is not None and floor.used and _known(floor, site):
+        elif floor is not None and floor.used and _has_floor(floor, site):
             statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
@@ -336,7 +336,7 @@ def _relative_to(
         or standing.by == "noise"
         or (standing.by in _BY_ITSELF and standing.status == "introduced")
         or standing.call.outs[0].key.port == "input"
-        else _handed_on(standing, level, parts.get(place.site, 0))
+        else _relative_status(standing, level, parts.get(place.site, 0))
         for place, standing in statuses.items()
     }
 
@@ -366,7 +366,7 @@ def _other_evidence(
             why = "it was replayed in other steps only"
         if not asked.calls:
             continue
-        if floor is not None and floor.used and _known(floor, asked):
+        if floor is not None and floor.used and _has_floor(floor, asked):
             standing = _confirmed(_by_noise(asked, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
@@ -402,7 +402,7 @@ def _not_replayed(site: Site, judgement: ReplayResult) -> list[Call]:
     return [call for call in site.calls if call.step not in judgement.steps]
 
 
-def _within(
+def _passing_wrong_inputs(
     sites: Mapping[Place, Site],
     transfers: Mapping[Place, Sequence[Transfer]],
     growth: Mapping[Place, Growth],
@@ -427,7 +427,7 @@ def _within(
         if not handed:
             continue
         passed = Site(place, site.class_name, site.candidate_class, handed)
-        if floor is not None and floor.used and _known(floor, passed):
+        if floor is not None and floor.used and _has_floor(floor, passed):
             standing = _confirmed(_by_noise(passed, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
@@ -485,7 +485,7 @@ def _weights(site: Site) -> SiteStatus:
     return SiteStatus("clean", "weights", ratio, call.unit / math.sqrt(3.0), call)
 
 
-def _known(floor: NoiseFloor, site: Site) -> bool:
+def _has_floor(floor: NoiseFloor, site: Site) -> bool:
     return any(floor.errors.get(row.key) is not None for call in site.calls for row in call.outs)
 
 
@@ -506,7 +506,7 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
         noise = floor.errors[row.key]
         status = _by_excess(out, before)
         reason, leaning = "", False
-        lean, lean_in = _leans(call, floor)
+        lean, lean_in = _biases(call, floor)
         # The bias of an error reveals faults that are smaller than noise, such as a wrong epsilon.
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
@@ -542,7 +542,7 @@ _WEIGHT: dict[Status, int] = {
 }
 
 
-def _leans(call: Call, floor: NoiseFloor) -> tuple[float, float]:
+def _biases(call: Call, floor: NoiseFloor) -> tuple[float, float]:
     return (
         max((floor.lean(row) for row in call.outs), default=0.0),
         max((floor.lean(row) for row in call.ins), default=0.0),
@@ -577,7 +577,7 @@ def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
     return max(errors, default=0.0)
 
 
-def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
+def _relative_status(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
     """Return the status of a site that is not convicted, from its input and output error.
 
     Args:
