@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations
 import driftline
 from driftline.captures import weight_facts
 from driftline.captures.model_facts import class_line, flat_config, scalar
+from driftline.captures.torch.tensors import order_free_sum
 from driftline.formats.registry import open_run
 from driftline.runs.sidecars.model_facts import ModelFacts, grid_of, read_model_facts
 
@@ -215,6 +217,22 @@ def test_samples_are_an_even_grid_and_digests_those_of_the_index(tmp_path: Path)
     rounded = read_model_facts(open_run(tmp_path / "other")).weights["weight"]
     assert kept.rounded["bfloat16"] == rounded.digest
     assert kept.unordered["bfloat16"] == rounded.unordered["own"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int8", "uint8"])
+def test_a_device_hashes_elements_as_the_host_does(dtype: str) -> None:
+    values = torch.linspace(-3e4, 3e4, 4099, dtype=torch.float64)
+    values[:4] = torch.tensor([math.nan, math.inf, -0.0, -1.0])
+    tensor = (
+        values.to(getattr(torch, dtype))
+        if "int" not in dtype
+        else values[4:].to(getattr(torch, dtype))
+    )
+    raw = tensor.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+    found = weight_facts.order_free_text(tensor.numel(), int(order_free_sum(tensor)))
+    assert found == weight_facts.order_free(raw)
+    shuffled = tensor[torch.randperm(len(tensor))]
+    assert int(order_free_sum(shuffled)) == int(order_free_sum(tensor))
 
 
 def test_beyond_the_limit_only_samples_are_looked_at(

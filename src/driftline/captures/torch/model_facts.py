@@ -11,11 +11,13 @@ may change them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,9 +43,22 @@ from driftline.captures.torch.device.accelerator import autocast_kinds
 from driftline.captures.torch.framework import process_state
 from driftline.captures.torch.layers import children, class_of, unwrapped
 from driftline.captures.torch.step_states import TorchReader
-from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
+from driftline.captures.torch.tensors import (
+    as_bfloat16,
+    dtype_name,
+    order_free_sum,
+    recording,
+    snapshot,
+    undisturbed,
+)
 from driftline.captures.torch.training_facts import TrainingFacts
-from driftline.captures.weight_facts import Samples, Weight, WeightReader
+from driftline.captures.weight_facts import (
+    MOST_BYTES,
+    Samples,
+    Weight,
+    WeightReader,
+    order_free_text,
+)
 from driftline.runs.sidecars.model_facts import (
     MODEL,
     MOST_SAMPLES,
@@ -368,9 +383,12 @@ class TorchFacts:
         at_once = 0
         grids: _Grids = {}
         readings = [_Reading(tensor) for _, _, tensor, _ in tensors]
-        # Start gathering all samples on the device before waiting for the first of them.
-        for reading in readings:
-            self._session.guarded("model facts", reading.begin, grids)
+        # Start all work on the device before waiting for the first result.
+        hashed = 0
+        for (_, _, tensor, _), reading in zip(tensors, readings, strict=True):
+            hashed += tensor.numel() * tensor.element_size()
+            begin = functools.partial(reading.begin, grids, hashes=hashed <= MOST_BYTES)
+            self._session.guarded("model facts", begin)
         for (site, name, tensor, is_buffer), reading in zip(tensors, readings, strict=True):
             size = tensor.numel() * tensor.element_size()
             weight = Weight(site, name, reading, size)
@@ -412,16 +430,22 @@ _Grids = dict[tuple[torch.Size, torch.device], tuple[torch.Tensor, ...]]
 class _Reading:
     """Reads one tensor later, unless it has been changed or freed by then."""
 
-    __slots__ = ("_samples", "_tensor", "_version")
+    __slots__ = ("_samples", "_sums", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # A weak reference, because the capture must not keep a model alive.
         self._tensor = weakref.ref(tensor)
         self._version = _version(tensor)
         self._samples: torch.Tensor | None = None
+        self._sums: dict[str, torch.Tensor] = {}
 
-    def begin(self, grids: _Grids) -> None:
-        """Start gathering the samples of a device's tensor there, without waiting for them."""
+    def begin(self, grids: _Grids, *, hashes: bool) -> None:
+        """Start gathering the samples of a device's tensor there, without waiting for them.
+
+        Args:
+            grids: Indices of the samples of earlier tensors.
+            hashes: Also hash all of its elements, so that a permutation can be recognised.
+        """
         tensor = self._tensor()
         if tensor is None or tensor.device.type == "cpu" or not _is_sampled(tensor):
             return
@@ -434,6 +458,12 @@ class _Reading:
             mesh = torch.meshgrid(*indices, indexing="ij")
             grids[place] = tuple(index.to(local.device) for index in mesh)
         self._samples = local[grids[place]]
+        if hashes and not local.is_complex():
+            # A device may lack some of torch's operators; its samples are still of use.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                self._sums["own"] = order_free_sum(local)
+                if local.dtype in (torch.float16, torch.float32, torch.float64):
+                    self._sums["bfloat16"] = order_free_sum(as_bfloat16(local))
 
     def __call__(self) -> Snapshot | Samples | Refusal:
         tensor = self._tensor()
@@ -444,9 +474,10 @@ class _Reading:
         if tensor.device.type == "cpu":
             return _read(tensor)
         if self._samples is None:
-            self.begin({})
+            self.begin({}, hashes=False)
         samples, self._samples = self._samples, None
-        return _from_device(tensor, samples)
+        sums, self._sums = self._sums, {}
+        return _from_device(tensor, samples, sums)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -467,9 +498,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_device(
-    tensor: torch.Tensor, samples: torch.Tensor | None
+    tensor: torch.Tensor, samples: torch.Tensor | None, sums: Mapping[str, torch.Tensor]
 ) -> Snapshot | Samples | Refusal:
-    """The values of a tensor on a device, or those samples of it that were gathered there."""
+    """The values of a tensor on a device, or what was gathered there: samples, sums of hashes."""
     shot = snapshot(tensor, values=False)
     if isinstance(shot, Refusal | Pending):
         return shot if isinstance(shot, Refusal) else Refusal("its values are under way")
@@ -478,7 +509,9 @@ def _from_device(
     values = _read((_local(tensor) if samples is None else samples).cpu())
     if samples is None or isinstance(values, Refusal):
         return values
-    return Samples(shot.dtype, shot.shape, values)
+    count = math.prod(shot.shape)
+    unordered = {name: order_free_text(count, int(total)) for name, total in sums.items()}
+    return Samples(shot.dtype, shot.shape, values, unordered)
 
 
 def _read(tensor: torch.Tensor) -> Snapshot | Refusal:
