@@ -12,6 +12,7 @@ from pathlib import Path
 import driftline
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
+from driftline.diagnosis.result import Diagnosis
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "python-api.md"
 HEAD = """# The Python API
@@ -34,6 +35,7 @@ GROUPS = {
 MEMBERS = {
     Table: ("worst", "only", "failing", "coverage", "to_arrow", "to_pandas", "write"),
     Row: ("passed", "failed", "metric", "value", "relative_l2", "cosine", "max_abs_error"),
+    Diagnosis: ("introduced", "exit_code", "site", "as_json"),
 }
 
 

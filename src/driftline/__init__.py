@@ -1,7 +1,7 @@
-"""Driftline: where two executions of one model begin to disagree, and is it more than noise?
+"""Driftline finds where two executions of a neural network begin to disagree, and why.
 
-Every public name has an address and is imported on first use: `import driftline` takes no time and
-imports neither torch, nor numpy, nor pyarrow.
+Every public name has an address and is imported on first use, so that `import driftline` takes
+almost no time and imports neither torch, nor numpy, nor pyarrow.
 """
 
 from __future__ import annotations

@@ -11,46 +11,46 @@ from typing import NamedTuple
 LAUNCH = "DRIFTLINE_LAUNCH"
 """Set by `driftline dump` for the program it starts: path of the capture plan (JSON)."""
 KERNEL = "DRIFTLINE_KERNEL"
-"""`avx512`, `avx2`, `generic` or `numpy`: use that path, not the best one. For tests and doubt."""
+"""`avx512`, `avx2`, `generic` or `numpy`: use this path instead of the fastest one, for tests."""
 DEBUG = "DRIFTLINE_DEBUG"
-"""Anything but empty or 0: show the traceback of an unexpected exception instead of one line."""
+"""Unless empty or 0, show the traceback of an unexpected exception instead of one line."""
 LABELS = "DRIFTLINE_LABELS"
-"""Folder where labels are kept; a process that labels passes it on to those it starts."""
+"""Folder for labels; a process that labels passes it on to the processes that it starts."""
 LABELS_AWAITED = "DRIFTLINE_LABELS_AWAITED"
-"""Set by `driftline labels` for its program: the command compares, processes only label."""
+"""Set by `driftline labels` for its program: the command compares, and processes only label."""
 TASK_ID = "AIT_CMP_TASK_ID"
-"""Round that labels belong to, and sub-folder of an Ascend dump; `set_task_id` sets it."""
+"""The round of labels, and a subfolder of an Ascend dump; `set_task_id` sets it."""
 ACL_HOME = "ACLTRANSFORMER_HOME_PATH"
 """Root of the oldest Ascend dumps: `tensors/{pid}/{task id}` is below it."""
 ACL_LOGS = "ASDOPS_LOG_TO_FILE_DIR"
 """Root of the next ones: `tensors/thread_{pid}/{token}` is below it."""
 ATB_HOME = "ATB_HOME_PATH"
-"""Folder of the Ascend Transformer Boost library; set, it means that programs may use it."""
+"""Folder of the Ascend Transformer Boost library. If it is set, programs may use the library."""
 ASCEND_TOOLKIT = "ASCEND_TOOLKIT_HOME"
 """Folder of the Ascend toolkit, which holds the library's probes."""
 OPCHECK_LIBRARY = "AIT_OPCHECK_LIB_PATH"
-"""The ATB library's own checker of operators, `libopchecker.so`, or the folder that holds it."""
+"""The ATB library's own checker of operators, `libopchecker.so`, or its folder."""
 ASCEND_TOOLKIT_DEFAULT = "/usr/local/Ascend/ascend-toolkit/latest"
-"""Where the toolkit installs itself."""
+"""The default folder of the toolkit."""
 PROFILER_LOG_LEVEL = "KINETO_LOG_LEVEL"
 """How much the library behind torch's profiler logs; set for programs that `dump` profiles."""
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """Set by GitHub Actions: the file that the summary of a step is appended to."""
 RAY_ADDRESS = "RAY_ADDRESS"
-"""Set by whoever runs a Ray cluster: where `--executor ray` finds it."""
+"""Address of a Ray cluster, for `--executor ray`; set by the person who runs the cluster."""
 RAY_TOKENS = "RAY_AUTH_MODE"
 """`token` or `disabled`: whether Ray shows a token to its clusters; Ray's own variable."""
 TRITON_INTERPRET = "TRITON_INTERPRET"
-"""`1`: Triton carries kernels out on the CPU, slowly; tests of them without a device do so."""
+"""`1`: Triton executes kernels on the CPU, slowly, for tests without a device."""
 NO_COLOR = "NO_COLOR"
-"""Anything but empty: no colours, whatever the terminal can do (https://no-color.org)."""
+"""Unless empty, no colours, whatever the terminal can do (https://no-color.org)."""
 
 FORCE_COLOR = "FORCE_COLOR"
-"""Anything but empty: colours, also into a pipe or a file (https://force-color.org)."""
+"""Unless empty, colours, even in a pipe or a file (https://force-color.org)."""
 
 
 def environment() -> Mapping[str, str]:
-    """The process environment; all packages ask here, so that a test can see who reads what."""
+    """The process environment; all packages read it here, so that a test can check who reads it."""
     return os.environ
 
 
@@ -75,19 +75,19 @@ def ray_token_mode() -> str:
 
 
 def ray_has_token() -> bool:
-    """Whether there is a token where Ray looks for one."""
+    """Whether there is a token in one of the places that Ray reads."""
     named = environment().get("RAY_AUTH_TOKEN_PATH", "")
     file = Path(named) if named else Path.home() / ".ray" / "auth_token"
     return bool(environment().get("RAY_AUTH_TOKEN")) or file.is_file()
 
 
 def ray_uses_token() -> None:
-    """Make a Ray that is imported from now on send its token."""
+    """Make Ray send its token; only before Ray is imported."""
     os.environ[RAY_TOKENS] = "token"
 
 
 def disable_ray_usage_reports() -> None:
-    """Keep a Ray that we start from reporting its use over the network, unless it is wanted."""
+    """Keep a Ray that Driftline starts from reporting its use, unless the user chose otherwise."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
@@ -95,14 +95,15 @@ def worker_environment(home: str, kernel: str) -> dict[str, str]:
     """The environment of a worker process: that of this one, with this package on its path.
 
     Args:
-        home: Folder that holds the package.
-        kernel: Path of the kernel that it must use; empty: the worker chooses.
+        home: The folder that contains the package.
+        kernel: Path of the kernel that it must use; empty to let the worker choose.
     """
     env = dict(environment())
-    # A worker is not a part of the captured program and must not capture itself.
+    # A worker is not part of the captured program and must not capture itself.
     env.pop(LAUNCH, None)
-    # A small process gives memory back to the system after each array, and gets it anew, page by
-    # page: kl of 800 pairs of 256 kB took 2.7 s of processor time without these, 1.0 s with them.
+    # By default, a small process returns memory to the system after each array and gets it again
+    # page by page. `kl` of 800 pairs of 256 kB took 2.7 s of processor time without these two, and
+    # 1.0 s with them.
     env.setdefault("MALLOC_TRIM_THRESHOLD_", str(128 << 20))
     env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (home, env.get("PYTHONPATH", ""))))
@@ -127,18 +128,18 @@ def debug() -> bool:
 
 
 def columns() -> int:
-    """Width of the terminal as the shell or the user sets it; 0 when it is not set."""
+    """Width of the terminal as the shell or the user sets it; 0 if it is not set."""
     width = os.environ.get("COLUMNS", "")
     return int(width) if width.isascii() and width.isdigit() else 0
 
 
 def colours_refused() -> bool:
-    """By the user, or by a terminal that calls itself dumb."""
+    """Whether the user, or a terminal of type `dumb`, refuses colours."""
     return bool(environment().get(NO_COLOR)) or environment().get("TERM") == "dumb"
 
 
 def colours_forced() -> bool:
-    """By the user, for a pager or the log of a CI job; a refusal weighs more."""
+    """Whether the user forces colours, as for a pager or a CI log; `NO_COLOR` has precedence."""
     return bool(environment().get(FORCE_COLOR)) and not environment().get(NO_COLOR)
 
 
@@ -159,7 +160,7 @@ def label_store() -> str:
 
 
 def set_label_store(folder: str) -> None:
-    """Tell the processes that this one will start where labels are kept."""
+    """Set the folder for labels of the processes that this one will start."""
     os.environ[LABELS] = folder
 
 
@@ -172,14 +173,14 @@ def label_task() -> str:
 
 
 def set_label_task(task: str) -> None:
-    """For this process, its children, and the C library in it: Python hands it to `putenv`."""
+    """Set the round for this process, its children, and C libraries in it, which see `putenv`."""
     os.environ[TASK_ID] = task
     # Read by the Ascend library, which looks for a variable with its own process id.
     os.environ.setdefault(f"{os.getpid()}_DUMP_PATH", str(os.getpid()))
 
 
 def old_dump_roots() -> Mapping[str, str]:
-    """The folders under which the two oldest Ascend libraries dump, as far as they are set."""
+    """The folders into which the two oldest Ascend libraries dump, as far as they are set."""
     return {name: environment()[name] for name in (ACL_HOME, ACL_LOGS) if environment().get(name)}
 
 
@@ -202,8 +203,7 @@ def job_place() -> JobPlace:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ):
-        # Both or neither: a rank without a size comes from a shell that inherited half of a
-        # job.
+        # A rank without a size may have been inherited from a job's shell, so both are needed.
         if env.get(rank, "").isdigit() and env.get(size, "").isdigit():
             return JobPlace(int(env[rank]), int(env[size]))
     return JobPlace(0, 1)
@@ -212,8 +212,8 @@ def job_place() -> JobPlace:
 def job_id() -> str:
     """A name that the ranks of one job share and those of another do not; empty for one process.
 
-    Made of the id of a torchrun or Slurm job and of the address where its ranks meet, which is all
-    that Paddle sets.
+    It is made from the id of a torchrun or Slurm job and from the address where its ranks meet,
+    which is all that Paddle sets.
     """
     # One process needs no agreement with others.
     if job_place().world_size < 2:
@@ -250,7 +250,7 @@ METRICS_VARIABLES = {
     "default_dtype": "DEFAULT_TYPES",
     "sharegpt_path": "DS_PATH",
 }
-"""Variable that gives the default of each option of `driftline metrics`; commas separate."""
+"""Variables with the defaults of options of `driftline metrics`; lists are separated by commas."""
 
 
 def metrics_variable(option: str) -> str:
@@ -265,9 +265,10 @@ LAYER_VARIABLES = {
     "output_path": "OUTPUT_PATH",
     "sharegpt_path": "SHARE_GPT_DATASET_PATH",
 }
-"""Variable that gives the default of each option of `driftline layer-metrics`; commas separate."""
+"""Variables with the defaults of options of `driftline layer-metrics`; lists are separated by
+commas."""
 SHARE_GPT = "share_gpt.json"
-"""Name of the prompt file in the user's home, where no other is named."""
+"""Name of the prompt file in the user's home folder, which is used if no other is given."""
 
 
 def layer_variable(option: str) -> str:
@@ -280,15 +281,15 @@ def home_prompts() -> str:
 
 
 TEST_SHAPES = "TEST_SHAPES_"
-"""Variables of the decoder tests: `FMS_TEST_SHAPES_…` as documented, or `DRIFTLINE_TEST_SHAPES_…`,
-which wins."""
+"""Prefix of the variables of the decoder tests: `FMS_TEST_SHAPES_…` as documented, or
+`DRIFTLINE_TEST_SHAPES_…`, which has precedence."""
 
 
 def shapes_variable(name: str) -> str:
     """Value of a variable of the decoder tests; empty if it is not set.
 
     Args:
-        name: Without the common beginning: `COMMON_MODEL_PATHS`.
+        name: The name without the common prefix, such as `COMMON_MODEL_PATHS`.
     """
     env = environment()
     own = env.get(f"DRIFTLINE_{TEST_SHAPES}{name}", "").strip()
@@ -296,11 +297,11 @@ def shapes_variable(name: str) -> str:
 
 
 def shapes_timing() -> str:
-    """`e2e` or `per-token`: what is timed in decoder tests."""
+    """What decoder tests time: `e2e` or `per-token`."""
     return environment().get("DRIFTLINE_TIMING", environment().get("TIMING", "")).strip()
 
 
 def cores() -> int:
-    """Cores this process may use; a container is often given fewer than the machine has."""
+    """The number of cores that this process may use; a container may have only some of them."""
     usable = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(usable(0)) if usable is not None else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations
 import driftline
 from driftline.captures import weight_facts
 from driftline.captures.model_facts import class_line, flat_config, scalar
+from driftline.captures.torch.tensors import order_free_sum
 from driftline.formats.registry import open_run
 from driftline.runs.sidecars.model_facts import ModelFacts, grid_of, read_model_facts
 
@@ -217,6 +219,22 @@ def test_samples_are_an_even_grid_and_digests_those_of_the_index(tmp_path: Path)
     assert kept.unordered["bfloat16"] == rounded.unordered["own"]
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "int8", "uint8"])
+def test_a_device_hashes_elements_as_the_host_does(dtype: str) -> None:
+    values = torch.linspace(-3e4, 3e4, 4099, dtype=torch.float64)
+    values[:4] = torch.tensor([math.nan, math.inf, -0.0, -1.0])
+    tensor = (
+        values.to(getattr(torch, dtype))
+        if "int" not in dtype
+        else values[4:].to(getattr(torch, dtype))
+    )
+    raw = tensor.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
+    found = weight_facts.order_free_text(tensor.numel(), int(order_free_sum(tensor)))
+    assert found == weight_facts.order_free(raw)
+    shuffled = tensor[torch.randperm(len(tensor))]
+    assert int(order_free_sum(shuffled)) == int(order_free_sum(tensor))
+
+
 def test_beyond_the_limit_only_samples_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +276,9 @@ def test_a_program_that_leaves_at_once_does_not_wait_for_its_weights(
     capture = driftline.capture(model, tmp_path / "run")
     capture.__enter__()
     model(torch.ones(1, 4))
-    thread = threading.Thread(target=capture.session.stop, name=model_facts.GOODBYE, daemon=True)
+    thread = threading.Thread(
+        target=capture.session.stop, name=model_facts.EXIT_THREAD, daemon=True
+    )
     thread.start()
     thread.join(60)
     assert not thread.is_alive(), "it waits for its weights"

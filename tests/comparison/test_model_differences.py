@@ -482,6 +482,13 @@ def plain() -> nn.Module:
     return Text().eval()
 
 
+def compiled_by_lightning() -> nn.Module:
+    """What `torch.compile` returns once Lightning is imported: its arguments stay on the module."""
+    model: Any = torch.compile(Text().eval(), backend="eager")
+    model._compile_kwargs = {"backend": "eager"}
+    return model
+
+
 def compiled_in_place() -> nn.Module:
     model = Text().eval()
     model.compile(backend="eager")
@@ -512,6 +519,7 @@ PROGRAMS: dict[str, Callable[[int], nn.Module]] = {
     "compiled wrapper": lambda n: (
         torch.compile(Text().eval(), backend="eager") if n else Text().eval()
     ),
+    "compiled by Lightning": lambda n: compiled_by_lightning() if n else Text().eval(),
     "compiled in place": lambda n: compiled_in_place() if n else Text().eval(),
     "wrapped for data parallelism": lambda n: (
         nn.DataParallel(Text().eval()) if n else Text().eval()

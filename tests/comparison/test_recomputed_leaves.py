@@ -16,7 +16,7 @@ from driftline.comparison.table.files import open_table
 from driftline.comparison.table.row import Row
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED
-from driftline.comparison.verdict.status import added_error
+from driftline.comparison.verdict.own_error import added_error
 from driftline.runs.memory import MemorySink
 from driftline.runs.run import Run
 from driftline.runs.sidecars.model_facts import MODEL, line_of

@@ -169,6 +169,36 @@ def test_a_training_step_with_gradients_weights_and_facts_passes(
     assert "weights, loss and gradients agree in step 1" in text, text
 
 
+WEIGHTS = """
+import sys
+import hostnpu
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(80, 90), torch.nn.Linear(90, 70))
+with torch.no_grad():
+    if "rows" in sys.argv:
+        net[0].weight.copy_(net[0].weight[torch.randperm(90)])
+    if "one" in sys.argv:  # between the 64 x 64 samples
+        net[1].weight[69, 89] += 1.0
+    net.to("hostnpu")(torch.ones(2, 80).to("hostnpu"))
+"""
+
+
+def test_weights_on_a_device_are_told_apart_by_all_of_their_elements(
+    quick, said, on_accelerator: Path
+) -> None:
+    (on_accelerator / "weights.py").write_text(WEIGHTS)
+    for name in ("clean", "again", "rows", "one"):
+        dumped = quick("-o", name, run=["weights.py", name])
+        assert dumped.code == 0 and "failed" not in dumped.err, dumped.err
+    assert "No difference" in said("show", "clean", "again", "--differences")[1]
+    text = said("show", "clean", "rows", "--differences")[1]
+    assert "0.weight" in text and "have changed places" in text, text
+    text = said("show", "clean", "one", "--differences")[1]
+    assert "1.weight" in text and "different" in text and "0.weight" not in text, text
+
+
 @pytest.mark.parametrize("level", ["operator", "module"])
 def test_the_error_check_names_the_wrong_kernel_once(
     said, on_accelerator: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch, level: str

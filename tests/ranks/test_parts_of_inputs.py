@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driftline.comparison.table.row import Row
-from driftline.comparison.verdict.site_judgement import judge_sites
+from driftline.comparison.verdict.settled_rows import judge_sites
 from driftline.runs.records import TensorKey
 
 PARTS = "concat(axis 1) of 2 ranks"

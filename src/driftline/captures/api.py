@@ -96,43 +96,46 @@ def capture(
     model_facts: bool = True,
     weight_facts: bool = True,
 ) -> Capture:
-    """Capture what a model computes inside a `with` block, into a run.
+    """Capture the tensors that a model computes inside a `with` block into a run.
 
     Args:
-        model: The model to watch, a torch module or a Paddle layer; its results stay
-            bitwise the same.
+        model: The model to watch, a torch module or a Paddle layer. Capturing does not change a bit
+            of its results.
         path: The run's folder, or a sink to write to.
-        sites: Globs on module paths (`model.layers.*.mlp`); a text, or several.
-        classes: Globs on class names.
-        ports: Globs on ports: input, output, grad_input, grad_output, param, param_grad,
-        optimizer_grad.
-        steps: Numbers, `3-5`, a `range`, or `*` for all of them. By default step 0 in full, and
-            later steps as summaries: 1 to 15, then powers of two and their successors.
-        ranks: The same for ranks.
-        keep: full, summary, digest, sample, sample(n) or describe.
-        levels: Any of modules, ops, gradients, params.
-        steps_by: auto, or the only event that ends a step: call, optimizer, manual.
+        sites: One or more globs on module paths, such as `model.layers.*.mlp`.
+        classes: One or more globs on class names.
+        ports: One or more globs on ports: input, output, grad_input, grad_output, param,
+            param_grad, optimizer_grad.
+        steps: Numbers, `3-5`, a `range`, or `*` for all steps. By default step 0 is kept in full
+            and later steps as summaries: 1 to 15, then powers of two and their successors. With
+            the level ops, or with `graph`, only step 0 is captured by default.
+        ranks: Ranks to capture, in the same form. All by default.
+        keep: What to keep of each tensor: full, summary, digest, sample, sample(n) or describe.
+        levels: One or more of modules, ops, gradients, params.
+        steps_by: The event that ends a step: call, optimizer or manual; auto decides by what the
+            program does.
         selection: A `Selection`, instead of the filters above.
-        max_bytes: Store no more tensor bytes than this.
-        budget: Bytes of disk for the steps after the first where `steps` is not given; the latest
-            ones are left out. 1 GiB by default.
-        device_budget: Bytes on each GPU for copies of tensors on their way; 1 GiB by default.
-        host_budget: Bytes of pinned host memory where they land; 2 GiB by default.
-        when_full: When the run is written more slowly than that: the program waits, or tensors are
-            dropped and counted.
-        force: Replace a run that is there already.
-        graph: Also what `torch.compile` makes of it: `auto` what the program's backend runs; `fx`
-            executes its graphs node by node with torch's own operators, whatever the backend;
-            `inductor` reads what its kernels compute.
-            What was compiled before the block and in it is compiled again.
-        fusion: With `inductor`: False gives every node a kernel of its own.
+        max_bytes: The run stores at most this many bytes of tensors.
+        budget: If `steps` is not given, the steps after the first may take this many bytes of disk;
+            the last ones are left out. 1 GiB by default.
+        device_budget: Bytes on each GPU for copies of tensors until they are transferred; 1 GiB by
+            default.
+        host_budget: Bytes of pinned host memory for transferred tensors; 2 GiB by default.
+        when_full: What happens if these budgets are used up: `wait` makes the program wait, `drop`
+            leaves tensors out and counts them.
+        force: Replace an existing run.
+        graph: Also capture the graphs that `torch.compile` makes of the model: `auto` captures what
+            the program's backend runs; `fx` executes the graphs node by node with torch's own
+            operators, whatever the backend; `inductor` reads what inductor's kernels compute. Code
+            that was compiled before the block is compiled again in it, and again after it.
+        fusion: With `inductor`, False gives every node its own kernel.
         model_facts: Also describe the model: attributes, code, state, training; see
             docs/model-facts.md.
-        weight_facts: With it, also digests and samples of its weights.
+        weight_facts: If the model is described, also store digests and samples of its weights.
 
     Raises:
         AlreadyThere: The folder exists and `force` was not given.
-        BadInput: A filter, level, reduction or graph that cannot mean anything.
+        BadInput: A filter, level, reduction or graph is invalid.
     """
     engine = engine_of(model)
     filters = Selection(

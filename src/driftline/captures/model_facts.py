@@ -1,9 +1,10 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""What a model is, apart from its tensors: attributes, functions, code and configurations as data.
+"""Describe a model apart from its tensors: attributes, functions, code and configurations as data.
 
-Every framework's capture uses these functions. Objects of the program are only looked at: values
-come from `__dict__` and from tables of registered state, never through properties or methods, so
-nothing of the program runs. What is no scalar, or too long, is left out.
+The captures of all frameworks use these functions. They only read the program's objects: values
+come from `__dict__` and from tables of registered state, never from properties or methods, so no
+code of the program runs. Values that are neither scalars nor functions are left out, and so are
+values that are too long.
 """
 
 from __future__ import annotations
@@ -26,40 +27,43 @@ from driftline.captures.naming import ROOT
 from driftline.runs.redaction import redact_value
 from driftline.runs.sidecars.model_facts import line_of
 
-# Longer lists and texts are data rather than settings.
+# Longer lists and texts are more likely data than settings.
 _MOST_ITEMS = 32
 _LONGEST_TEXT = 200
 _DEEPEST = 4
 _MOST_ATTRIBUTES = 256
 _MOST_CONFIG = 2000
 _DEEPEST_CONFIG = 8
-# Functions of one class whose code is described: `forward` and what it calls.
+# At most this many functions of a class are described: `forward` and the functions it calls.
 _MOST_FUNCTIONS = 64
 _MOST_LINES = 2000
 _LARGEST_NUMBER = 1 << 256
-_MARKS = ("__", "_is_torch_", "_torchdynamo", "_dynamo", "_fsdp", "_is_fsdp", "_ddp_")
-"""Beginnings of names that compilers and wrappers leave on modules: they are no settings."""
+_INTERNAL_PREFIXES = (
+    *("__", "_is_torch_", "_torchdynamo", "_dynamo", "_fsdp", "_is_fsdp", "_ddp_"),
+    "_compile_kwargs",  # Lightning replaces `torch.compile` by a function that sets it
+)
+"""Attributes with these prefixes are set by compilers and wrappers; they are not settings."""
 NO_SCALAR = object()
-"""Answer for a value that is no scalar, nor a short list of scalars."""
+"""Returned for a value that is neither a scalar nor a short list of scalars."""
 FRAMEWORK_TYPES = frozenset({"dtype", "device", "memory_format", "layout", "VarType", "DataType"})
-"""Names of small classes of the frameworks whose text says all."""
+"""Names of small classes of the frameworks whose `str` describes the value completely."""
 _FRAMEWORKS = frozenset({"torch", "paddle", "numpy"})
 _LIBRARIES = _FRAMEWORKS | sys.stdlib_module_names
-"""Packages whose functions are named, but whose code is not looked at."""
+"""Packages whose code is not described when a `forward` calls it: their version describes it."""
 
 
-_SELDOM = 0.2
-"""Seconds between two writings of lines that come with every step."""
-GOODBYE = "driftline-goodbye"
-"""Name of the thread that ends a capture when its program leaves at once."""
+_FLUSH_SECONDS = 0.2
+"""Lines that come with every step are written to their files at most this often."""
+EXIT_THREAD = "driftline-exit"
+"""Name of the thread that ends a capture when its program exits by `os._exit`."""
 
 
 class FactOptions(NamedTuple):
-    """What of a model is described besides its tensors.
+    """Which facts about a model are written besides its tensors.
 
     Attributes:
-        model: Modules, attributes, state, process and training.
-        weights: Also summaries, digests and samples of the values of parameters and buffers.
+        model: Facts about modules, attributes, tensors, the process and the training.
+        weights: Summaries, digests and samples of the values of parameters and buffers.
     """
 
     model: bool = True
@@ -70,7 +74,7 @@ class FactOptions(NamedTuple):
 
 
 def scalar(value: Any, depth: int = 0) -> Any:
-    """A value as JSON has it, or `NO_SCALAR`.
+    """A value in the form JSON can hold, or `NO_SCALAR`.
 
     >>> scalar((1, 2.5, None)), scalar({3, 1}), scalar(float("inf")), scalar(object()) is NO_SCALAR
     ([1, 2.5, None], [1, 3], 'inf', True)
@@ -84,7 +88,7 @@ def scalar(value: Any, depth: int = 0) -> Any:
         return value if math.isfinite(value) else str(value)
     if kind is str:
         return value if len(value) <= _LONGEST_TEXT else NO_SCALAR
-    # By type: `isinstance` would ask `__class__`, which is code of its own in lazy proxies.
+    # By type: `isinstance` would read `__class__`, which runs code in lazy proxies.
     if issubclass(kind, Enum):
         return f"{kind.__name__}.{value.name}"
     if issubclass(kind, (tuple, list, set, frozenset)):
@@ -94,7 +98,7 @@ def scalar(value: Any, depth: int = 0) -> Any:
         return _of_framework(value, kind)
     if kind in (complex, range, slice):
         return str(value)
-    # A subclass of a number may print anything; its value as a plain number is meant.
+    # A subclass of a number may print anything, so it is converted to a plain number first.
     if issubclass(kind, int):
         return int.__add__(value, 0)
     if issubclass(kind, float):
@@ -106,13 +110,13 @@ def scalar(value: Any, depth: int = 0) -> Any:
 
 def _listed(value: Any, kind: type, depth: int) -> Any:
     base: Any = next(b for b in (tuple, list, set, frozenset) if issubclass(kind, b))
-    # The length and the members as the base class knows them: a subclass may have code of its own.
+    # Use the base class's methods for length and members: a subclass may run code of its own.
     if depth >= _DEEPEST or base.__len__(value) > _MOST_ITEMS:
         return NO_SCALAR
     members = [scalar(member, depth + 1) for member in base.__iter__(value)]
     if NO_SCALAR in members:
         return NO_SCALAR
-    # The order of a set is not a fact.
+    # A set has no order of its own, and sorting makes two runs comparable.
     return sorted(members, key=lambda m: (type(m).__name__, str(m))) if base in _SETS else members
 
 
@@ -122,7 +126,7 @@ _SETS = (set, frozenset)
 def _of_framework(value: Any, kind: type) -> Any:
     if kind.__module__.partition(".")[0] != "numpy":
         return str(value)
-    # A numpy scalar is a number; arrays are tensors and are not described here.
+    # A numpy scalar is a number. Arrays are tensors, which are described elsewhere.
     item = getattr(value, "item", None)
     if kind.__name__ == "ndarray" or item is None:
         return str(value) if "dtype" in kind.__name__.lower() else NO_SCALAR
@@ -130,7 +134,7 @@ def _of_framework(value: Any, kind: type) -> Any:
 
 
 def qualified(function: Any, depth: int = 0) -> str:
-    """Name of a function or class with its module; empty for what is neither.
+    """The name of a function or class with its module; empty for any other object.
 
     >>> qualified(math.sqrt), qualified(functools.partial(round, ndigits=2))
     ('math.sqrt', 'functools.partial(builtins.round, ndigits=2)')
@@ -148,11 +152,12 @@ def qualified(function: Any, depth: int = 0) -> str:
     if issubclass(kind, type):
         return f"{function.__module__}.{function.__qualname__}"
     if kind not in _FUNCTIONS:
-        # An object that is called like a function is known by its class.
+        # An object that can be called like a function is named by its class.
         callable_object = "__call__" in kind.__dict__ and kind.__name__ != "Module"
         return f"{kind.__module__}.{kind.__qualname__}()" if callable_object else ""
     name = f"{function.__module__ or 'builtins'}.{function.__qualname__}"
-    # Names of lambdas and inner functions say little: part of their code's digest is added.
+    # Lambdas and inner functions share names such as `<lambda>`, so part of a digest of their code
+    # is added.
     if "<" in name and kind is types.FunctionType:
         return f"{name}#{_digest(_instructions(function.__code__))[-8:]}"
     return name
@@ -162,56 +167,58 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.WrapperDescri
 
 
 class Attributes(NamedTuple):
-    """Attributes of one object: scalars, and functions by qualified name."""
+    """The attributes of one object: its scalars, and the qualified names of its functions."""
 
     scalars: dict[str, Any]
     functions: dict[str, str]
 
 
-_shown: dict[tuple[str, str], str] = {}
-_MOST_SHOWN = 20_000
+_redacted_texts: dict[tuple[str, str], str] = {}
+_MOST_REDACTED_TEXTS = 20_000
 
 
 def redacted(name: str, value: Any) -> Any:
-    """A scalar without secrets, as command lines are written."""
+    """A scalar without secrets, by the rules that hold for command lines."""
     if type(value) is list:
         return [redacted(name, member) for member in cast("list[Any]", value)]
     if type(value) is not str:
         return value
     key = name, value
-    text = _shown.get(key)
+    text = _redacted_texts.get(key)
     if text is None:
-        if len(_shown) >= _MOST_SHOWN:
-            _shown.clear()
-        text = _shown[key] = redact_value(name, value)
+        if len(_redacted_texts) >= _MOST_REDACTED_TEXTS:
+            _redacted_texts.clear()
+        text = _redacted_texts[key] = redact_value(name, value)
     return text
 
 
 def attributes_of(table: Mapping[str, Any], skipped: Any = frozenset[str]()) -> Attributes:
-    """Scalars and functions in an object's `__dict__`; short tables have dotted names.
+    """Scalars and functions in an object's `__dict__`; members of short dicts get dotted names.
 
     Args:
-        table: The `__dict__`; it may change meanwhile.
-        skipped: Names that are no attributes of the program.
+        table: The `__dict__`; another thread may change it during the call.
+        skipped: Names of attributes that every such object has; they are left out.
     """
     scalars: dict[str, Any] = {}
     functions: dict[str, str] = {}
     for name, value in list(table.items()):
         if type(name) is not str or len(name) > _LONGEST_TEXT or name in skipped:
             continue
-        if name.startswith(_MARKS):
+        if name.startswith(_INTERNAL_PREFIXES):
             continue
         if len(scalars) + len(functions) >= _MOST_ATTRIBUTES:
             break
         try:
-            _take(name, value, scalars, functions)
-        # Objects of a program may raise whatever they like when they are looked at.
+            _describe_attribute(name, value, scalars, functions)
+        # Objects of a program may raise any exception when they are read.
         except Exception as error:
             scalars[name] = f"not readable: {type(error).__name__}"
     return Attributes(scalars, functions)
 
 
-def _take(name: str, value: Any, scalars: dict[str, Any], functions: dict[str, str]) -> None:
+def _describe_attribute(
+    name: str, value: Any, scalars: dict[str, Any], functions: dict[str, str]
+) -> None:
     plain = scalar(value)
     if plain is not NO_SCALAR:
         scalars[name] = redacted(name, plain)
@@ -221,9 +228,9 @@ def _take(name: str, value: Any, scalars: dict[str, Any], functions: dict[str, s
     elif type(value) is list:
         held = cast("list[Any]", value)
         names = [qualified(member) for member in held[:_MOST_ITEMS]]
-        # A list of functions, as schedulers have it; anything else in it is no setting.
+        # Schedulers keep lists of functions. A list with anything else in it is not a setting.
         if names and all(names):
-            # Often one function for each parameter group.
+            # A scheduler often repeats one function for each parameter group.
             functions[name] = redacted(name, ", ".join(dict.fromkeys(names)))
     elif text := qualified(value):
         functions[name] = redacted(name, text)
@@ -241,9 +248,11 @@ def _short_table(table: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def looks_like_config(name: str, value: Any) -> bool:
-    """Whether an attribute is a configuration that speaks for itself: a table or plain object.
+    """Whether an attribute holds a configuration.
 
-    Known by its own class (`LlamaConfig`, a dataclass) or, for a plain table, by its name.
+    A dict is recognised by the attribute's name. Any other object must have a class that looks like
+    a configuration (`LlamaConfig`, or a dataclass), and the attribute's name must say so too unless
+    the name of the class ends in `Config`.
     """
     kind: type[Any] = type(value)
     word = name.lower()
@@ -260,12 +269,15 @@ def looks_like_config(name: str, value: Any) -> bool:
 def config_lines(
     table: Mapping[str, Any], own: Container[str], site: str, seen: set[int]
 ) -> Iterator[str]:
-    """A line for each configuration among a module's attributes; `seen` has those with a line."""
+    """A line for each configuration among a module's attributes.
+
+    `seen` holds the identities of the configurations that already have a line.
+    """
     for name, value in list(table.items()):
         if name in own or type(name) is not str:
             continue
         values: dict[str, Any] = {}
-        # Classes of a program may raise when they are asked for their name.
+        # A class of the program may raise when its name is read.
         with contextlib.suppress(Exception):
             if looks_like_config(name, value):
                 values = flat_config(value, seen, "" if site == ROOT else site)
@@ -274,13 +286,13 @@ def config_lines(
 
 
 def flat_config(value: Any, seen: set[int], prefix: str = "") -> dict[str, Any]:
-    """A configuration as one flat table with dotted names; what was seen before is left out."""
+    """A configuration as one flat dict with dotted names; objects in `seen` are left out."""
     flat: dict[str, Any] = {}
     waiting: list[tuple[str, Any, int]] = [(prefix, value, 0)]
     while waiting and len(flat) < _MOST_CONFIG:
         name, holder, depth = waiting.pop()
         kind: type[Any] = type(holder)
-        # Configurations refer to each other, and sometimes to themselves.
+        # Configurations refer to each other, and some refer to themselves.
         if id(holder) in seen or depth > _DEEPEST_CONFIG:
             continue
         seen.add(id(holder))
@@ -314,7 +326,7 @@ def _vars_of(holder: Any) -> Mapping[str, Any]:
 
 
 def class_line(kind: type, forward: str = "forward") -> str:
-    """The line of a class: its constants, and the code of `forward` and of what it calls."""
+    """The line of a class: its constants, and the code of `forward` and of functions it calls."""
     constants: dict[str, Any] = {}
     functions: dict[str, Any] = {}
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -324,16 +336,16 @@ def class_line(kind: type, forward: str = "forward") -> str:
             continue
         for key, value in list(base.__dict__.items()):
             plain = NO_SCALAR if key.startswith("_") else scalar(value)
-            # A property or function is no scalar, so nothing is called here.
+            # Properties and functions are not scalars, so none of them is called here.
             if plain is not NO_SCALAR and key not in constants:
                 constants[key] = redacted(key, plain)
-    for label, function in _reached(kind, forward):
-        functions[label] = _code(function.__code__)
+    for label, function in _described_functions(kind, forward):
+        functions[label] = _described_code(function.__code__)
     return line_of("class", **{"class": name}, code=functions, constants=constants)
 
 
-def _reached(kind: type, forward: str) -> Iterator[tuple[str, types.FunctionType]]:
-    """`forward` of a class, and the program's own functions that it may call, nearest first."""
+def _described_functions(kind: type, forward: str) -> Iterator[tuple[str, types.FunctionType]]:
+    """`forward` of a class, then the program's own functions that it may call, breadth first."""
     first = _plain_function(_of_class(kind, forward))
     if first is None:
         return
@@ -345,7 +357,7 @@ def _reached(kind: type, forward: str) -> Iterator[tuple[str, types.FunctionType
             continue
         seen.add(id(function.__code__))
         yield label, function
-        # Code of libraries is the version's business, not the program's.
+        # The version of a library describes its code, so its calls are not followed.
         if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             continue
         for name in _names_in(function.__code__):
@@ -387,13 +399,13 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _code(code: types.CodeType) -> dict[str, Any]:
+def _described_code(code: types.CodeType) -> dict[str, Any]:
     instructions = _instructions(code)
     first = code.co_firstlineno
     texts: dict[int, list[str]] = {}
     for line, text in instructions:
         texts.setdefault(line, []).append(text)
-    # Offsets from the first line: a function that only moved has the same ones.
+    # Relative to the first line: a function that only moved within its file keeps its numbers.
     lines = {
         str(line - first): f"{zlib.crc32(chr(10).join(parts).encode()):08x}"
         for line, parts in list(texts.items())[:_MOST_LINES]
@@ -401,17 +413,17 @@ def _code(code: types.CodeType) -> dict[str, Any]:
     }
     return {
         "digest": _digest(instructions),
-        "file": _without_home(code.co_filename),
+        "file": _shortened_path(code.co_filename),
         "line": first,
         "lines": lines,
     }
 
 
 def _digest(instructions: list[tuple[int, str]]) -> str:
-    """Of the instructions without their lines: comments and blank lines change nothing."""
+    """A digest of instructions without line numbers: comments and blank lines do not change it."""
     text = "\n".join(text for _, text in instructions)
     digest = hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
-    # Another Python compiles the same source to other instructions.
+    # Another version of Python compiles the same source to other instructions.
     return f"py{sys.version_info.major}.{sys.version_info.minor}:{digest}"
 
 
@@ -419,7 +431,10 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 def _instructions(code: types.CodeType, depth: int = 0) -> list[tuple[int, str]]:
-    """Line and text of each instruction, functions inside included; no address, no offset."""
+    """Line and text of each instruction, with those of inner functions.
+
+    The texts contain no addresses or offsets, which differ between equal functions.
+    """
     listed: list[tuple[int, str]] = []
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
@@ -427,7 +442,7 @@ def _instructions(code: types.CodeType, depth: int = 0) -> list[tuple[int, str]]
         line = getattr(position, "lineno", None) or line
         constant = instruction.argval
         if instruction.opcode in _JUMPS:
-            text = instruction.opname  # targets are offsets, which shift with every change
+            text = instruction.opname  # a target is an offset, and shifts with every change
         elif type(constant) is types.CodeType:
             text = f"{instruction.opname} {constant.co_name}"
             if depth < _DEEPEST:
@@ -440,12 +455,12 @@ def _instructions(code: types.CodeType, depth: int = 0) -> list[tuple[int, str]]
     return listed
 
 
-def _without_home(name: str) -> str:
-    # Where packages are installed is no fact about a model.
+def _shortened_path(name: str) -> str:
+    # The folder in which packages are installed says nothing about a model.
     for folder in ("/site-packages/", "/dist-packages/"):
         if folder in name:
             return name.rpartition(folder)[2]
-    # The name of the user's home folder is nobody's business in a bug report.
+    # The home folder names the user, and facts may be attached to bug reports.
     try:
         return "~/" + Path(name).relative_to(Path.home()).as_posix()
     except (ValueError, RuntimeError):
@@ -456,16 +471,16 @@ def _without_home(name: str) -> str:
 
 
 class FactsFile:
-    """Lines of the sidecars of one capture, kept until the run has a folder.
+    """Lines for the sidecars of one capture, kept in memory until the run has a folder.
 
-    A run without tensors has no folder, and facts alone must not make one.
+    A run without tensors has no folder, and facts alone must not create one.
     """
 
     def __init__(self, write: Callable[[str, str], None], ready: Callable[[], bool]) -> None:
         """
         Args:
-            write: Adds text to a side file of the run.
-            ready: Whether the run has its folder.
+            write: Appends text to a sidecar of the run.
+            ready: Returns whether the run has its folder.
         """
         self._write = write
         self._ready = ready
@@ -473,23 +488,23 @@ class FactsFile:
         self._written = 0.0
 
     def add(self, name: str, text: str) -> None:
-        """Take lines for a file; any thread may call this."""
+        """Add lines for a file; any thread may call this."""
         self._waiting.append((name, text))
 
     def flush(self, *, at_once: bool = True) -> None:
-        """Write what waits, if the run has its folder.
+        """Write the lines that wait, if the run has its folder.
 
         Args:
-            at_once: Or only if the last writing was a while ago: a file is opened each time, which
-                a small step of a program would feel.
+            at_once: Write now. If False, write only when the last time was a while ago: opening a
+                file each time would slow down a program whose steps are short.
         """
         if not self._waiting or not self._ready():
             return
         now = time.monotonic()
-        if not at_once and now - self._written < _SELDOM:
+        if not at_once and now - self._written < _FLUSH_SECONDS:
             return
         self._written = now
-        # Exchanged first: the thread of the weights may add lines meanwhile.
+        # Exchange the list first: the thread that reads weights may add lines meanwhile.
         waiting, self._waiting = self._waiting, []
         texts: dict[str, list[str]] = {}
         for name, text in waiting:

@@ -39,10 +39,10 @@ def nothing_captured(unmatched: list[str], steps: int, *, ran: bool, selected: b
     """Sentences that explain why no tensor was captured.
 
     Args:
-        found: Filters that matched nothing, in words; the first may be the reason.
-        steps: How many steps ran.
-        ran: Whether anything did.
-        selected: Whether any of the steps was wanted.
+        unmatched: Sentences about filters that matched nothing; the first may be the reason.
+        steps: The number of steps that ran.
+        ran: Whether anything ran.
+        selected: Whether any of the steps was selected.
     """
     # A filter without a match is the likeliest reason, so it becomes the first sentence.
     rest = list(unmatched)
@@ -60,20 +60,22 @@ def nothing_captured(unmatched: list[str], steps: int, *, ran: bool, selected: b
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
-        self.unwatched_class = ""  # class of the outermost module under way that is not watched
-        self.quiet = False  # a model is under way whose parts nobody looks at
-        self.failure = 0  # id of the exception that is passing through the stack
+        self.unwatched_class = ""  # class of the outermost running module that is not watched
+        self.quiet = False  # whether a model is running whose parts are not watched
+        self.failure = 0  # id of the exception that is propagating through the stack
 
 
 class Adapter(NamedTuple):
-    """What a framework's own part supplies to a session.
+    """What the framework's subclass supplies to a session.
 
     Attributes:
         structure: Access to the structure of the framework's modules.
         look: Makes a snapshot of one of its tensors.
-        clock: Makes the clock that counts steps, from the models and what to call after a step.
-        description: Where the class is that describes its models; None if nothing does. Loaded on
-            use: experiments, the error check and the saving hook need none of it.
+        clock: Makes the clock that counts steps, from the models and a function to call after each
+            step.
+        description: Address of the class that describes its models; None if there is none. It is
+            imported on use, because experiments, the error check and the saving hook do not need
+            it.
     """
 
     structure: ModuleStructure
@@ -94,19 +96,19 @@ class ModelDescription(Protocol):
         ...
 
     def after_root(self, frame: Frame, result: Any) -> None:
-        """It was called, and this is what it returned."""
+        """A model was called from outside of all modules, and has returned a result."""
         ...
 
     def digests_call(self, frame: Frame) -> bool:
-        """Whether digests of what an outermost call takes and gives are wanted."""
+        """Whether digests of the inputs and outputs of an outermost call are wanted."""
         ...
 
     def note_tensors(self, frame: Frame, port: str, tensors: Any) -> None:
-        """What an outermost call took or gave."""
+        """Take the inputs or outputs of an outermost call."""
         ...
 
     def flush(self) -> None:
-        """Write what waits, if the run has its folder."""
+        """Write the facts that wait, if the run has its folder."""
         ...
 
     def finish(self) -> None:
@@ -120,18 +122,18 @@ class Session(ABC):
     """One capture, from `start` to `stop`.
 
     Args:
-        sink: Where tensors go, or a function that makes the sink when there is something to write.
-        selection: Which tensors.
-        reduction: How much of each.
-        levels: Any of modules, ops, gradients, params.
-        model: The one model to watch; None watches every module call of the process.
-        rank: This process's rank.
-        adapter: What the framework's own part supplies.
+        sink: The sink for tensors, or a function that makes it when there is something to write.
+        selection: The tensors to capture.
+        reduction: What to keep of each tensor.
+        levels: One or more of modules, ops, gradients, params.
+        model: The only model to watch; None watches every module call of the process.
+        rank: The rank of this process.
+        adapter: What the framework's subclass supplies.
     """
 
     module_types: tuple[type, ...] = ()
-    """If not empty, only modules of these classes (subclasses too) are captured. A subclass sets it
-    before it calls `__init__`, which decides about the modules of a model."""
+    """If not empty, only modules of these classes and their subclasses are captured. A subclass
+    sets it before it calls `__init__`, which decides about the modules of a model."""
 
     def __init__(
         self,
@@ -149,12 +151,12 @@ class Session(ABC):
         self.reduction = reduction or Reduction()
         self.rank = rank
         self.recorder = recorder.Recorder(sink, self.selection, self.reduction, rank, adapter.look)
-        # Bound once: these are called for every tensor.
+        # Bound once, because these are called for every tensor.
         self.guarded = self.recorder.guarded
         self.take = self.recorder.take
         self.thread = _Thread()
         self._rank_wanted = self.selection.takes_rank(rank)
-        # Its steps are those of a ladder only where nobody has named any.
+        # The steps are those of the ladder unless the user named some.
         self.recorder.budget = StepBudget() if LADDER in self.selection.steps else None
         self.names = ModuleNames(adapter.structure, model, self._decide)
         self.clock = adapter.clock(self.names.roots, self._step_done)
@@ -163,8 +165,8 @@ class Session(ABC):
         self._description = adapter.description
         self.model_facts: ModelDescription | None = None
         self.running = False
-        # Carries out every watched call in place of the plain one: (frame, call, args, kwargs) to
-        # the result. For experiments; exceptions it raises are the program's.
+        # If set, experiments execute every watched call by this function: it gets (frame, call,
+        # args, kwargs) and returns the result. Exceptions that it raises reach the program.
         self.stand_in: Callable[[Frame, Callable[..., Any], Any, Any], Any] | None = None
         self._visits: dict[tuple[str, bool], Visits] = {}
         self._wanted: dict[tuple[str, str, str], bool] = {}
@@ -172,45 +174,45 @@ class Session(ABC):
         self.bytes_in_first_step: int | None = None
         self.steps_seen: set[int] = set()
         self._selected = (-1, False)  # a step, and whether it is selected
-        # Operators of this capture are to be executed again from what it leaves.
+        # Whether operators are to be executed again from this run.
         self.for_replay = False
         self._topology_places = 0
         self.outside = 0
-        # The step whose model was left by an exception, unless a later call of a model went well.
+        # The step in which an exception left the model, unless a later call of a model succeeded.
         self.unfinished_step: int | None = None
-        # The exception that ended the program, or the block that is captured; in words.
+        # The exception that ended the program or the captured block, in words.
         self.exception = ""
 
-        # A killed program leaves a run that says so from its first watched call on. Off where a
-        # run is only made for findings.
+        # Whether a run exists from the first watched call on, so that a killed program leaves one.
+        # False if a run is only made for findings.
         self.begins_early = True
         self._has_begun = False
 
-    # --- life
+    # --- begin and end
 
     @abstractmethod
     def watch(self) -> None:
-        """Begin to notice calls, and load the taps of the levels."""
+        """Begin to observe calls, and load the taps of the levels."""
 
     @abstractmethod
     def unwatch(self) -> None:
-        """Notice no more calls."""
+        """Stop observing calls."""
 
     @abstractmethod
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Inside, nothing is recorded for a backward pass, and no mode of the program sees it."""
+        """A context in which neither autograd nor the program's modes observe operations."""
 
     @abstractmethod
     def tree(self) -> dict[str, JSON]:
-        """The module tree of the models met so far."""
+        """The module tree of the models seen so far."""
 
     def describe_models(self, options: FactOptions) -> None:
-        """Also write what the models are: attributes, code, state, training; not by default."""
+        """Also write facts about the models: attributes, code, state, training."""
         describing = self._description if options.model else None
         self.model_facts = None if describing is None else describing.load()(self, options)
 
     def facts_of_models(self) -> dict[str, JSON]:
-        """Facts about this process that need named models; none by default."""
+        """Facts about this process that need the names of models; none by default."""
         return {}
 
     def say_at_end(self) -> None:
@@ -218,7 +220,7 @@ class Session(ABC):
         return
 
     def start(self) -> Self:
-        """Begin to watch. The module watch is always on: it is what knows the current site."""
+        """Begin to watch. Modules are always watched, because they determine the current site."""
         with self.recorder.lock:
             if self.running:
                 return self
@@ -231,26 +233,25 @@ class Session(ABC):
         return self
 
     def begin_run(self) -> None:
-        """A watched model is called: from the first call on there is a run, even without a tensor.
+        """Create the run when a watched model is called for the first time.
 
-        A process that ends by itself without one takes its empty part away again.
+        A process that ends normally without a tensor removes its empty part again.
         """
         if self.begins_early and not self._has_begun:
             self._has_begun = True
-            # An experiment may watch without keeping anything: then there is no run.
+            # An experiment may watch without storing anything; then there is no run.
             if self._rank_wanted and self.levels:
                 self.guarded("beginning", self.recorder.begin)
 
     def stop(self) -> None:
-        """Stop watching, say what was not found, write the module tree and close the sink."""
+        """Stop watching, report filters without a match, write the module tree, close the sink."""
         with self.recorder.lock:
             if not self.running:
                 return
             self.running = False
             self.unwatch()
             for tap in self.taps:
-                # One tap that fails to remove itself must not keep the others
-                # installed.
+                # If one tap fails to remove itself, the others must be removed all the same.
                 self.guarded("stopping", tap.remove)
             if self.model_facts is not None:
                 self.guarded("stopping", self.model_facts.remove)
@@ -259,7 +260,7 @@ class Session(ABC):
     def _finish(self) -> None:
         for kind, text, hint in self._unmatched():
             self.event("no-match", f"no {kind} matches '{text}'", hint=hint, filter=kind, text=text)
-        # Tensors still on a device have to reach the sink before the last events.
+        # Tensors that are still on a device must reach the sink before the last events.
         self.say_at_end()
         self.recorder.finish()
         skipped = sorted(s for s in self.steps_seen if not self.selection.takes_step(s))
@@ -298,7 +299,7 @@ class Session(ABC):
         return self.selection.unmatched(self.places())
 
     def end_warnings(self) -> list[str]:
-        """Warnings for the person who asked for this capture, read at its end."""
+        """Warnings to show to the user when the capture ends."""
         warnings = [
             f"no {kind} matches '{text}'" + (f"; {hint}" if hint else "")
             for kind, text, hint in self._unmatched()
@@ -326,7 +327,7 @@ class Session(ABC):
         """The program says that a step is over; from now on only this counts steps."""
         self.clock.step()
 
-    # --- what taps ask
+    # --- questions of taps
 
     @property
     def step(self) -> int:
@@ -335,44 +336,43 @@ class Session(ABC):
 
     @property
     def sink(self) -> Sink | None:
-        """Where tensors go; None until there was something to write."""
+        """The sink for tensors; None until there is something to write."""
         return self.recorder.sink
 
     @property
     def tensors(self) -> int:
-        """How many tensors were captured so far."""
+        """The number of tensors captured so far."""
         return self.recorder.tensors
 
     def current_frame(self) -> Frame | None:
-        """The innermost module call under way in this thread."""
+        """The innermost module call that is running in this thread."""
         stack = self.thread.stack
         return stack[-1] if stack else None
 
     def frames(self) -> list[Frame]:
-        """All module calls under way in this thread, outermost first; the live list."""
+        """All module calls that are running in this thread, outermost first; the live list."""
         return self.thread.stack
 
     def is_outside_model(self, module: Any) -> bool:
-        """Whether a module is no part of the one model to watch."""
+        """Whether a module is not part of the only model to watch."""
         return not self.global_scope and self.names.known(module) is None
 
     def unwatched_module(self) -> str:
-        """Class of the outermost module under way that is not watched; empty without one."""
+        """Class of the outermost running module that is not watched; empty if there is none."""
         return self.thread.unwatched_class
 
     def site_of(self, module: Any) -> str:
-        """The site of a module; its class name when it is not part of a known model."""
+        """The site of a module; its class name if it is not part of a known model."""
         place = self.names.known(module)
         return place.site if place is not None else type(module).__name__
 
     def wants(self, site: str, class_name: str, port: str) -> bool:
-        """Whether anything of this port of this place is wanted in any step: a cheap pre-check."""
+        """Whether this port of a site is captured in any step; a fast check before others."""
         key = (site, class_name, port)
-        # Cached, because operators ask for every call and pattern matching would dominate.
+        # Cached, because it is asked for every operator call, and matching patterns is slow.
         wanted = self._wanted.get(key)
         if wanted is None:
-            # An operator's site is `module/operator`; its position in the tree is the
-            # module's.
+            # An operator's site is `module/operator`, and its ids are those of the module.
             place = self.names.site(site) or self.names.site(site.split("/", 1)[0])
             wanted = self._wanted[key] = (
                 self._rank_wanted
@@ -383,8 +383,8 @@ class Session(ABC):
 
     def wants_step(self, step: int) -> bool:
         """Whether tensors of a step are captured."""
-        # Asked for every call, and patterns take longer than a whole call may. Kept as one value:
-        # no other thread may find a step with another step's answer.
+        # Asked for every call, and matching patterns takes longer than a call may. Step and answer
+        # are stored as one value, so that another thread never sees a mixture.
         asked, selected = self._selected
         if asked != step:
             selected = self.selection.takes_step(step)
@@ -402,39 +402,39 @@ class Session(ABC):
         return is_rung(step) or self.selection.takes_step(step)
 
     def set_budget(self, budget: int | None) -> None:
-        """How many bytes of disk steps after the first may take, where no steps were named."""
+        """Set the disk budget of the steps after the first, unless the user named steps."""
         if self.recorder.budget is not None and budget is not None:
             self.recorder.budget = StepBudget(budget)
 
     def charge(self, size: int) -> None:
-        """Lines about later steps have taken so many bytes."""
+        """Count bytes of lines about steps after the first."""
         if self.recorder.budget is not None:
             self.recorder.budget.charge(size)
 
     def is_quiet(self, step: int) -> bool:
-        """Whether nobody looks at the parts of a model in this step: hooks are off then."""
+        """Whether the parts of a model are not watched in this step, so that hooks are off."""
         return (
             self.stand_in is None
             and not self.wants_step(step)
             and all(getattr(tap, "only_wanted_steps", False) for tap in self.taps)
         )
 
-    # --- what taps tell
+    # --- calls by taps
 
     def ran_outside(self, step: int) -> None:
-        """An operator ran in no module; a program without modules has its steps from them."""
+        """An operator ran outside of all modules; without any module it determines the steps."""
         self.outside += 1
         self.clock.ran_outside = True
-        # Where modules run too, their calls alone say which steps there were.
+        # If modules run too, only their calls determine which steps ran.
         if not self.execution_order:
             self.steps_seen.add(step)
 
     def emit(self, address: TensorAddress, tensor: Any) -> None:
-        """Take one tensor, if it is wanted. Never raises; the program's modes see nothing of it."""
+        """Take one tensor if it is wanted. Never raises, and the program's modes do not see it."""
         port = address.port
         if not self.wants(address.site, address.class_name, port):
             return
-        # Gradients belong to the step of their forward call, so the address names the step.
+        # The address names the step, because gradients belong to the step of their forward call.
         if not self.wants_step(address.step):
             return
         if not address.phase or not address.moment:
@@ -446,17 +446,17 @@ class Session(ABC):
             self.guarded(address.site, self.take, address, tensor)
 
     def event(self, kind: str, message: str, **details: Any) -> None:
-        """Note something for the reader of the run."""
+        """Write an event for readers of the run."""
         self.recorder.event(kind, message, **details)
 
     def event_once(self, kind: str, message: str, **details: Any) -> None:
-        """The same, but only the first time for this message and site."""
+        """Write an event, but only once for the same message and site."""
         self.recorder.event_once(kind, message, **details)
 
     # --- calls
 
     def _decide(self, place: Place) -> None:
-        """Whether a place is wanted is asked once, when it gets its name."""
+        """Decide, once when a place gets its name, which of its tensors are captured."""
         module = place.ref()
         wanted = (
             "modules" in self.levels
@@ -475,7 +475,7 @@ class Session(ABC):
         return self.visits_of(site, recompute=recompute).next(step)
 
     def visits_of(self, site: str, *, recompute: bool) -> Visits:
-        """The counter of one place's calls; it stays the same."""
+        """The counter of the calls of a site; always the same object."""
         key = (site, recompute)
         visits = self._visits.get(key)
         if visits is None:
@@ -488,18 +488,16 @@ class Session(ABC):
     def _note_step(self, step: int) -> None:
         self.recorder.call_done()
         self._write_topology()
-        # Tensors of this step may still be on their way from a device; the step ends after
-        # them.
+        # Tensors of this step may not have arrived from a device; the step ends after them.
         self.recorder.in_turn(lambda: self._count_step(step))
 
     def _count_step(self, step: int) -> None:
-        """A step is over, and what was taken in it is with the sink."""
+        """A step is over, and its tensors have reached the sink."""
         if self.recorder.sink is None:
             return
         if self.bytes_in_first_step is None and self.tensors:
             step_bytes = self.bytes_in_first_step = self.recorder.sink.bytes_written
-            # Parameters are stored once, so the estimate for all steps must not
-            # multiply them.
+            # Parameters are stored once, so the estimate for all steps counts them once.
             steps, once = self.selection.step_count(), self.recorder.weight_bytes
             self.event(
                 "estimate",
@@ -510,29 +508,29 @@ class Session(ABC):
                 once=once,
                 total=None if steps is None else once + (step_bytes - once) * steps,
             )
-        # Of a step between rungs there is nothing to be told.
+        # A step between rungs has no tensors.
         if self.recorder.budget is None or self.wants_step(step):
             self.recorder.sink.step_done(step)
 
     def root_done(self) -> None:
-        """A model has run: its tree is kept now, since the model may be gone when capture ends.
+        """A model has run: write its tree now, because it may be freed before the capture ends.
 
-        So may the process, if it is a worker of a multiprocessing pool: its parent kills it without
-        a word once it has the results.
+        If the process is a worker of a multiprocessing pool, it also flushes, because its parent
+        kills it without notice once it has the results.
         """
         self.unfinished_step = None
-        # The topology is written again only when places were added.
+        # The topology is written again only if places were added.
         if len(self.names.roots) + self.names.count != self._topology_places:
             self.guarded("topology", self._write_topology)
         self.guarded("devices", self.recorder.call_done)
         if self.model_facts is not None:
             self.guarded("model facts", self.model_facts.flush)
-        # A daemonic worker gets no chance to close its files.
+        # A daemonic worker is killed before it can close its files.
         if multiprocessing.current_process().daemon:
             self.guarded("flush", self.flush)
 
     def flush(self) -> None:
-        """Return when everything taken so far would outlive a kill of the process."""
+        """Return when everything captured so far would survive a kill of the process."""
         self.recorder.drain()
         if self.recorder.sink is not None:
             self.recorder.sink.flush()
@@ -547,7 +545,7 @@ class Session(ABC):
             )
 
     def _capture_facts(self, *, ended: bool) -> dict[str, JSON]:
-        """What was asked for and how far it went, for whoever judges what this run can show."""
+        """What was selected and how far the program ran, which judging the run needs."""
         facts: dict[str, JSON] = {
             "levels": list(self.levels),
             "selection": self.selection.to_json(),
@@ -563,7 +561,7 @@ class Session(ABC):
         return facts
 
     def after_fork(self) -> None:
-        """This is a forked child: nothing is under way, and its sink begins anew by itself."""
+        """This is a forked child: no call is running, and its sink begins anew."""
         self.recorder.after_fork()
         self._has_begun = False
         if self.model_facts is not None:

@@ -1,8 +1,8 @@
 """Weights and gradients of a program around its updates, as digests, figures and samples.
 
-Read while nothing else runs on them: gradients just before an optimizer uses them, weights before
-and after it, and those of every model that is called when they are not as they were last seen. How
-a framework's tensor is read is asked of its own reader.
+Gradients are read just before an optimizer uses them, and weights before and after its update. The
+weights of a model are also read when it is called and they have changed since. A reader of the
+framework reads the tensors.
 """
 
 from __future__ import annotations
@@ -36,50 +36,52 @@ if TYPE_CHECKING:
 
 NO_NUMBERS = np.empty(0)
 _LARGEST_TENSOR = 1 << 30
-"""Bytes of a tensor that is read as a whole; of a larger one only samples are looked at."""
+"""A tensor of more bytes is not read as a whole; only samples are read."""
 _SHARE = 20
-"""After the first steps, reading may take one part in so many of the time since it began."""
+"""After the first steps, reading may take 1/20 of the time since it began."""
 
 _MOST_PASSES = 4
-"""Calls of a model in one step before which its weights are looked at: programs that change them in
-between (LBFGS, sharpness-aware steps) do so before the second one; others accumulate gradients."""
+"""Weights are read before at most this many calls of a model in one step. Programs that change them
+between calls (LBFGS, sharpness-aware steps) do so before the second one; others accumulate
+gradients."""
 _SHORT = 0.001
-"""Seconds of a call below which it is not looked at in steps that are not captured."""
+"""Calls of fewer seconds get no digests in steps that are not captured."""
 _TIMED_AGAIN = 64
 _MOST_CALLS = 1_000_000
 _MOST_SLOTS = 32
 _LARGEST_DIGEST = 1 << 21
-"""Bytes of a tensor that is read as a whole for its digest: faster than to pick out some of it."""
+"""A tensor of up to this many bytes is read as a whole for its digest, which is faster than reading
+parts of it."""
 _SAMPLED_DIGEST = 1 << 16
-"""Bytes of a larger one that are read."""
+"""About this many bytes of a larger tensor are read."""
 
 Named = tuple[str, Any]
-"""A tensor with its path."""
+"""The path of a tensor, and the tensor."""
 
 
 class TensorReader(Protocol):
-    """How tensors of a framework are read."""
+    """Reads the tensors of a framework."""
 
     def host(self, tensor: Any) -> Snapshot | None:
-        """The bytes of a tensor that is in host memory, or its local part; None of any other."""
+        """The bytes of a tensor, or of its local part, in host memory; None for any other."""
         ...
 
     def fetch(self, tensors: Sequence[Any]) -> list[TensorState | None]:
-        """States of those that are not in host memory, in one transfer."""
+        """The states of tensors that are not in host memory, in one transfer."""
         ...
 
     def described(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """Name of the number format, and sizes."""
+        """The name of the number format, and the shape."""
         ...
 
 
 class StepStates:
-    """Writes what updates do to weights.
+    """Writes weights and gradients around updates.
 
     Args:
-        session: Says which steps are looked at.
-        file: Takes the lines.
-        path_of: `site.name` of a parameter; empty for one of no model that was seen.
+        session: The session, which decides about steps.
+        file: The file to which lines are written.
+        path_of: Returns `site.name` of a parameter; empty if it belongs to no described model.
         reader: Reads the framework's tensors.
     """
 
@@ -98,35 +100,35 @@ class StepStates:
     def after_fork(self, file: FactsFile) -> None:
         self._file = file
         self._listed: dict[str, list[str]] = {}
-        # What was last written of a weight: its digest, or its samples where it has none.
+        # The digest of each weight when it was last written, or its samples if it has no digest.
         self._seen: dict[str, Any] = {}
-        # The last step in which a model was called, and how often in it.
+        # The last step in which each model was called, and the number of calls in it.
         self._calls: dict[str, tuple[int, int]] = {}
-        # The optimizer whose update is under way.
+        # The optimizer whose update is running.
         self._updating = ""
         self._last_left_out = -1
         self._begun = time.monotonic()
         self._spent = 0.0
         self._left_out = 0
 
-    # --- what the training facts tell
+    # --- called by the training facts
 
     def model_called(self, parameters: Callable[[], Iterable[Any]], site: str, step: int) -> None:
-        """A model is about to be called: its weights may not be those of the last update."""
-        # Where nothing is trained, weights are described once, with the model.
+        """A model is about to be called: its weights may have changed since the last update."""
+        # Without training, weights are described once, with the model.
         if not self._session.clock.trains:
             return
         last_step, calls = self._calls.get(site, (-1, 0))
         call = calls if last_step == step else 0
         self._calls[site] = step, call + 1
-        # A model that is first called late (an average of weights) is looked at then.
+        # A model that is called late for the first time (an average of weights) is read then.
         is_first_ever = last_step < 0
         if call >= _MOST_PASSES or not (is_first_ever or self._wanted(step)):
             return
         weights = [
             (path, parameter) for parameter in parameters() if (path := self._path_of(parameter))
         ]
-        # A closure calls the model while its optimizer moves the weights.
+        # A closure calls the model while its optimizer changes the weights.
         owner = self._updating if call and self._updating else site
         key = StateKey(step, "weights", "before", owner, call)
         self._timed(self._write_changed, weights, key)
@@ -140,7 +142,7 @@ class StepStates:
             self._timed(self._write_changed, weights, key)
 
     def gradients(self, gradients: Sequence[Named], owner: str, step: int) -> None:
-        """An optimizer is given these; None stands for no gradient."""
+        """An optimizer is about to use these gradients; None means that there is none."""
         if self._wanted(step):
             self._timed(self._write, gradients, StateKey(step, "gradients", "before", owner))
 
@@ -150,7 +152,7 @@ class StepStates:
             self._timed(self._write, weights, StateKey(step, "weights", "after", owner))
 
     def averages(self, averages: Sequence[Named], step: int) -> None:
-        """Averages of weights that a program keeps beside its models, before a step."""
+        """Averages of weights, before a step's update."""
         if self._wanted(step):
             key = StateKey(step, "weights", "before", "averages")
             self._timed(self._write_changed, averages, key)
@@ -173,7 +175,7 @@ class StepStates:
     def _wanted(self, step: int) -> bool:
         if not self._session.watches_state(step):
             return False
-        # A large model that takes small steps: reading it must not be what the program does.
+        # If a large model takes short steps, reading it would take too much of the time.
         if step >= EVERY_STEP and self._is_slow():
             self._left_out += self._last_left_out != step
             self._last_left_out = step
@@ -191,8 +193,8 @@ class StepStates:
     # --- reading and writing
 
     def _write_changed(self, weights: Sequence[Named], key: StateKey) -> None:
-        """Write weights, if one of them is not as it was last written."""
-        # Digests tell nearly always, in a tenth of the time that figures and samples take.
+        """Write weights if one of them has changed since it was last written."""
+        # Digests take a tenth of the time of figures and samples, and nearly always suffice.
         if all(self._digest(weight) == self._seen.get(path, "") for path, weight in weights):
             return
         tensors = self._states([weight for _, weight in weights])
@@ -231,7 +233,7 @@ class StepStates:
             self._file.add(STEPS, line)
 
     def _name(self, owner: str, named: Sequence[Any]) -> None:
-        """Write names that are new; groups may be added while a program runs."""
+        """Write new names, because groups may be added while a program runs."""
         listed = self._listed.setdefault(owner, [])
         known_paths = set(listed)
         fresh = [pair for pair in named if pair[0] not in known_paths]
@@ -244,7 +246,7 @@ class StepStates:
             listed += [parameter.path for parameter in part]
 
     def _digest(self, tensor: Any) -> str | None:
-        """The digest that the state of a tensor in host memory would have; None of any other."""
+        """The digest that the state of a tensor in host memory has; None for any other tensor."""
         shot = self._reader.host(tensor)
         if shot is None or shot.repeats != 1:
             return None
@@ -252,7 +254,7 @@ class StepStates:
         return kernel.digest_at(shot.address, shot.length) if is_read else None
 
     def _states(self, tensors: Sequence[Any]) -> list[TensorState | None]:
-        """What is kept of each tensor; None for one that is absent or cannot be read."""
+        """The state of each tensor; None for one that is missing or cannot be read."""
         states: list[TensorState | None] = [None] * len(tensors)
         elsewhere: list[int] = []
         for index, tensor in enumerate(tensors):
@@ -261,7 +263,7 @@ class StepStates:
             shot = self._reader.host(tensor)
             if shot is None:
                 elsewhere.append(index)
-            # Sparse, packed and lazy ones have no bytes to read.
+            # Sparse, packed and lazy tensors have no bytes to read.
             elif shot.length > 0 and shot.repeats == 1:
                 states[index] = host_state(shot)
         if elsewhere:
@@ -272,11 +274,11 @@ class StepStates:
 
 
 class CallDigests:
-    """Digests of what models take and give, in every step that takes longer than a millisecond.
+    """Writes digests of models' inputs and outputs for calls that take longer than a millisecond.
 
     Args:
-        session: Counts what is written.
-        file: Takes the lines.
+        session: The session, which counts the written bytes.
+        file: The file to which lines are written.
         reader: Reads the framework's tensors.
     """
 
@@ -284,16 +286,16 @@ class CallDigests:
         self._session = session
         self._file = file
         self._reader = reader
-        # Seconds of the last call of each model.
+        # The duration in seconds of the last call of each model.
         self._took: dict[str, float] = {}
         self._left = _MOST_CALLS
 
     def begins(self, frame: Frame) -> bool:
-        """Whether an outermost call is looked at."""
-        # The first steps are captured as a whole, and have digests in the index.
+        """Whether an outermost call gets digests."""
+        # The first steps are captured, and their index has digests.
         if frame.step < EVERY_STEP or frame.recompute or frame.place.root.helper or self._left <= 0:
             return False
-        # A model of short calls is timed again now and then: it may be given more to do.
+        # A model with short calls is timed again now and then, because its inputs may grow.
         if self._took.get(frame.site, 1.0) < _SHORT and frame.step % _TIMED_AGAIN:
             return False
         frame.digests = {}
@@ -323,13 +325,13 @@ class CallDigests:
 
 
 def _digest(shot: Snapshot | None) -> str:
-    """A digest of a host tensor; of a large one that of an even sample of its elements."""
+    """A digest of a host tensor, or of an even sample of the elements of a large one."""
     if shot is None or shot.length <= 0 or shot.repeats > 1:
         return ""
     about = f"{shot.dtype}{list(shot.shape)}"
     if shot.length <= _LARGEST_DIGEST:
         return f"{about} {kernel.digest_at(shot.address, shot.length)}"
-    stride = -(-shot.length // _SAMPLED_DIGEST) | 1  # odd, so that no column is always taken
+    stride = -(-shot.length // _SAMPLED_DIGEST) | 1  # odd, so that it varies over the columns
     return f"{about} sampled-{kernel.digest(every_nth(shot, stride))}"
 
 

@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,11 +44,13 @@ class Samples(NamedTuple):
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
         values: Snapshot of the sampled elements, in C order of their grid.
+        unordered: Digests of all elements, made where the tensor is; see `order_free`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     values: Snapshot
+    unordered: Mapping[str, str] = {}
 
 
 class Weight(NamedTuple):
@@ -164,6 +166,8 @@ class WeightReader:
             )
         else:
             fields["basis"] = "sample"
+            if only_samples and shot.unordered:
+                fields["unordered"] = dict(shot.unordered)
             count = samples.size // (dtype.bits // 8)
             summary = kernel.summarize(samples, dtype, count=count)
         if grid_of(shot.shape) == shot.shape:
@@ -249,7 +253,12 @@ def order_free(bits: Bits) -> str:
         hashes *= np.uint32(0x85EBCA77)
         hashes ^= hashes >> np.uint32(13)
         total += int(hashes.sum(dtype=np.uint64))
-    return f"sum32:{bits.size}:{total:x}"
+    return order_free_text(bits.size, total)
+
+
+def order_free_text(count: int, total: int) -> str:
+    """The digest of as many elements, from the sum of their hashes."""
+    return f"sum32:{count}:{total:x}"
 
 
 def sampled(

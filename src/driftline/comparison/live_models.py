@@ -51,8 +51,8 @@ def lockstep(
     """Run two models side by side and compare the inputs and outputs of every module as they run.
 
     Each tensor is compared where it is, on the device if both are there, and is released
-    afterwards; nothing is stored. The table is that of `compare_models`. Models
-    that are not built alike are captured and aligned instead, as `compare_models` does it.
+    afterwards; nothing is stored. The table is that of `compare_models`. Models of different
+    structure are captured and aligned instead, as by `compare_models`.
 
     Args:
         reference: The trusted model.
@@ -62,8 +62,8 @@ def lockstep(
             `thresholds`, `sites`, `ports`.
 
     Raises:
-        NotInstalled: There is no torch here.
-        DriftlineError: As `compare` does.
+        NotInstalled: torch is missing.
+        DriftlineError: As `compare`.
     """
     require("torch", install="torch")
     return compare_models(reference, candidate, inputs, **options)
@@ -166,29 +166,29 @@ def compare_models(
 ) -> Table:
     """Run two models on the same inputs and compare the inputs and outputs of every module.
 
-    Both run without gradients, in the mode they are in, from the same random state: side by side
-    and compared as they run where they are built alike (see `lockstep`), else one after the other,
-    captured in memory and aligned. Floating inputs are moved to the device and cast to the dtype of
-    the model's parameters.
+    Both run without gradients, in their current mode, from the same random state. Models of the
+    same structure run side by side and are compared as they run (see `lockstep`); others run one
+    after the other, are captured in memory and aligned. Floating-point inputs are moved to the
+    device of each model's parameters and cast to their dtype.
 
     Args:
         reference: The trusted model.
         candidate: The model to test.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
         keep: full, or summary when two copies of every activation do not fit into memory.
-        threads: Worker threads; by default, one per usable core.
-        isolate: Compare each module of the candidate with what the reference's gives *on the
-            candidate's own inputs*, in float32. A row that fails then is a module that makes an
-            error, not one that inherits it; an input row is what the module around it handed over.
-            Modules that cannot be applied again are `extra` rows.
-        progress: Called with (pairs done, pairs in all). In a notebook a line shows it, if nothing
-            else is given.
+        threads: Number of worker threads. Default: one per usable core.
+        isolate: Compare the output of each module of the candidate with that of the reference's
+            module *on the candidate's own inputs*, in float32. A failing output is then an error
+            that the module makes itself, not one that it inherits. A failing input is an error of
+            the module around it, which computed that input. Modules that cannot be applied again
+            are `extra` rows.
+        progress: Called with (pairs done, pairs in total). By default, a notebook shows a line.
         options: Keywords of `compare`: `metrics`, `limits`, `rtol`, `atol`, `min_coverage`,
             `thresholds`, `sites`, `ports`.
 
     Raises:
-        NotInstalled: There is no torch here.
-        DriftlineError: As `compare` does.
+        NotInstalled: torch is missing.
+        DriftlineError: As `compare`.
     """
     require("torch", install="torch")
     for model in (reference, candidate):

@@ -32,8 +32,7 @@ from driftline.comparison.table.structure import NO_STRUCTURE, Structure
 from driftline.comparison.table.table import Table
 from driftline.comparison.tolerance.tolerance import Limit, Tolerance, limits_from
 from driftline.comparison.verdict.judge import judge
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
-from driftline.comparison.verdict.status import Evidence
+from driftline.comparison.verdict.status import NO_EVIDENCE, Evidence
 from driftline.errors import BadInput
 from driftline.runs.index import uncollected
 from driftline.runs.records import TensorKey
@@ -480,38 +479,44 @@ def compare(
     Args:
         reference: The trusted run, or its path (or that of a file of tensors).
         candidate: The run to test.
-        metrics: Measured besides the standard ones: `kl`, a plug-in's name, `file.py:function`.
-        limits: Metric → worst value that passes, in place of the limits of the coarser dtype.
-        rtol: With `atol`, every element must keep `|c - r| <= atol + rtol |r|`.
+        metrics: Metrics to measure besides the standard ones: `kl`, the name of a plug-in, or
+            `file.py:function`.
+        limits: The worst value that passes for each metric, in place of the default limits, which
+            depend on the coarser dtype of a pair.
+        rtol: With `atol`, every element must satisfy `|c - r| <= atol + rtol |r|`.
         atol: See `rtol`.
-        min_coverage: The share of all tensors that must have been compared for a pass.
-        thresholds: Limits of each layer: what `calibrate` gave, or the path of a thresholds file.
-            Tensors that it does not name are measured, but not judged by it.
-        sites: Globs; only sites that match one of them. All by default.
-        ports: Only these ports. All by default.
+        min_coverage: The fraction of all tensors that must be compared for a pass. By default 90 %
+            of the calls of leaf modules must be.
+        thresholds: Limits for each layer: a result of `calibrate`, or the path of a thresholds
+            file. Tensors that it does not name are measured, but not judged by it.
+        sites: Globs; only sites that match one of them are compared. All by default.
+        ports: Only these ports are compared. All by default.
         maps: `REFERENCE=CANDIDATE` for sites with different names; see `align`.
         mapping: A file of such pairs; see `align`.
-        placements: `SITE=shard(AXIS)`: how the tensors of a sharded run are spread over its ranks.
-        masks: Files of the positions that count ([batch, tokens]), or `captured`. Without any, rows
-            that fail are measured again without the pads of the captured attention_mask; `none`
-            counts pads like all other positions.
-        step_map: Step of the reference → step of the candidate.
+        placements: `SITE=shard(AXIS)`: how the tensors of a sharded run are distributed over its
+            ranks; see `align`.
+        masks: Files with the positions that count ([batch, tokens]), or `captured` for the
+            attention_mask in a run. By default, rows that fail are measured again without the
+            padding of the captured attention_mask; with `none`, padding counts like other
+            positions.
+        step_map: The candidate's step for each step of the reference.
         plan: A plan from `align`, or the path of a saved one; nothing else is paired then.
         structural: Whether tensors with different names may be paired; see `align`.
-        threads: Worker threads; by default, one per usable core.
-        jobs: Worker processes that share the pairs; the table is the same, bit for bit.
-        executor: `ray` or `ray://HOST:PORT`: workers are those of a Ray cluster.
+        threads: Number of worker threads. Default: one per usable core.
+        jobs: Number of worker processes that share the pairs. The table is bitwise the same.
+        executor: `ray` or `ray://HOST:PORT` to run the workers on a Ray cluster.
         planned: Called with the plan before any tensor is read.
-        progress: Called with (pairs done, pairs in all).
-        replay: The reference's modules applied to the candidate's inputs: what `driftline replay`
-            wrote. Like the next two, evidence for the judgement of sites, as `diagnose` takes it.
-        noise: Trusted executions in the candidate's number format: what `driftline noise` wrote,
-            or plain runs.
-        bisect: What `driftline bisect --format json` printed: a file of it, or the object.
+        progress: Called with (pairs done, pairs in total).
+        replay: A folder that `driftline replay` wrote: results of the reference's modules on the
+            candidate's inputs. This and the next two are evidence for judging sites, as in
+            `diagnose`.
+        noise: Trusted executions in the candidate's number format: folders that `driftline noise`
+            wrote, or plain runs.
+        bisect: The output of `driftline bisect --format json`: a file or the parsed object.
 
     Raises:
-        DriftlineError: A path, metric, glob or limit that cannot mean anything, or two runs that
-            share no name. Numbers that differ are no exception: they are rows.
+        DriftlineError: A path, metric, glob or limit is invalid, or the runs have no name in
+            common. Numbers that differ raise nothing: they are rows of the table.
     """
     options = CompareOptions.of(
         metrics=metrics,
@@ -568,17 +573,19 @@ def align(
         maps: `REFERENCE=CANDIDATE`, such as `model.*=*`; a star stands for the same text on both
             sides.
         mapping: A file of such pairs, or the folder of an `op_mapping_file.json`.
-        placements: How tensors of a sharded side are spread over ranks, such as `attn.*=shard(1)`:
-            shard(AXIS), replicate or partial(sum).
-        masks: Files of the positions that count ([batch, tokens]), or `captured` for the
-            attention_mask that a run holds; `none` leaves nothing out.
-        step_map: Step of the reference → step of the candidate, where the runs count differently.
+        placements: How tensors of a sharded side are distributed over ranks, such as
+            `attn.*=shard(1)`: shard(AXIS), replicate or partial(sum).
+        masks: Files with the positions that count ([batch, tokens]), or `captured` for the
+            attention_mask in a run; `none` leaves nothing out.
+        step_map: The candidate's step for each step of the reference, if the runs count steps
+            differently.
         plan: A saved plan; it takes precedence over every rule.
         structural: Whether tensors with different names may be paired by class, shape and
             dataflow.
 
     Raises:
-        DriftlineError: A path that is no run, a glob that matches nothing, nothing in common.
+        DriftlineError: A path is not a run, a glob matches nothing, or the runs have no name in
+            common.
     """
     options = CompareOptions.of(
         sites=sites,
@@ -607,17 +614,17 @@ def check(
 
     Args:
         table: A table, or the folder that `compare -o` wrote.
-        thresholds: What `calibrate` gave, or the path of a thresholds file. Tensors of layers it
-            does not name are not judged by it.
-        limits: Metric → worst value that passes, for every tensor.
+        thresholds: A result of `calibrate`, or the path of a thresholds file. Tensors of layers
+            that it does not name are not judged by it.
+        limits: The worst value that passes for each metric, for every tensor.
         slack: How many times its threshold a tensor may reach.
-        min_coverage: The share of all tensors that must be judged for a pass; without it, 90 % of
-            the calls of leaves.
+        min_coverage: The fraction of all tensors that must be judged for a pass. By default 90 % of
+            the calls of leaf modules must be.
         model: Refuse thresholds that are for another model.
 
     Raises:
-        BadInput: Thresholds that name no layer of this table, or an unknown metric.
-        BadFile: No table or no thresholds file there.
+        BadInput: The thresholds name no layer of this table, or a metric is unknown.
+        BadFile: There is no table or no thresholds file.
     """
     subject = table if isinstance(table, Table) else open_table(table)
     if limits is None or isinstance(limits, Mapping):

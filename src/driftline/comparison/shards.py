@@ -80,16 +80,16 @@ def compare_shard(
     planned: Callable[[Plan], None] | None = None,
     progress: Progress | None = None,
 ) -> Part:
-    """Measure one shard of a comparison; `merge` makes a table of all of them.
+    """Measure one shard of a comparison; `merge` makes the table from all of them.
 
-    Pairs are cut into stretches of about the same number of bytes, in the same way wherever it is
-    done. All shards of a comparison must be given the same runs and options.
+    The pairs are divided into shards of about the same number of bytes, in the same way on every
+    machine. All shards of a comparison need the same runs and options.
 
     Args:
         reference: The trusted run, or its path (or that of a file of tensors).
         candidate: The run to test.
-        shard: `3/8` for the third of eight.
-        metrics: As for `compare`, and so for all others.
+        shard: The number of the shard, such as `3/8` for the third of eight.
+        metrics: As for `compare`, like all other arguments.
 
     Raises:
         DriftlineError: As `compare`.
@@ -195,12 +195,12 @@ def merge(parts: StrPath | Part | Sequence[StrPath | Part]) -> Table:
     """Make the table of a comparison from the parts of all its shards.
 
     Args:
-        parts: Files that `compare --shard` wrote, folders that hold such, or what `compare_shard`
-            gave.
+        parts: Files that `compare --shard` wrote, folders with such files, or results of
+            `compare_shard`.
 
     Raises:
-        BadInput: A shard is missing or there twice, or they are of different comparisons.
-        BadFile: One of them is no part.
+        BadInput: A shard is missing or given twice, or the parts are of different comparisons.
+        BadFile: One of them is not a part.
     """
     sources = (
         [parts] if isinstance(parts, (str, Part)) or not isinstance(parts, Sequence) else parts

@@ -1,9 +1,9 @@
 """How far a candidate's next-token distributions are from the reference's, token by token.
 
-Four scores are the documented ones: both sides at the reference's k largest logits, renormalised
-among those (`ce`, `prob_mean`, `prob_std`, `diff_mean`). They ignore everything outside the k; the
-companion scores use the whole vocabulary. Before a round is scored, the two sides are checked to
-belong together. What is too much is decided elsewhere.
+The four documented scores (`ce`, `prob_mean`, `prob_std`, `diff_mean`) use both sides' logits at
+the reference's k largest, renormalised among these, and ignore all others. The other scores use the
+whole vocabulary. Before a round is scored, it is checked that the two sides belong together. This
+file has no limits.
 """
 
 # torch, transformers, fms and pyarrow are only partly annotated.
@@ -31,31 +31,32 @@ AnyArray: TypeAlias = npt.NDArray[Any]
 Logits: TypeAlias = "torch.Tensor | AnyArray"
 
 TOPK = 20
-"""How many of the reference's logits the documented scores look at."""
+"""The documented scores use this many of the reference's largest logits."""
 DOCUMENTED = ("ce", "prob_mean", "prob_std", "diff_mean")
 
 
 class TokenScores(NamedTuple):
-    """One number per token.
+    """Scores with one number per token.
 
-    A row with a NaN or an infinity in it, on either side, has NaN companions; the counts say why.
+    p is the reference's distribution, q the candidate's. If a row of logits has NaN or Inf on
+    either side, its scores over the vocabulary are NaN, and the counts say why.
 
     Attributes:
-        ce: Cross entropy of the reference's top-k against the candidate's, at most weakly a
-            distance: equal distributions give their entropy, not 0.
+        ce: Cross entropy of the top-k, the sum of -q log p. It is not a distance: equal
+            distributions give their entropy, not 0.
         prob_mean: Mean of p/q - 1 over the top-k.
         prob_std: Sample standard deviation of p/q; NaN for k = 1.
         diff_mean: Mean of |p - q| over the top-k.
-        kl_rc: Kullback-Leibler divergence sum p log(p/q) over the vocabulary, in nats.
-        kl_cr: The other way, sum q log(q/p).
-        total_variation: Half of sum |p - q|: the share of probability that is elsewhere.
-        top1_agree: Whether both would say the same token.
-        rank_of_reference: Place of the reference's token among the candidate's, 1 being first.
-        gap: How far the reference's best logit is above its second: a small one is a near tie.
-        reference_nan: NaN in the row, likewise below.
-        reference_inf: Infinities of either sign.
-        candidate_nan: NaN in the candidate's row.
-        candidate_inf: Infinities in the candidate's row.
+        kl_rc: Kullback-Leibler divergence, the sum of p log(p/q) over the vocabulary, in nats.
+        kl_cr: The divergence in the other direction, the sum of q log(q/p).
+        total_variation: Half of the sum of |p - q|.
+        top1_agree: Whether both sides have the same most likely token.
+        rank_of_reference: Rank of the reference's token among the candidate's; 1 is the first.
+        gap: The reference's largest logit minus its second; if it is small, there is a near tie.
+        reference_nan: Number of NaN in the reference's row.
+        reference_inf: Number of infinities in the reference's row.
+        candidate_nan: Number of NaN in the candidate's row.
+        candidate_inf: Number of infinities in the candidate's row.
     """
 
     ce: F64
@@ -75,7 +76,7 @@ class TokenScores(NamedTuple):
 
     @property
     def odd(self) -> npt.NDArray[np.bool_]:
-        """Tokens whose logits hold a NaN or an infinity somewhere, on either side."""
+        """Whether the logits of each token have a NaN or an infinity on either side."""
         counts = self.reference_nan + self.reference_inf + self.candidate_nan + self.candidate_inf
         return counts > 0
 
@@ -93,19 +94,19 @@ def score(
     path: str | None = None,
     threads: int | None = None,
 ) -> TokenScores:
-    """Score every row of [new, vocabulary] logits against its counterpart.
+    """Score every row of [new, vocabulary] logits against that of the other side.
 
     Args:
-        reference_logits: torch or numpy, any float type; not copied if it is contiguous.
-        candidate_logits: Of the same shape; may be of another type.
-        tokens: The token the reference said after each row, for `rank_of_reference`.
-        topk: How many of the reference's logits the documented scores look at; a smaller
-            vocabulary is taken whole.
-        path: The kernel's path, see `driftline.numerics.kernel.available`.
-        threads: How many threads; None: as many as cores.
+        reference_logits: A torch tensor or numpy array of floats; not copied if it is contiguous.
+        candidate_logits: Logits of the same shape; the element type may differ.
+        tokens: The reference's token after each row, for `rank_of_reference`.
+        topk: The documented scores use this many of the reference's largest logits, or all of a
+            smaller vocabulary.
+        path: The path of the kernel; see `driftline.numerics.kernel.available`.
+        threads: Number of threads; None for one per core.
 
     Raises:
-        BadInput: The two are not of the same tokens and vocabulary.
+        BadInput: The two sides have different numbers of tokens, or different vocabularies.
     """
     reference, reference_dtype = _storage(reference_logits, "reference")
     candidate, candidate_dtype = _storage(candidate_logits, "candidate")
@@ -123,7 +124,7 @@ def score(
     if topk < 1:
         raise BadInput(f"the {topk} greatest logits cannot be taken: at least 1 is needed")
     token_ids = _tokens(tokens, rows)
-    # A second element besides the first is wanted for the gap, whatever k is.
+    # The gap needs the two largest logits, whatever k is.
     k = min(max(topk, 2), vocabulary)
 
     def scored_rows() -> Any:
@@ -136,7 +137,7 @@ def score(
 
     scored = scored_rows()
     if bool(((scored.reference_inf > 0) & (scored.candidate_inf > 0)).any()):
-        # A token that neither side ever says has the probability 0 on both.
+        # A token that is minus infinity on both sides has probability 0 on both.
         reference, candidate = _without_common_infinities(
             (reference, reference_dtype), (candidate, candidate_dtype)
         )
@@ -145,7 +146,7 @@ def score(
     c_top = scored.candidate_top.astype(np.float64)
     documented = top_scores(r_top[:, :topk], c_top[:, :topk])
     for column in documented:
-        column[scored.reference_nan > 0] = np.nan  # a NaN is among the greatest, in torch's order
+        column[scored.reference_nan > 0] = np.nan  # in torch's order, NaN is among the largest
     with np.errstate(invalid="ignore"):
         gap = r_top[:, 0] - r_top[:, 1] if k > 1 else np.full(rows, np.inf)
     odd_candidate = scored.candidate_nan > 0
@@ -167,7 +168,7 @@ def score(
 
 
 def _without_common_infinities(*sides: tuple[AnyArray, DType]) -> tuple[AnyArray, AnyArray]:
-    """Both sides, with the lowest number of their type where both are minus infinity."""
+    """Both sides, with the lowest finite number of their type where both are minus infinity."""
     infinite = np.logical_and(*(_is_minus_infinity(*side) for side in sides))
     lowest = [
         0xFF7F if dtype.name == "bfloat16" else np.finfo(values.dtype).min
@@ -188,16 +189,16 @@ def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
     """The documented scores (ce, prob_mean, prob_std, diff_mean) of [tokens, k] chosen logits.
 
     >>> ce, *_ = top_scores(np.zeros((1, 20)), np.zeros((1, 20)))
-    >>> float(ce[0].round(4))  # log 20: equal and flat
+    >>> float(ce[0].round(4))  # log 20, for two equal and uniform distributions
     2.9957
     """
     with np.errstate(all="ignore"):
         log_p, log_q = _log_softmax(reference), _log_softmax(candidate)
         p, q = np.exp(log_p), np.exp(log_q)
-        # What neither side ever says is equal.
+        # If the probability is 0 on both sides, the two are equal.
         ratio = np.where((p == 0) & (q == 0), 1.0, p / q)
         spread = ratio.std(axis=1, ddof=1) if ratio.shape[1] > 1 else np.full(len(ratio), np.nan)
-        # 0 log 0 is 0 by definition of the entropy, and NaN in floating point.
+        # The entropy defines 0 log 0 as 0, but floating point gives NaN.
         terms = np.where(q == 0, 0.0, q * log_p)
         terms[np.isnan(log_p) | np.isnan(log_q)] = np.nan
         return (
@@ -209,7 +210,7 @@ def top_scores(reference: F64, candidate: F64) -> tuple[F64, F64, F64, F64]:
 
 
 def _log_softmax(rows: F64) -> F64:
-    # The largest becomes 0, so that no exponential overflows.
+    # The largest value becomes 0, so that no exponential overflows.
     moved = rows - rows.max(axis=1, keepdims=True)
     return moved - np.log(np.exp(moved).sum(axis=1, keepdims=True))
 
@@ -217,12 +218,12 @@ def _log_softmax(rows: F64) -> F64:
 def kept_before_eos(
     tokens: torch.Tensor | AnyArray | Sequence[int], eos_ids: Iterable[int], prompt_length: int
 ) -> int:
-    """How many generated tokens count: those before the first end of text.
+    """The number of generated tokens before the first end of text.
 
     Args:
-        tokens: One prompt's tokens: padding, prompt, generated.
-        eos_ids: Every id that ends a text. One inside the prompt does not count.
-        prompt_length: Tokens before the first generated one.
+        tokens: The tokens of one prompt: padding, prompt, generated.
+        eos_ids: All ids that end a text. An id inside the prompt does not count.
+        prompt_length: The number of tokens before the first generated one.
 
     >>> kept_before_eos([2, 5, 7, 9, 2, 7], {2, 3}, 2)
     2
@@ -249,13 +250,13 @@ def _tokens(tokens: Any, rows: int) -> I64:
 
 
 def _storage(logits: Any, side: str) -> tuple[AnyArray, DType]:
-    """The bytes of [tokens, vocabulary] logits without a copy where that can be, and their type."""
+    """The bytes of [tokens, vocabulary] logits, without a copy if possible, and their type."""
     if hasattr(logits, "detach"):
         import torch
 
         tensor = cast("torch.Tensor", logits).detach()
         name = str(tensor.dtype).removeprefix("torch.")
-        # The kernel has no other formats; float32 holds every value of the smaller ones.
+        # The kernel has no other formats, and float32 has every value of the smaller ones.
         if name not in ("float32", "float16", "bfloat16", "float64"):
             tensor, name = tensor.float(), "float32"
         tensor = tensor.cpu().contiguous()
@@ -278,7 +279,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class RoundScores(NamedTuple):
-    """The rows of a round, one entry per prompt; `trouble` says where logits are not numbers."""
+    """The rows of a round, one entry per prompt; `trouble` says where logits are not finite."""
 
     rows: list[Rows]
     trouble: str
@@ -297,13 +298,13 @@ def score_round(
     """Score all prompts of a round.
 
     Args:
-        reference: What the reference left.
-        candidate: What the candidate left, forced along the reference's tokens.
+        reference: The reference's outputs.
+        candidate: The candidate's outputs, forced along the reference's tokens.
         seed: Number of the round.
-        names: Of the prompts; empty if they are not known.
-        ends: Ids that end a text; what comes after the first of them does not count.
-        topk: How many of the reference's largest logits the documented metrics look at.
-        new_tokens: How many tokens were generated.
+        names: Names of the prompts; empty if they are unknown.
+        ends: Ids that end a text; tokens after the first of them do not count.
+        topk: The documented metrics use this many of the reference's largest logits.
+        new_tokens: Number of generated tokens.
 
     Raises:
         BadInput: The two sides do not belong together.
@@ -318,7 +319,7 @@ def score_round(
     trouble = ""
     for prompt, tokens in enumerate(reference.tokens):
         where = f"round {seed}, prompt {prompt}"
-        # Scores compare what both say after the same text; other texts have no common score.
+        # Scores compare predictions after the same text.
         if tokens.shape != candidate.tokens[prompt].shape or bool(
             (tokens != candidate.tokens[prompt]).any()
         ):
@@ -338,13 +339,13 @@ def score_round(
         kept = kept_before_eos(tokens, ends, length)
         name = names[prompt] if prompt < len(names) else ""
         rows.append(rows_of(seed, prompt, name, new.numpy(), columns, kept))
-        # The first is named: later ones usually follow from it.
+        # The first one is named, because later ones usually follow from it.
         trouble = trouble or _not_numbers(nonfinite, where)
     return RoundScores(rows, trouble)
 
 
 def nonfinite_text(count: Array, side: str) -> str:
-    """How many logits are none, and where the first is, given how many each token has.
+    """A sentence about logits that are not finite, from their number at each token.
 
     >>> nonfinite_text(np.array([0, 1]), "reference")
     '1 logit of the reference is NaN or infinite, at token 1'
@@ -372,7 +373,7 @@ class _Pair:
     def scores(
         self, new: torch.Tensor, topk: int
     ) -> tuple[dict[str, Array | None], dict[str, Array]]:
-        """Columns by name, and per side and token how many logits are no numbers."""
+        """Columns by name, and the number of logits that are not finite, by side and token."""
         if self.reference.logits and self.candidate.logits:
             return self._from_logits(new, topk)
         if self.reference.top and self.candidate.top:
@@ -403,7 +404,7 @@ class _Pair:
             if any(name not in parts or len(parts[name]) != len(new) for name in wanted):
                 raise BadFile(f"{self.where}: what the {side} keeps of its logits is not whole")
         saved_count = int(left[VALUES].shape[-1])
-        # Scores of fewer logits are other scores, not approximations of these.
+        # Scores of fewer logits are different scores, not approximations of these.
         if saved_count < topk:
             raise BadInput(
                 f"{self.where}: {saved_count} logits per token are saved, {topk} are asked for",
@@ -415,7 +416,7 @@ class _Pair:
         documented = top_scores(reference_logits[:, :topk], candidate_logits[:, :topk])
         columns: dict[str, Array | None] = dict(zip(DOCUMENTED, documented, strict=True))
         columns["top1_agree"] = (left[INDICES][:, 0] == right[INDICES][:, 0]).numpy()
-        # The distance of the two largest needs two of them.
+        # The gap needs the two largest logits.
         if saved_count > 1:
             columns["gap"] = reference_logits[:, 0] - reference_logits[:, 1]
         counts = {

@@ -188,7 +188,7 @@ def write_thresholds(made: MadeThresholds, goal: Path) -> str:
         else:
             rest = [name for name in older.metrics if name not in fresh.metrics]
             if rest:
-                fresh = fresh.kept_beside(older)
+                fresh = fresh.with_older(older)
                 others = f", beside those of {', '.join(rest)} that were there"
     fresh.write(goal)
     return f"the thresholds are in {goal}{others}{replaced}"

@@ -57,25 +57,26 @@ def diagnose(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Say where two runs begin to disagree, whether that is more than noise, and what kind it is.
+    """Find where two runs begin to disagree, whether that is more than noise, and the likely cause.
 
     Args:
         reference: The trusted run, or its path.
         candidate: The run to test.
-        replay: The reference's modules applied to the candidate's inputs: what `driftline replay`
-            wrote, or the same in memory.
-        noise: Trusted executions in the candidate's number format: what `driftline noise` wrote,
-            or plain runs.
-        repeats: Other executions of the candidate's own program, to see non-determinism.
-        bisect: What `driftline bisect --format json` printed: a file of it, or the object. It
-            proves how much of the end's error goes back to a site.
+        replay: A folder that `driftline replay` wrote, or a `Replay` in memory: results of the
+            reference's modules on the candidate's inputs.
+        noise: Trusted executions in the candidate's number format: folders that `driftline noise`
+            wrote, or plain runs.
+        repeats: Other executions of the candidate's own program, which show whether it is
+            deterministic.
+        bisect: The output of `driftline bisect --format json`: a file or the parsed object. It
+            shows which fraction of the final error comes from a site.
         options: How the runs are aligned, if names are not enough.
-        threads: Worker threads; by default, one per usable core.
-        progress: Called with (pairs done, pairs in all).
+        threads: Number of worker threads. Default: one per usable core.
+        progress: Called with (pairs done, pairs in total).
 
     Raises:
-        DriftlineError: A path that is no run, evidence that does not belong to these runs. Error
-            that is found is no exception.
+        DriftlineError: A path is not a run, or evidence does not belong to these runs. Errors in
+            the numbers raise nothing: they are the result.
     """
     asked = CompareOptions(options or AlignOptions(), execution=Execution(threads))
     comparison = prepare(reference, candidate, asked)

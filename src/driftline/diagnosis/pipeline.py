@@ -14,9 +14,8 @@ from driftline.comparison.evidence.second_look import ROUTERS, SecondLook
 from driftline.comparison.table.table import Coverage, Table
 from driftline.comparison.verdict.dataflow import explained, final_error
 from driftline.comparison.verdict.noise import NoiseFloor, Variant
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE
 from driftline.comparison.verdict.sites import ROOTS, Place, Site, sites_of
-from driftline.comparison.verdict.status import SiteStatus
+from driftline.comparison.verdict.status import NO_EVIDENCE, SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.causes.differences import by_difference
@@ -93,12 +92,11 @@ class Assembly:
         first = culprits[0] if culprits else None
         named: dict[Place, NamedCause] = {}
         if self.runs is not None:
-            # Causes are named for the first three culprits only: each costs reading several
-            # tensors, and later ones are mostly consequences.
+            # Causes are named for the first three culprits only, because each requires reading
+            # several tensors, and later ones are mostly consequences.
             for place in culprits[:3]:
                 judged = self.judged.get(place.site) if place.direction == "forward" else None
-                # Replay had nothing to say here, so its reference values must not be used as exact
-                # ones.
+                # Replay gave no result here, so its values must not be used as exact ones.
                 if judged is not None and judged.trouble:
                     judged = None
                 naming = name_cause(self.runs, self.sites, place, statuses[place], judged)
@@ -150,15 +148,16 @@ class Assembly:
         )
 
     def _parts_in_training(self, first: Place) -> bool:
-        """Whether the two trainings part between modules, before the first guilty one computes.
+        """Whether the two trainings diverge outside of all modules, before the first guilty one.
 
-        What that module does with other weights, as a factor or an offset, would be no cause.
+        Then that module has other weights, and what it does with them is not the cause.
         """
         broken = None if self.table.training is None else self.table.training.broken
         return broken is not None and self.table.first_site == broken.site != first.site
 
     def _shared_cause(self, named: Mapping[Place, NamedCause]) -> NamedCause | None:
-        """What happened to the gradients of all modules alike, on their way to the optimizer."""
+        """The change that the gradients of all modules have in common when the optimizer reads
+        them; None if there is none."""
         broken = None if self.table.training is None else self.table.training.broken
         causes = {naming.cause for naming in named.values()}
         is_shared = len(named) > 1 and len(causes) == 1 and "unknown" not in causes
@@ -173,7 +172,7 @@ class Assembly:
         )
 
     def _where(self, place: Place, standing: SiteStatus, finding: SiteFinding) -> str:
-        """The first sentence; of NaN and Inf that begin at the site it is the comparison's."""
+        """The first sentence; for a certain failure, such as NaN or Inf, that of the comparison."""
         if self.judgement is not None and self.judgement.certain is not None:
             return _sentence(self.table.finding)
         sentence = texts.where(
@@ -200,7 +199,7 @@ class Assembly:
         gathered: Mapping[str, Any] | None = None,
         naming: NamedCause | None = None,
     ) -> Diagnosis:
-        """The finding of the comparison, where it is none about what a site adds."""
+        """A diagnosis with the finding of the comparison, if no site is to blame."""
         table = self.table
         needs: tuple[str, ...] = ()
         if table.verdict == "incomparable":
@@ -225,11 +224,10 @@ class Assembly:
         )
 
     def _cause_by_rows(self) -> NamedCause:
-        """What is wrong where no site of the model is to blame.
+        """The cause if no site of the model is to blame.
 
-        An update whose gradients agree, a later input that the program made itself, or the first
-        tensor of a file that is over its limit: that has no site that made it, and no input that
-        could explain it.
+        It may be an update whose gradients agree, a later input that the program computed itself,
+        or the first tensor of a file over its limit, which has no site and no inputs.
         """
         first, training = self.table.first, self.table.training
         if self.runs is None or first is None:
@@ -237,17 +235,17 @@ class Assembly:
         if training is not None and training.broken is not None:
             broken = training.broken
             if broken.unmoved:
-                sentence = "the weights there are those from before the update"
+                sentence = "the weights on those ranks are those from before the update"
                 return NamedCause("stale", sentence, 1.0)
             if broken.stage == "weights" and self.table.verdict == "fail":
-                sentence = "weights are changed that no optimizer updates, or behind its update"
+                sentence = "something other than an optimizer's update changes weights"
                 return NamedCause("weights", sentence, 1.0)
             is_update = broken.stage == "update" and self.table.verdict == "fail"
             return name_update(self.runs, broken.step) if is_update else NamedCause("unknown")
         if self.judgement is not None:
             is_input = first.key.port == "input" and first.key.site in ROOTS
             if is_input and self.table.verdict == "fail" and self.table.first_site in ROOTS:
-                return NamedCause("input", "what the program hands to the model is another", 1.0)
+                return NamedCause("input", "the program gives the model other inputs", 1.0)
             return NamedCause("unknown")
         sites = sites_of(self.table.rows, self.table.structure)
         for place, site in sites.items():
@@ -258,10 +256,10 @@ class Assembly:
         return NamedCause("unknown")
 
     def _look_at(self, culprits: Sequence[Place], statuses: Mapping[Place, SiteStatus]) -> None:
-        """Look at each half of the tokens of what made the culprits suspect."""
+        """Examine each half of the tokens of the tensors that convict the culprits."""
         for place in culprits if self.look is not None else ():
             standing = statuses[place]
-            # Replay has looked at halves already, and weights are exact.
+            # Replay has examined halves already, and weights are exact.
             if standing.by not in ("noise", "growth"):
                 continue
             assert self.look is not None
@@ -336,25 +334,23 @@ class Assembly:
 
     def _confidence(self, place: Place, standing: SiteStatus) -> float:
         trust = _TRUST.get(standing.by, 0.5)
-        # Confidence rises with the distance from the limit; beyond fifty times it no longer
-        # changes.
+        # Confidence rises with the distance from the limit, up to fifty times the limit.
         far = 1.0 - 0.5 * math.exp(-(min(standing.ratio, 50.0) - 1.0))
         judged = self.judged.get(place.site) if standing.by == "replay" else None
         halves = judged.halves if judged is not None else None
         if standing.by != "replay" and place in self.seen:
             halves = self.seen[place].halves
-        # Only one half supports it (a gross error): less certain which site is to blame.
+        # If only one half supports it (a gross error), it is less certain which site is to blame.
         if halves is not None and min(halves) <= 1.0:
             trust *= 0.8
         if self.proof is not None:
-            # Substitution either proves the site or contradicts it; a contradiction halves the
-            # trust.
+            # Substitution either proves the site or contradicts it, which halves the trust.
             bears_out = self.proof.is_about(place.site)
             trust, far = (max(trust, 0.99), 1.0) if bears_out else (trust / 2.0, far)
         return round(max(0.0, min(1.0, trust * far)), 4)
 
     def _rate(self) -> Rate | None:
-        """False-alarm rate, measured on the evidence at hand; None if it cannot be measured."""
+        """The false-alarm rate, measured on the available evidence; None if that is impossible."""
         if self.judged:
             return confirmation.by_replay(self.judged.values())
         if self.floor is None or self.runs is None:

@@ -93,21 +93,23 @@ class Diagnosis:
     """Where two runs begin to disagree, and why.
 
     Attributes:
-        verdict: pass: no site errs beyond noise. fail: one does. incomparable: nothing could be
-            judged.
-        sentences: The finding: where, what kind, how much of the final error it explains.
-        sites: Every site, in order of execution.
-        first_site: The first site that introduces error beyond noise; empty when there is none.
-        first_key: The first tensor of it that is off.
-        culprits: All such sites, innermost first, in order of execution.
-        cause: What kind of error it is; `unknown` is an answer, `noise` that of a pass.
-        confidence: From 0 to 1, that the first site is right.
-        false_alarm_rate: How often a clean site would be called guilty; None when nothing tells.
-        explains: Share of the final output's error energy that goes back to it; None if not known.
-        evidence: What it rests on.
-        coverage: How much of the two runs was compared with each other.
-        needs: What more would help, with the command to get it.
-        differences: What differs between the two models; None if a run has no facts about it.
+        verdict: pass, fail, incomplete or incomparable; the same as that of the table of the two
+            runs.
+        sentences: The finding in sentences: the place, the kind of error, and how much of the final
+            error it explains.
+        sites: The finding for every site, in order of execution.
+        first_site: The first site that introduces error beyond noise; empty if there is none.
+        first_key: The first tensor of that site that is off.
+        culprits: The innermost sites that introduce error beyond noise, in order of execution.
+        cause: The kind of error; `unknown` if it could not be determined, `noise` for a pass.
+        confidence: Confidence from 0 to 1 that the first site is the right one.
+        false_alarm_rate: How often a correct site would be called guilty; None if that is unknown.
+        explains: Fraction of the final output's squared error that comes from the first site; None
+            if that is unknown.
+        evidence: The evidence that the diagnosis is based on.
+        coverage: How many tensors of the two runs were compared with each other.
+        needs: Further evidence that would help, with the commands that produce it.
+        differences: The differences of the two models; None if a run has no facts about its model.
     """
 
     verdict: Verdict
@@ -127,7 +129,7 @@ class Diagnosis:
 
     @property
     def introduced(self) -> bool:
-        """Whether a site was found that introduces error by itself."""
+        """Whether a site introduces error by itself."""
         return bool(self.first_site)
 
     @property
@@ -137,10 +139,14 @@ class Diagnosis:
         return EXIT_CODES[self.verdict]
 
     def site(self, name: str, direction: Direction = "forward") -> SiteFinding:
-        """The finding of one site.
+        """The finding for one site.
+
+        Args:
+            name: The reference's name of the site.
+            direction: forward, backward, optimizer or param.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such site.
         """
         # A linear search suffices: reports look up only a few sites.
         for finding in self.sites:
@@ -149,7 +155,7 @@ class Diagnosis:
         raise KeyError(name)
 
     def as_json(self) -> dict[str, Any]:
-        """The document that docs/diagnosis.md specifies."""
+        """The JSON document that docs/diagnosis.md specifies."""
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,

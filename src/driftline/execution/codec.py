@@ -34,7 +34,7 @@ def encode(value: Any) -> Any:
         items = [encode(item) for item in cast("tuple[Any, ...]", value)]
         return ["tuple", items] if names is None else ["named", type(value).__name__, items]
     if is_dataclass(type(value)):
-        values = {each.name: getattr(value, each.name) for each in fields(value)}
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
         return ["record", type(value).__name__, encode(values)]
     if isinstance(value, list):
         return ["list", [encode(item) for item in cast("list[Any]", value)]]

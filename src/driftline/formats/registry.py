@@ -126,8 +126,8 @@ def open_run(path: StrPath) -> Run:
         path: A folder or file, or the address of a run elsewhere, such as `s3://bucket/run`.
 
     Raises:
-        BadRun: There is nothing, or it is not a run.
-        BadFile: It is a tensor file that is not valid.
+        BadRun: Nothing is there, or it is not a run.
+        BadFile: It is an invalid tensor file.
     """
     run = _open(path)
     run.opened = str(path)

@@ -33,12 +33,12 @@ from driftline.testing.expectations.signature import tensors_of
 DOCUMENTED_MODULE = "models.test_model_expectations"
 DTYPE = "fp16"
 ROOT = "(root)"
-"""What capture calls the model as a whole."""
+"""The site of the model itself in runs."""
 FIRST_TOKEN, TOKENS, LENGTH = 5, 60, 64
 
 
 class SuiteOptions(NamedTuple):
-    """How the models of a test run are loaded, in the user's words; empty ones are defaults."""
+    """How the models of a test run are loaded, by the user's options; empty ones are defaults."""
 
     target: str = ""
     library: str = ""
@@ -47,14 +47,14 @@ class SuiteOptions(NamedTuple):
 
     @property
     def where(self) -> Target:
-        """Where the models run: what the user says, else the AIU, else a GPU, else the CPU."""
+        """The device for the models: the user's choice, else the AIU, else a GPU, else the CPU."""
         if self.target:
             return parse_target(self.target, dtype=DTYPE)
         return suite_targets(DTYPE)[1]
 
 
 class Loaded(NamedTuple):
-    """A model that is ready to be expected of.
+    """A model whose outputs can be compared with expectations.
 
     Attributes:
         name: As the user named it.
@@ -67,7 +67,7 @@ class Loaded(NamedTuple):
     label: tuple[str, str]
 
     def names(self, suite: str, test: str) -> list[str]:
-        """The file names of one of its expectations, the one to write first."""
+        """The file names of one of its expectations; the first one is the name to write."""
         stems = dict.fromkeys(f"{DOCUMENTED_MODULE}.{suite}.{label}" for label in self.label)
         return [f"{stem}.{test}" for stem in stems]
 
@@ -95,12 +95,12 @@ def load(name: str, options: SuiteOptions, *, tuple_output: bool) -> Loaded:
     )
     model = load_model(source, target)
     pad: Any = getattr(model.config, "pad_token_id", None)
-    # An encoder of transformers numbers positions by itself, from where it sees no pad any more.
+    # An encoder of transformers numbers positions itself, beginning after the padding.
     own = tuple_output and model.library == "transformers" and isinstance(pad, int)
     batch = documented_batch(model.vocabulary, pad=pad if own else PAD)
     arguments = _arguments(model, batch, causal=not tuple_output)
     label = (model_label(name), documented_label(name))
-    # Files of a micro model must not be taken for those of the whole one.
+    # Files of a micro model must not be mistaken for those of the whole model.
     if layers is not None:
         label = (f"{label[0]}-micro{layers}", label[1])
     facts = {
@@ -153,7 +153,7 @@ def _arguments(model: DecoderModel, batch: Padded, *, causal: bool) -> dict[str,
 
     ids, mask, positions = (part.to(model.device) for part in batch)
     if model.library == "fms":
-        # Padding sees padding and nothing else, so that no row of the softmax is empty.
+        # Padding attends to padding only, so that no row of the softmax is empty.
         allowed = mask.unsqueeze(-1) == mask.unsqueeze(-2)
         allowed = allowed.tril() if causal else allowed
         dtype = getattr(torch, DTYPES[model.target.dtype])
@@ -167,7 +167,7 @@ def _arguments(model: DecoderModel, batch: Padded, *, causal: bool) -> dict[str,
 
 def _output_of(model: DecoderModel, arguments: dict[str, Any], *, tuple_output: bool) -> Any:
     output = model.module(**arguments)
-    # What was not computed by the device's compiler is no expectation of the device.
+    # If the device's compiler did not compute it, it is not an expectation for the device.
     model.require_compiled()
     count = len(tensors_of(output))
     if not tuple_output and count > 1:

@@ -1,6 +1,6 @@
 """Findings of the error check: their fields, their text, and the files they are written to.
 
-Every line is handed to the operating system before the program goes on, so a program that dies
+Every line is passed to the operating system before the program continues, so a program that dies
 right after a finding loses nothing. No file or folder is created before there is a finding. This
 file knows no framework.
 """
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from driftline.runs.files.owned_file import OwnedFile
 
-# Words a user may ask for; `overflow` and `all` are groups, expanded by `_MEANS`.
+# Types that a user may name; `overflow` and `all` are groups, expanded by `_MEANS`.
 TYPES = ("overflow", "nan", "inf", "saturation", "underflow", "all")
 _MEANS = {
     "overflow": ("nan", "inf"),
@@ -39,18 +39,20 @@ def wanted_types(words: Sequence[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One input or output tensor of the operator a finding names.
+    """One input or output tensor of the operator in a finding.
+
+    If the elements were not counted (on a device), a count of 1 means "at least one".
 
     Attributes:
-        name: The argument or the position of the output.
+        name: The argument, or the position of the output.
         dtype: Element type.
         shape: Shape.
-        elements: How many.
-        peak: Largest magnitude of its finite values; None where something is not finite.
-        nan: NaN in it; on a device, 1 is "at least one".
-        pos_inf: +infinities.
-        neg_inf: -infinities.
-        at_limit: Values at the format's largest magnitude.
+        elements: Number of elements.
+        peak: Largest magnitude; None if an element is not finite.
+        nan: Number of NaN.
+        pos_inf: Number of positive infinities.
+        neg_inf: Number of negative infinities.
+        at_limit: Number of values at the format's largest magnitude.
     """
 
     name: str
@@ -69,26 +71,26 @@ class Finding:
     """One non-finite, saturated or underflowed tensor: its producer, place and inputs.
 
     Attributes:
-        number: Counted per process, from 1.
-        types: nan, inf, saturation, underflow.
+        number: The number of the finding in its process, from 1.
+        types: One or more of nan, inf, saturation, underflow.
         cause: `made` by the operator, or `entered` with one of its inputs.
-        entered: Those inputs.
+        entered: The names of those inputs.
         operator: Full name of the operator (`aten.log.default`), or the class of a module.
         site: `{module}/{operator}`, or the module's path.
         module: The module's path.
         phase: forward, backward or recompute.
-        step: Step.
-        visit: The nth call of the site within it.
+        step: The step.
+        visit: The number of the call of the site within the step.
         rank: Rank of the process.
-        pid: The process.
-        line: The program's line, `file:number in function`; empty where there is none.
-        code: What is written there.
-        stack: Lines that called it, the nearest first.
-        forward_line: In a backward pass: the line whose gradient it is.
-        reason: More about it, in words.
-        inputs: What it read.
-        outputs: What it wrote.
-        exact: Elements were counted; on a device they are only known to exist.
+        pid: Id of the process.
+        line: The program's line, as `file:number in function`; empty if there is none.
+        code: The text of that line.
+        stack: The lines that called it, the nearest first.
+        forward_line: In a backward pass, the line whose gradient is computed.
+        reason: Further explanation, in words.
+        inputs: The tensors that it read.
+        outputs: The tensors that it wrote.
+        exact: Whether elements were counted. On a device only their presence is known.
         time: Seconds since 1970.
     """
 
@@ -115,13 +117,13 @@ class Finding:
     time: float = 0.0
 
     def to_json(self) -> str:
-        """One line of strict JSON; what is no JSON number is null."""
+        """One line of strict JSON."""
         return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         data: dict[str, Any] = json.loads(text)
-        # JSON has lists only; equality of findings needs tuples.
+        # JSON has lists only, but equal findings need tuples.
         for name in ("inputs", "outputs"):
             sides: list[dict[str, Any]] = data.get(name, [])
             for side in sides:
@@ -143,20 +145,19 @@ class Finding:
         return f"{text}; {self.reason}" if self.reason else text
 
     def lines(self) -> list[str]:
-        """The sentence and what belongs below it."""
+        """The sentence, with details on further lines."""
         lines = [self.sentence()]
         if self.line:
             lines.append(f"  at {self.line}" + (f": {self.code}" if self.code else ""))
         if self.forward_line:
             lines.append(f"  gradient of {self.forward_line}")
-        # An operator such as a concatenation can have hundreds of inputs; six show the
-        # pattern.
+        # An operator such as a concatenation can have hundreds of inputs; six are enough.
         for side in self.inputs[:6]:
             lines.append(f"  input {side.name}: {_described(side)}")
         return lines
 
     def _how_many(self) -> str:
-        # On a device only presence is known, and "1 of 4096" would be a wrong count.
+        # On a device only their presence is known, so "1 of 4096" would be wrong.
         if not self.exact:
             return ""
         parts: list[str] = []
@@ -188,12 +189,14 @@ def _described(side: Side) -> str:
 
 @dataclass(slots=True)
 class FindingsFile:
-    """Where one process writes its findings: a JSON line each, and the seed's text beside.
+    """The files to which one process writes its findings: JSON lines, and ait's text file.
 
     Attributes:
-        folder: Of the findings and of the run with their inputs; made with the first finding.
-        text_folder: Where the seed's text goes; None for none.
-        count: Findings written by this process.
+        folder: Folder of the findings and of the run with their inputs; created with the first
+            finding.
+        text_folder: Folder of ait's text file; None to write none.
+        count: Number of findings written by this process.
+        failure: Why findings could not be written; empty if they could.
     """
 
     folder: Path
@@ -203,19 +206,18 @@ class FindingsFile:
     _pid: int = field(default=0, init=False)
 
     def next_number(self) -> int:
-        if self._pid != os.getpid():  # a forked child counts its own
+        if self._pid != os.getpid():  # a forked child counts its own findings
             self._pid, self.count = os.getpid(), 0
         return self.count + 1
 
     def write(self, finding: Finding) -> None:
-        """Returns when no kill of the process can lose the finding."""
+        """Write a finding; when this returns, a kill of the process cannot lose it."""
         self.next_number()
         self.count += 1
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _append(self.folder / findings_name(finding.pid), finding.to_json())
-            # The text file is compatible with the tool this project replaces, which
-            # reports overflows only.
+            # The text file is that of ait, which reports overflows only.
             if self.text_folder is not None and _OVERFLOWS.intersection(finding.types):
                 _append(self.text_folder / text_name(finding.pid), seed_sentence(finding.site))
         # A full disk must not stop the watched program; the failure is reported at its end.
@@ -232,7 +234,7 @@ def text_name(pid: int) -> str:
 
 
 def seed_sentence(operator: str) -> str:
-    """The sentence of the seed's result file."""
+    """The sentence of ait's result file."""
     return f"Overflow detected! Operator name: {operator}"
 
 
@@ -242,7 +244,7 @@ def _append(path: Path, line: str) -> None:
 
 
 def read_findings(folder: Path) -> list[Finding]:
-    """All findings of all processes in a folder, by time; a line cut short is passed over."""
+    """All findings of all processes in a folder, sorted by time; incomplete lines are skipped."""
     findings: list[Finding] = []
     for path in sorted(folder.glob("findings-*.jsonl")):
         # A process that was killed may leave a half-written last line.
@@ -257,16 +259,15 @@ def read_findings(folder: Path) -> list[Finding]:
 def headroom_rows(
     patterns: Mapping[tuple[str, str], int], values: Mapping[tuple[str, str], float]
 ) -> list[tuple[str, str, float, float | None]]:
-    """Site, element type, largest magnitude and bits left below the format's own largest.
+    """Site, element type, largest magnitude, and headroom in bits below the format's largest value.
 
-    Those with the least come first; of a site that only saw zeros there is nothing to say (None).
+    Sites with the least headroom come first. A site with zeros only has None.
 
     Args:
         patterns: Largest magnitudes as bit patterns, by site and element type.
-        values: More of them, as numbers.
+        values: Further largest magnitudes, as numbers.
     """
-    # Imported on use: the module is only needed when a report is made, not while a program
-    # runs.
+    # Imported on use, because only reports need it, not the running program.
     from driftline.numerics.dtypes import PATTERNS
 
     most = {key: PATTERNS[key[1]].value(pattern) for key, pattern in patterns.items()}
@@ -276,5 +277,5 @@ def headroom_rows(
         (site, dtype, value, math.log2(PATTERNS[dtype].largest / value) if value else None)
         for (site, dtype), value in most.items()
     ]
-    # A site that only saw zeros has no headroom to sort by, and comes last.
+    # A site with zeros only has no headroom to sort by, and comes last.
     return sorted(rows, key=lambda row: (math.inf if row[3] is None else row[3], row[0]))

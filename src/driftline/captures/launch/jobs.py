@@ -1,8 +1,8 @@
-"""What a launched program must do, as one frozen value: capture itself, or check itself for errors.
+"""Plans for launched programs: to capture tensors, or to check for errors.
 
-A plan is made by the command line or by a caller of `run_command`, written as JSON next to the
-program, read in every process of it that imports a framework, and printed by `--dry-run`. This file
-starts nothing.
+The command line or a caller of `run_command` makes a plan. It is written to a JSON file, read in
+every process of the program that imports a framework, and printed by `--dry-run`. This file starts
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from driftline.captures.selection import Selection, require_visible
 from driftline.errors import BadInput, did_you_mean
 from driftline.runs.redaction import redact_argv
 
-# Plans are read by the version that wrote them; another one refuses rather than guesses.
+# Only the version that wrote a plan reads it; another version refuses it.
 SCHEMA = 1
 
 Layout = Literal["run", "ait"]
@@ -30,9 +30,9 @@ DumpType = Literal["tensor", "model", "layer", "op", "kernel", "cpu_profiling", 
 GraphEngine = Literal["", "auto", "fx", "inductor"]
 Engine = Literal["torch", "atb"]
 FRAMEWORKS = tuple(framework.FRAMEWORKS)
-"""What is captured where a program imports it."""
+"""Frameworks that are captured if a program imports them."""
 TORCH_LISTS: tuple[DumpType, ...] = ("op", "kernel", "cpu_profiling", "onnx")
-"""Types of a dump that only torch's operators and its profiler can fill."""
+"""Types of a dump that need torch's operators or its profiler."""
 LogLevel = Literal["debug", "info", "warning", "error", "fatal", "critical"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -41,33 +41,33 @@ LOG_LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """What to capture of a program, and where to put it.
+    """What to capture of a program, and where to write it.
 
     Attributes:
-        output: Absolute path of the run, or of the folder that will hold the seed's tree.
-        selection: Which tensors.
-        reduction: How much of each.
-        levels: modules, ops, gradients, params.
-        types: tensor writes tensors, model and layer the module tree; without tensor no tensor is.
-            op lists what ran, kernel and cpu_profiling what torch's profiler sees of it, onnx
-            draws what model or layer hold.
-        layout: `run`, or `ait` for the seed's tree.
-        max_bytes: Stop storing values at that size; 0 is no limit.
-        tiling: Tiling data were asked for; torch has none, which becomes an event.
-        log_level: How much the launched processes and the launcher say.
-        command: The program, word by word, for the manifest; its secrets are hidden at once.
-        engine: atb switches the probe of the ATB library on beside the capture.
-        frameworks: Those that are captured where the program imports them.
-        experiment: What is done to the program besides: its `kind` and what that kind needs.
-        url: Where the output is sent while the program runs; empty: it stays where it is.
-        shard_bytes: Begin a new file of values beyond this size; 0: the format's own.
-        graph: What is recorded of graphs that torch.compile makes: what the program's backend runs
-            (`auto`); their nodes (`fx`), executed one
-            by one, or the kernels that inductor makes of them; empty is nothing.
-        fusion: For inductor: whether kernels may be fused.
-        budgets: Memory for tensors of devices, and what happens when it is used up.
-        facts: What of the models is described besides their tensors.
-        step_budget: Bytes of disk for the steps after the first where no steps were named; -1 is
+        output: Absolute path of the run, or of the folder for the tree of `ait llm dump`.
+        selection: The tensors to capture.
+        reduction: What to keep of each tensor.
+        levels: One or more of modules, ops, gradients, params.
+        types: What to write: `tensor` tensors; `model` and `layer` the module tree; `op` the list
+            of operators; `kernel` and `cpu_profiling` the results of torch's profiler; `onnx` ONNX
+            files of model or layer.
+        layout: `run`, or `ait` for the tree of `ait llm dump`.
+        max_bytes: No more values are stored beyond this size; 0 means no limit.
+        tiling: Whether tiling data were requested. torch has none, so this becomes an event.
+        log_level: The least severe messages that the launched processes and the launcher print.
+        command: The program's command line, for the manifest; its secrets are removed at once.
+        engine: `atb` also switches on the probe of the ATB library.
+        frameworks: Frameworks that are captured if the program imports them.
+        experiment: An experiment with the program: its `kind` and the parameters of that kind.
+        url: Address to which the output is sent while the program runs; empty to send nothing.
+        shard_bytes: Beyond this size, a new file of values begins; 0 means the format's default.
+        graph: What to record of the graphs of torch.compile: `auto` what the program's backend
+            runs, `fx` their nodes, executed one by one, `inductor` the kernels that inductor makes
+            of them; empty for nothing.
+        fusion: Whether inductor may fuse kernels.
+        budgets: Memory for tensors of devices, and what happens if it is used up.
+        facts: Which facts about the models are written.
+        step_budget: Bytes of disk for the steps after the first if no steps were named; -1 means
             the default.
     """
 
@@ -94,7 +94,7 @@ class CapturePlan:
 
     # Checked here, before the program starts, because it may run for an hour.
     def __post_init__(self) -> None:
-        # Plans are printed and lie in files; nothing is started from this.
+        # Plans are printed and stored in files, and nothing is started from this command.
         object.__setattr__(self, "command", tuple(redact_argv(self.command)))
         for name, value, allowed in (
             ("level", self.levels, LEVELS),
@@ -120,7 +120,7 @@ class CapturePlan:
             raise BadInput(
                 "the limit of bytes cannot be negative", hint="leave --max-bytes out for no limit"
             )
-        # The probe and the ait layout write many files in place; only a run can be sent as it
+        # The probe and the ait layout write many files in place; only a run can be sent while it
         # grows.
         if self.url and (self.layout != "run" or self.engine == "atb"):
             what = "the ait layout" if self.layout != "run" else "what the ATB probe writes"
@@ -128,7 +128,7 @@ class CapturePlan:
                 f"{what} stays on this machine, and -o is an address elsewhere",
                 hint="give a folder, and copy it afterwards; or --layout run --engine torch",
             )
-        # Its statistics.csv has figures and shapes, and no field for any other reduction.
+        # The layout's statistics.csv has figures and shapes, but no field for other reductions.
         kept = self.reduction.kept
         if self.layout == "ait" and self.wants_tensors and kept in ("digest", "sample"):
             raise BadInput(
@@ -149,7 +149,7 @@ class CapturePlan:
                 f"--graph {self.graph} records tensors into a run",
                 hint="leave out --layout ait, and --type or give it tensor",
             )
-        # Compiled graphs run no operators that level ops could see.
+        # Compiled graphs run no operators that the level ops could capture.
         if "ops" in self.levels:
             raise BadInput(
                 f"--graph {self.graph} records the operators of compiled graphs, --level ops those "
@@ -163,7 +163,7 @@ class CapturePlan:
 
     @property
     def wants_calls(self) -> bool:
-        """Whether a list of what ran is needed; the seed's topology files have tensors' names."""
+        """Whether the list of operators is needed; ait's topology files name tensors from it."""
         topology = "model" in self.types or "layer" in self.types
         return "op" in self.types or "onnx" in self.types or (self.layout == "ait" and topology)
 
@@ -173,11 +173,11 @@ class CapturePlan:
 
     @property
     def step_option(self) -> str:
-        """The option that selects steps; whoever writes ait's tree knows ait's."""
+        """The option that selects steps; with the ait layout, the name of ait's option."""
         return "-er" if self.layout == "ait" else "--step"
 
     def advised_steps(self, first: int, last: int) -> str:
-        """How these steps are selected."""
+        """A sentence that says how to select these steps."""
         if self.layout == "ait":
             return f"select these with {self.step_option} {first},{last}"
         steps = f"{first}-{last}" if first != last else f"{first}"
@@ -188,7 +188,7 @@ class CapturePlan:
         return LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.log_level)
 
     def to_json(self) -> str:
-        """The plan as indented JSON: the text that `--dry-run` prints and the program reads."""
+        """The plan as indented JSON, which `--dry-run` prints and the program reads."""
         return json.dumps(
             {
                 "schema": SCHEMA,
@@ -203,7 +203,7 @@ class CapturePlan:
                 "log_level": self.log_level,
                 "command": self.command,
                 "engine": self.engine,
-                # Defaults are left out, so that a printed plan shows what was asked for.
+                # Defaults are left out, so that a printed plan shows what the user chose.
                 **({"frameworks": self.frameworks} if self.frameworks != FRAMEWORKS else {}),
                 **({"experiment": self.experiment} if self.experiment else {}),
                 **({"url": self.url} if self.url else {}),
@@ -243,7 +243,7 @@ class CapturePlan:
             log_level=data["log_level"],
             command=tuple(data["command"]),
             engine=data["engine"],
-            # Keys that are written only when they differ from the default need one here.
+            # Keys that are written only if they differ from the default need a default here.
             frameworks=tuple(data.get("frameworks", FRAMEWORKS)),
             experiment=data.get("experiment", {}),
             url=data.get("url", ""),
@@ -269,20 +269,21 @@ WatchLevel = Literal["operator", "module"]
 
 @dataclass(frozen=True, slots=True)
 class WatchPlan:
-    """What to look for in a program, and where to put what is found.
+    """How to check a program for errors, and where to write the findings.
 
     Attributes:
-        output: Absolute path of the user's folder: the seed's text goes there.
-        folder: Absolute path of the findings and the run with their tensors; made with the first.
-        types: overflow, nan, inf, saturation, underflow, all.
+        output: Absolute path of the user's folder, for ait's text file.
+        folder: Absolute path of the folder for the findings and the run with their tensors; it is
+            created with the first finding.
+        types: One or more of overflow, nan, inf, saturation, underflow, all.
         level: operator or module.
-        allow: Globs on sites and operators that may make what they like.
-        exit: Stop the program at the first finding.
-        max_bytes: Keep no more tensor bytes than this.
-        log_level: How much is said.
-        command: The program, word by word; its secrets are hidden at once.
-        engine: atb switches the probe of the ATB library on beside torch's watch.
-        launcher: Process that waits for the program.
+        allow: Globs on sites and operators that may produce any value.
+        exit: Whether to stop the program at the first finding.
+        max_bytes: The run stores at most this many bytes of tensors.
+        log_level: The least severe messages that are printed.
+        command: The program's command line; its secrets are removed at once.
+        engine: `atb` also switches on the probe of the ATB library.
+        launcher: Id of the process that waits for the program.
     """
 
     output: str
@@ -330,7 +331,7 @@ class WatchPlan:
 
 
 def is_watch_plan(text: str) -> bool:
-    """Whether a plan's text asks for the watch rather than for a capture."""
+    """Whether the text is a plan of the error check, not of a capture."""
     try:
         data: object = json.loads(text)
     except ValueError:

@@ -31,7 +31,7 @@ from driftline.captures.framework import FRAMEWORKS
 from driftline.captures.launch.bootstrap import keep_spare, send_message
 from driftline.captures.launch.jobs import TORCH_LISTS, CapturePlan, WatchPlan, is_watch_plan
 from driftline.captures.launch.messages import MOST_PLACES, Place, ProcessReport
-from driftline.captures.model_facts import GOODBYE, FactOptions
+from driftline.captures.model_facts import EXIT_THREAD, FactOptions
 from driftline.captures.module_calls import exception_words
 from driftline.captures.options import Reduction
 from driftline.errors import BadInput
@@ -61,7 +61,7 @@ EXPERIMENTS = {
 
 # Seconds that `os._exit` waits for the end of the capture. It may never come: a signal handler may
 # call `os._exit` while the thread that it interrupted is writing.
-_LONGEST_GOODBYE = 2.0
+_EXIT_SECONDS = 2.0
 # multiprocessing runs finalizers of higher priority first; the writer's finalizer has priority 0.
 _SEAL_FIRST = 10
 
@@ -259,14 +259,14 @@ class Launched:
         def _exit(status: int) -> NoReturn:
             try:
                 if not self.ended:
-                    _at_most(_LONGEST_GOODBYE, self.end)
+                    _at_most(_EXIT_SECONDS, self.end)
             finally:
                 leave(status)
 
         def after_writing(name: str) -> Callable[..., Any]:
             # Only flushed, not sealed: `exec` may fail, and then the program continues.
             def call(*args: Any, **kwargs: Any) -> Any:
-                _at_most(_LONGEST_GOODBYE, self.session.flush)
+                _at_most(_EXIT_SECONDS, self.session.flush)
                 return become[name](*args, **kwargs)
 
             return functools.wraps(become[name])(call)
@@ -342,7 +342,7 @@ class Launched:
 def _at_most(seconds: float, act: Callable[[], None]) -> None:
     """Call a function in a thread and wait a limited time, so that the process can always end."""
     try:
-        thread = threading.Thread(target=act, name=GOODBYE, daemon=True)
+        thread = threading.Thread(target=act, name=EXIT_THREAD, daemon=True)
         thread.start()
         thread.join(seconds)
     except RuntimeError:  # the interpreter is ending and starts no more threads

@@ -25,7 +25,7 @@ from driftline.captures.options import Reduction
 from driftline.captures.recorder import Pending, Refusal, Snapshot
 from driftline.captures.selection import Selection
 from driftline.captures.torch import layers as flatten
-from driftline.captures.torch.device.accelerator import device_names
+from driftline.captures.torch.device.accelerator import autocast_kinds, device_names
 from driftline.captures.torch.distributed import job_facts
 from driftline.captures.torch.layers import unwrapped
 from driftline.captures.torch.session import CaptureSession, StepsBy
@@ -44,6 +44,9 @@ __all__ = [
     "step",
     "watch_graphs",
 ]
+
+
+_is_autocast_enabled: Callable[..., bool] = torch.is_autocast_enabled
 
 
 def tf32_allowed() -> list[str]:
@@ -104,6 +107,52 @@ def facts() -> dict[str, JSON]:
         "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
         **job_facts(),
     }
+
+
+def process_state() -> dict[str, Any]:
+    """Switches of torch that can change a number.
+
+    Reading them initialises no device and draws no random number.
+    """
+    cuda: Any = torch.backends.cuda
+    state: dict[str, Any] = {
+        "default_dtype": _plain(torch.get_default_dtype()),
+        **{f"autocast_{kind}": _autocast(kind) for kind in autocast_kinds()},
+        "inference_mode": torch.is_inference_mode_enabled(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "seed": int(torch.initial_seed()),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
+    }
+    if torch.version.cuda:
+        state["tf32"] = tf32_allowed()
+        state["cudnn_benchmark"] = bool(torch.backends.cudnn.benchmark)
+        state["cudnn_deterministic"] = bool(torch.backends.cudnn.deterministic)
+    backends = ("flash", "mem_efficient", "math", "cudnn")
+    state["sdpa_allowed"] = [
+        name
+        for name in backends
+        if (ask := getattr(cuda, f"{name}_sdp_enabled", None)) is not None and ask()
+    ]
+    for name in (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    ):
+        value = getattr(cuda.matmul, name, None)
+        if isinstance(value, bool):
+            state[name] = value
+    return state
+
+
+def _autocast(device: str) -> str:
+    return _plain(torch.get_autocast_dtype(device)) if _is_autocast_enabled(device) else "off"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # The saving hook's interface.

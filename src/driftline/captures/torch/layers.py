@@ -3,7 +3,7 @@
 # pyright: reportUnknownMemberType=false
 """The structure of torch modules: wrappers, the module tree, flattened calls, compiled regions.
 
-Also the module calls that are not watched at all.
+This file also determines which module calls are not watched.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-# Attribute under which a wrapper keeps what it wraps, by the wrapper's class name.
+# The attribute in which a wrapper stores the wrapped module, by the wrapper's class name.
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "DistributedDataParallel": "module",
@@ -60,8 +60,8 @@ _WRAPPERS = {
 
 
 def wrapped(module: nn.Module) -> nn.Module | None:
-    """What a known wrapper wraps; None for any other module."""
-    # By name, so that no optional part of torch has to be imported.
+    """The module inside a known wrapper; None for any other module."""
+    # Recognised by name, so that no optional part of torch has to be imported.
     attribute = _WRAPPERS.get(type(module).__name__)
     return module._modules.get(attribute) if attribute else None
 
@@ -73,24 +73,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def class_of(module: nn.Module) -> type:
-    """The class the program wrote; `fully_shard` and `parametrize` put their own in front."""
+    """The program's class of a module; `fully_shard` and `parametrize` derive classes from it."""
     kind = type(module)
     sharded = any(base.__name__ == "FSDPModule" for base in kind.__bases__)
-    # Both derive a new class from the program's; the program's own is the last base.
+    # In both cases the program's class is the last base.
     return kind.__bases__[-1] if sharded or "parametrizations" in module._modules else kind
 
 
 def class_name_of(module: nn.Module) -> str:
-    """Name of the class the program wrote."""
+    """The name of the program's class of a module."""
     return class_of(module).__name__
 
 
 def is_transparent(module: nn.Module) -> bool:
-    """Whether a wrapper's own call need not be looked at: the wrapped module's will be seen.
+    """Whether a wrapper's own call need not be watched, because the wrapped module's call is seen.
 
-    It will not when a compiled module was bound to the plain call, before capture began, or comes
-    from `torch.nn` itself, so that its call is inside the compiled region. Then the wrapper
-    speaks for it.
+    The wrapped module's call is not seen if the compiled module was bound to the plain call before
+    the capture began, or if it comes from `torch.nn` itself, so that its call is inside the
+    compiled region. Then the wrapper is watched in its place.
     """
     inner = wrapped(module)
     if inner is None:
@@ -131,18 +131,18 @@ class TorchStructure:
         return next(module.parameters(), None) is not None
 
     def is_foreign(self, module: nn.Module, *, called_by_module: bool) -> bool:
-        """A graph that the compiler made and some backends call as a module; or a parametrization.
+        """Whether a module is a graph of the compiler that a backend calls, or a parametrization.
 
-        A graph has no parameters of its own, or is called inside a module without being part of its
-        tree; a graph module that is somebody's model is neither. The graph of a `DataParallel`
-        model is cut into several, each in a module of the compiler's own.
+        A compiler's graph has no parameters, or is called inside a module without being part of its
+        tree; neither is true of a graph module that is a model. The graph of a `DataParallel` model
+        is divided into several, each in a module of the compiler.
         """
         inner = unwrapped(module)
         package = type(inner).__module__
         if package.startswith("torch._dynamo."):
             return True
-        # A parametrization that runs when it is registered, or when a weight is read outside of any
-        # model, is none itself: it would be taken for the program's first model.
+        # A parametrization also runs when it is registered, or when a weight is read outside of a
+        # model. It must not be taken for the program's first model.
         if not called_by_module and package.startswith("torch.nn.utils.parametriz"):
             return True
         return isinstance(inner, torch.fx.GraphModule) and (
@@ -154,7 +154,7 @@ STRUCTURE = TorchStructure()
 
 
 def topmost(module: nn.Module) -> nn.Module:
-    """The outermost model a module is part of; itself when it is part of none."""
+    """The outermost model that contains a module; the module itself if there is none."""
     return cast(nn.Module, naming.topmost(STRUCTURE, module))
 
 
@@ -165,15 +165,15 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-# The module tree, as the topology of a run keeps it.
+# The module tree, as it is stored in the topology of a run.
 
 
 def module_tree(names: ModuleNames, order: Iterable[str]) -> ModuleTree:
-    """Everything that has been named so far; models that are gone are as they were last seen."""
+    """The tree of all models named so far; freed models are as they were last seen."""
     roots: list[ModuleNode] = []
     for root in names.roots:
         module = root.module()
-        # A model that was freed keeps the tree it had when it was last seen.
+        # A freed model keeps its last tree.
         if module is not None:
             root.tree = _node(module, names, set())
         if root.tree is not None:
@@ -187,7 +187,7 @@ def _node(module: nn.Module, names: ModuleNames, seen: set[int]) -> ModuleNode:
     class_name = class_name_of(module)
     site = place.site if place else class_name
     ids = place.ids if place else None
-    # A module that is used twice is listed in full once.
+    # A module that is used twice is listed in full only once.
     if id(module) in seen:
         return ModuleNode(site, class_name, ids, shared=True)
     seen.add(id(module))
@@ -221,13 +221,13 @@ outputs = _FLATTEN.outputs
 
 
 def cache_part(module: nn.Module, stack: Sequence[object]) -> int:
-    """Which part of a key-value cache concerns a module: its own layer, all for a root.
+    """The part of a key-value cache that belongs to a module: its own layer, or all for a root.
 
     Args:
-        module: It is being called.
-        stack: The calls under way, this one included.
+        module: The module that is being called.
+        stack: The running calls, including this one.
     """
-    # The root is given the whole cache, and its layers a part of it each.
+    # The root gets the whole cache, and each of its layers uses a part of it.
     if len(stack) <= 1:
         return WHOLE_CACHE
     layer = module.__dict__.get("layer_idx")
@@ -239,13 +239,13 @@ def cache_part(module: nn.Module, stack: Sequence[object]) -> int:
 
 PIPELINING = "torch.distributed.pipelining.stage"
 _REHEARSALS = frozenset({"_forward_metadata_inference", "_shape_inference"})
-# A stage infers shapes a few frames above the module; the whole stack would be slow to read.
+# A stage infers shapes a few frames above the module, and reading the whole stack would be slow.
 _REHEARSAL_DEPTH = 12
 _tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def must_not_watch() -> bool:
-    """Where looking would be noise or leave traces: data workers, scripts being traced."""
+    """Whether watching is useless or would change something: data workers, tracing of scripts."""
     if _tracing_state() is not None:
         return True
     worker = sys.modules.get("torch.utils.data._utils.worker")
@@ -253,8 +253,8 @@ def must_not_watch() -> bool:
 
 
 def is_rehearsal() -> bool:
-    """Whether a pipeline stage only finds out which shapes it gives: no call of the program's."""
-    # Frame 2: this function, the wrapper that asks, then the program.
+    """Whether a pipeline stage only infers its output shapes, which is no call of the program."""
+    # Frames 0 and 1 are this function and the wrapper that calls it; frame 2 is the program.
     frame = sys._getframe(2)
     for _ in range(_REHEARSAL_DEPTH):
         if frame.f_code.co_name in _REHEARSALS:
@@ -265,7 +265,7 @@ def is_rehearsal() -> bool:
     return False
 
 
-# Compiled regions, whose inside a capture does not see.
+# Compiled regions, whose inside is not captured.
 
 
 def explain(session: CaptureSession, place: Place) -> None:
@@ -280,6 +280,6 @@ def explain(session: CaptureSession, place: Place) -> None:
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process so far."""
+    """The number of graphs that torch.compile has made in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

@@ -1,20 +1,23 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""Torch models as data: modules, parameters, buffers, configurations, and the state of the process.
+"""Facts about torch models: modules, parameters, buffers, configurations, state of the process.
 
-Written before a model's first call, and again where something has changed since: its mode, its
-modules, or what a new look finds at steps 1, 2, 4, 8, ... Looking at a module reads `__dict__` and
-registered state only. Values of parameters are read by a thread (`captures.weight_facts`); those of
-buffers at once, because a forward pass may change them.
+A model is described before its first call. It is described again when its mode or the number of
+modules has changed, and at steps 1, 2, 4, 8, ...; only lines that differ are written then. Only
+`__dict__` and registered state of a module are read. A thread reads the values of parameters
+(`captures.weight_facts`). Values of buffers are read at once, up to a limit, because a forward pass
+may change them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +27,7 @@ from torch import nn
 
 from driftline.captures.calls import Frame
 from driftline.captures.model_facts import (
-    GOODBYE,
+    EXIT_THREAD,
     FactOptions,
     FactsFile,
     attributes_of,
@@ -37,11 +40,25 @@ from driftline.captures.patching import PatchSet
 from driftline.captures.recorder import Pending, Refusal, Snapshot
 from driftline.captures.step_states import CallDigests
 from driftline.captures.torch.device.accelerator import autocast_kinds
+from driftline.captures.torch.framework import process_state
 from driftline.captures.torch.layers import children, class_of, unwrapped
 from driftline.captures.torch.step_states import TorchReader
-from driftline.captures.torch.tensors import dtype_name, recording, snapshot, undisturbed
+from driftline.captures.torch.tensors import (
+    as_bfloat16,
+    dtype_name,
+    order_free_sum,
+    recording,
+    snapshot,
+    undisturbed,
+)
 from driftline.captures.torch.training_facts import TrainingFacts
-from driftline.captures.weight_facts import Samples, Weight, WeightReader
+from driftline.captures.weight_facts import (
+    MOST_BYTES,
+    Samples,
+    Weight,
+    WeightReader,
+    order_free_text,
+)
 from driftline.runs.sidecars.model_facts import (
     MODEL,
     MOST_SAMPLES,
@@ -56,7 +73,7 @@ if TYPE_CHECKING:
     from driftline.captures.torch.session import CaptureSession
 
 _OWN_TABLES = frozenset(nn.Module().__dict__) | {"forward", "_compiled_call_impl"}
-"""What every module may have in its `__dict__`: tables of hooks and children, its compiled call."""
+"""Attributes that every module may have: tables of hooks and children, and its compiled call."""
 _HOOKS = {
     "forward": "_forward_hooks",
     "forward_pre": "_forward_pre_hooks",
@@ -65,25 +82,27 @@ _HOOKS = {
 }
 _MOST_MODULES = 200_000
 _MOST_MODELS = 64
-"""A program that makes models by the hundred is described by its first ones."""
+"""Of a program that makes hundreds of models, only the first ones are described."""
 _AT_ONCE = 4 << 20
-"""Bytes of buffers that are read before the call: a forward pass may change them."""
+"""Bytes of buffers that are read before the first call, because a forward pass may change them."""
 _LAST_SECONDS = 1.0
+"""Seconds to wait for the values of weights when the program exits by `os._exit`."""
 _LAST_LOOK = 0.1
-"""Seconds that the look at the end may always take."""
+"""A model whose last look took fewer seconds is always looked at again when the capture ends."""
 _SHARE = 50
-"""A new look at a model may take one part in so many of the time since the last one."""
+"""Looking at a model again may take 1/50 of the time since the last look."""
 
 
 class _Described:
-    """What was written of one model.
+    """What was written about one model.
 
     Attributes:
-        revision: How many times it was found changed.
-        training: Mode of its root when it was last looked at.
-        places: How many modules the process had then.
-        lines: Line of each module and tensor, by its place in the model.
-        looked: When it was last looked at, and how long that took.
+        revision: How many times the model had changed.
+        training: The mode of its root at the last look.
+        places: The number of known modules in the process at the last look.
+        lines: The line of each module and tensor, by its place in the model.
+        looked: The time of the last look.
+        took: The seconds that the last look took.
     """
 
     __slots__ = ("lines", "looked", "places", "revision", "took", "training")
@@ -118,7 +137,7 @@ class TorchFacts:
         self._mode: tuple[Any, ...] = ()
         self._state: dict[str, Any] = {}
 
-    # --- life, as the session calls it
+    # --- called by the session
 
     def install(self) -> None:
         self._training.install()
@@ -129,7 +148,7 @@ class TorchFacts:
         self._training.remove()
 
     def after_fork(self) -> None:
-        """This is a forked child: what was written is the parent's, and so is the thread."""
+        """This is a forked child: the lines written so far and the thread belong to the parent."""
         self._weights.forget()
         self.file = FactsFile(self._write, self._has_run)
         self._weights = WeightReader(self.file.add, _to_half, undisturbed)
@@ -138,8 +157,8 @@ class TorchFacts:
         self._reset()
 
     def before_root(self, place: Place, module: nn.Module) -> None:
-        """A model is about to be called: look whether anything about it is new."""
-        # Cheap questions first: this runs for every call of a model.
+        """A model is about to be called: describe it if it is new or may have changed."""
+        # The cheap checks come first, because this runs for every call of a model.
         mode = _mode()
         if mode != self._mode:
             self._mode = mode
@@ -157,7 +176,7 @@ class TorchFacts:
         elif (
             (place.is_root and module.training is not described.training)
             or self._session.names.count != described.places
-            # At steps 1, 2, 4, 8, ..., where nothing seems to have changed.
+            # Other changes cannot be seen from outside: look at steps 1, 2, 4, 8, ...
             or not (root.step == 0 or root.step & (root.step - 1) or self._is_costly(described))
         ):
             self._describe(root, described)
@@ -180,9 +199,9 @@ class TorchFacts:
         self.file.flush(at_once=False)
 
     def finish(self) -> None:
-        """The capture ends: wait for the weights, and write what is left."""
+        """The capture ends: look once more, wait for the weights, and write what is left."""
         for root, described in list(self._described.values()):
-            # After a single step there is nothing that the first look has not seen.
+            # With a single step, the first look was recent enough.
             quick = described.took < _LAST_LOOK
             if root.step > 0 and (quick or not self._is_costly(described)):
                 describe = functools.partial(self._describe, root, described, at_end=True)
@@ -193,18 +212,18 @@ class TorchFacts:
             self.file.add(MODEL, text)
         if used := sorted(self._attention.used):
             self.file.add(MODEL, line_of("process", values={"sdpa_used": used}, step=0))
-        # A program that leaves by `os._exit` gives the capture two seconds in all.
-        leaving = threading.current_thread().name == GOODBYE
+        # When a program exits by `os._exit`, the capture has two seconds in all.
+        leaving = threading.current_thread().name == EXIT_THREAD
         self._weights.wait(_LAST_SECONDS if leaving else None)
         self.file.flush()
 
     def path_of(self, tensor: Any) -> str:
-        """`site.name` of a parameter; empty for one that belongs to no model that was seen."""
+        """`site.name` of a parameter; empty if it belongs to no described model."""
         entry = self._paths.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else ""
 
     def _has_run(self) -> bool:
-        # A session of no level takes no tensors: facts are all that is asked of it.
+        # A session without levels captures no tensors, so facts are all it writes.
         return self._session.recorder.tensors > 0 or not self._session.levels
 
     def _write(self, name: str, text: str) -> None:
@@ -215,7 +234,7 @@ class TorchFacts:
     # --- models
 
     def _is_costly(self, described: _Described) -> bool:
-        """A model of many modules is looked at seldom enough not to be felt."""
+        """Whether looking at a model again now would take too much of the program's time."""
         return time.monotonic() - described.looked <= _SHARE * described.took
 
     def _describe(self, root: Root, described: _Described, *, at_end: bool = False) -> None:
@@ -239,10 +258,10 @@ class TorchFacts:
                 lines[key] = line
             self._write_lines(described, lines, revision)
             if not first:
-                # Also where nothing has changed: the other side may have changed by then.
+                # Written even if nothing has changed, because the other run's model may have.
                 self.file.add(MODEL, line_of("looked", model=number, step=step, at_end=at_end))
             if first:
-                # Read once: later values are what training made of them.
+                # Only initial values are read here. `step_states` describes what training does.
                 self._read_weights(new_weights)
         described.training = model.training
         described.places = self._session.names.count
@@ -252,7 +271,7 @@ class TorchFacts:
     def _write_lines(
         self, described: _Described, lines: dict[str, str], revision: dict[str, int]
     ) -> None:
-        """Write all lines at first, and later those that are not as they were."""
+        """Write all lines the first time, and only new, changed and removed ones later."""
         plain = {key: _without_revision(line) for key, line in lines.items()}
         if not revision:
             self.file.add(MODEL, "".join(lines.values()))
@@ -283,7 +302,7 @@ class TorchFacts:
         while waiting and len(seen) < _MOST_MODULES:
             module, path = waiting.pop()
             module = unwrapped(module)
-            # A module that is used twice, or holds itself, is described once.
+            # A module that is used twice, or contains itself, is described once.
             if id(module) in seen:
                 continue
             seen.add(id(module))
@@ -349,7 +368,8 @@ class TorchFacts:
                 weights.append((site, name, tensor, is_buffer))
         if not is_buffer:
             self._paths.setdefault(id(tensor), (weakref.ref(tensor), path))
-        # A parametrization's tensor is not the parameter: its values are made at each call.
+        # The original of a parametrization is not the parameter, whose values are computed from it
+        # at each access.
         unreadable = note or about.pop("unreadable", "")
         fields = {**about, "buffer": is_buffer, "tied": tied, "unreadable": unreadable}
         return line_of("tensor", site=site, name=name, **fields, **revision)
@@ -363,15 +383,18 @@ class TorchFacts:
         at_once = 0
         grids: _Grids = {}
         readings = [_Reading(tensor) for _, _, tensor, _ in tensors]
-        # A device gathers the samples of all before the first of them is waited for.
-        for reading in readings:
-            self._session.guarded("model facts", reading.begin, grids)
+        # Start all work on the device before waiting for the first result.
+        hashed = 0
+        for (_, _, tensor, _), reading in zip(tensors, readings, strict=True):
+            hashed += tensor.numel() * tensor.element_size()
+            begin = functools.partial(reading.begin, grids, hashes=hashed <= MOST_BYTES)
+            self._session.guarded("model facts", begin)
         for (site, name, tensor, is_buffer), reading in zip(tensors, readings, strict=True):
             size = tensor.numel() * tensor.element_size()
             weight = Weight(site, name, reading, size)
             on_host = tensor.device.type == "cpu"
             if not on_host or (is_buffer and at_once + size <= _AT_ONCE):
-                # A device's tensors: only samples leave it, while nothing else runs on them.
+                # Of a device's tensor only samples are copied, and nothing changes it meanwhile.
                 at_once += size if on_host else 0
                 full = on_host or tensor.numel() <= MOST_SAMPLES
                 line = self._weights.line(weight, full=full)
@@ -381,12 +404,13 @@ class TorchFacts:
         if later:
             self._weights.begin(later)
         if self._training.is_updating:
-            self._weights.wait()  # the step that called this model changes its weights next
+            # The optimizer's step that called this model changes its weights next.
+            self._weights.wait()
 
     # --- the process
 
     def _write_process(self) -> None:
-        """Write the state of the process where it has changed."""
+        """Write the state of the process if it has changed."""
         state = process_state()
         if state != self._state:
             self._state = state
@@ -400,22 +424,28 @@ def _without_revision(line: str) -> str:
 
 
 _Grids = dict[tuple[torch.Size, torch.device], tuple[torch.Tensor, ...]]
-"""Where the samples of tensors of one shape lie, on a device: most layers of a model are alike."""
+"""Indices of the samples, by shape and device. Most layers of a model share a few shapes."""
 
 
 class _Reading:
-    """Reads one tensor later, unless it has changed or is gone by then."""
+    """Reads one tensor later, unless it has been changed or freed by then."""
 
-    __slots__ = ("_samples", "_tensor", "_version")
+    __slots__ = ("_samples", "_sums", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Weak, because capture must not keep a model alive that the program dropped.
+        # A weak reference, because the capture must not keep a model alive.
         self._tensor = weakref.ref(tensor)
         self._version = _version(tensor)
         self._samples: torch.Tensor | None = None
+        self._sums: dict[str, torch.Tensor] = {}
 
-    def begin(self, grids: _Grids) -> None:
-        """On a device: have the samples gathered there, without waiting for them."""
+    def begin(self, grids: _Grids, *, hashes: bool) -> None:
+        """Start gathering the samples of a device's tensor there, without waiting for them.
+
+        Args:
+            grids: Indices of the samples of earlier tensors.
+            hashes: Also hash all of its elements, so that a permutation can be recognised.
+        """
         tensor = self._tensor()
         if tensor is None or tensor.device.type == "cpu" or not _is_sampled(tensor):
             return
@@ -428,6 +458,12 @@ class _Reading:
             mesh = torch.meshgrid(*indices, indexing="ij")
             grids[place] = tuple(index.to(local.device) for index in mesh)
         self._samples = local[grids[place]]
+        if hashes and not local.is_complex():
+            # A device may lack some of torch's operators; its samples are still of use.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                self._sums["own"] = order_free_sum(local)
+                if local.dtype in (torch.float16, torch.float32, torch.float64):
+                    self._sums["bfloat16"] = order_free_sum(as_bfloat16(local))
 
     def __call__(self) -> Snapshot | Samples | Refusal:
         tensor = self._tensor()
@@ -438,9 +474,10 @@ class _Reading:
         if tensor.device.type == "cpu":
             return _read(tensor)
         if self._samples is None:
-            self.begin({})
+            self.begin({}, hashes=False)
         samples, self._samples = self._samples, None
-        return _from_device(tensor, samples)
+        sums, self._sums = self._sums, {}
+        return _from_device(tensor, samples, sums)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -451,7 +488,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:
-    """Whether only samples of a device's tensor are fetched."""
+    """Whether only samples of a tensor on a device are fetched."""
     local = _local(tensor)
     return local.numel() > MOST_SAMPLES and local.dim() > 0 and not (tensor.is_cuda and recording())
 
@@ -461,9 +498,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_device(
-    tensor: torch.Tensor, samples: torch.Tensor | None
+    tensor: torch.Tensor, samples: torch.Tensor | None, sums: Mapping[str, torch.Tensor]
 ) -> Snapshot | Samples | Refusal:
-    """A device's tensor, or the samples of it that were gathered there."""
+    """The values of a tensor on a device, or what was gathered there: samples, sums of hashes."""
     shot = snapshot(tensor, values=False)
     if isinstance(shot, Refusal | Pending):
         return shot if isinstance(shot, Refusal) else Refusal("its values are under way")
@@ -472,7 +509,9 @@ def _from_device(
     values = _read((_local(tensor) if samples is None else samples).cpu())
     if samples is None or isinstance(values, Refusal):
         return values
-    return Samples(shot.dtype, shot.shape, values)
+    count = math.prod(shot.shape)
+    unordered = {name: order_free_text(count, int(total)) for name, total in sums.items()}
+    return Samples(shot.dtype, shot.shape, values, unordered)
 
 
 def _read(tensor: torch.Tensor) -> Snapshot | Refusal:
@@ -483,7 +522,8 @@ def _read(tensor: torch.Tensor) -> Snapshot | Refusal:
 
 
 def _to_half(values: npt.NDArray[np.float32], out: npt.NDArray[np.float16]) -> None:
-    # In pieces below torch's grain: its worker threads are the program's.
+    # torch copies pieces of this size in the calling thread. Larger ones would occupy its worker
+    # threads, which the program needs.
     source, target = torch.from_numpy(values), torch.from_numpy(out)
     for start in range(0, len(values), 32768):
         target[start : start + 32768].copy_(source[start : start + 32768])
@@ -498,21 +538,21 @@ def _hooks(table: dict[str, Any]) -> dict[str, list[str]]:
                 qualified(function) or type(function).__name__
                 for function in list(functions.values())
             ]
-            # Our own hooks are no part of the model.
+            # Driftline's own hooks are not part of the model.
             if names := [name for name in names if not name.startswith("driftline.")]:
                 hooks[kind] = names
     return hooks
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, str]]:
-    """Name, tensor, whether it is a buffer, and why its values mean nothing, of a module's own."""
+    """A module's own tensors: name, tensor, whether it is a buffer, and why it cannot be read."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
             yield name, parameter, False, ""
     for name, buffer in list(module._buffers.items()):
         if buffer is not None:
             yield name, buffer, True, ""
-    # Tensors that nobody registered: neither moved nor trained nor saved with the model.
+    # Tensors that are plain attributes: torch does not move, train or save them with the model.
     for name, value in list(module.__dict__.items()):
         if issubclass(type(value), torch.Tensor):
             yield name, value, not issubclass(type(value), nn.Parameter), ""
@@ -527,7 +567,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool, str]]:
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:
-    """Shape, dtype and device of a parameter or buffer; of a DTensor those of the local shard."""
+    """Shape, dtype and device of a parameter or buffer; of a DTensor, those of the local shard."""
     lazy = nn.parameter.is_lazy(tensor)
     if lazy:
         return {"dtype": dtype_name(tensor.dtype), "unreadable": "not readable: lazy"}
@@ -554,7 +594,7 @@ def _described(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _memory_of(tensor: torch.Tensor) -> Any:
-    """What two names of one tensor have in common; None for a tensor without memory."""
+    """A key that is equal for two tensors that share their memory; None for an empty tensor."""
     try:
         address = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -568,13 +608,14 @@ def _memory_of(tensor: torch.Tensor) -> Any:
 
 
 class _AttentionBackends:
-    """Which back ends `scaled_dot_product_attention` chooses in the watched models.
+    """Records which back ends `scaled_dot_product_attention` chooses in the watched models.
 
-    torch is asked what it chooses for the same arguments; the call itself is left as it is. Calls
-    inside compiled graphs, and of the function below `torch._C`, are not seen.
+    torch is asked which back end it would choose for the same arguments, and the call itself is not
+    changed. Calls inside compiled graphs, and direct calls of the function in `torch._C`, are not
+    observed.
 
     Attributes:
-        used: Names of the back ends so far.
+        used: Names of the back ends chosen so far.
     """
 
     def __init__(self, session: CaptureSession) -> None:
@@ -603,7 +644,7 @@ class _AttentionBackends:
         session.guarded("attention", self._look, query, args, kwargs)
 
     def _look(self, query: torch.Tensor, args: Any, kwargs: Any) -> None:
-        # Even asking a tensor for its device shows in the program's own modes.
+        # A dispatch mode of the program would observe even a query for a tensor's device.
         with undisturbed():
             if not query.is_meta:
                 choice = _chosen_backend(*args, **kwargs)
@@ -612,7 +653,7 @@ class _AttentionBackends:
 
 _ATTENTION = "scaled_dot_product_attention"
 _MOST_ATTENTIONS = 1000
-"""Calls that are looked at: a model's choices show in its first ones."""
+"""At most this many calls are looked at. Later calls of a model rarely choose another back end."""
 _BACKENDS = {-1: "none", 0: "math", 1: "flash", 2: "mem_efficient", 3: "cudnn", 4: "overrideable"}
 _torch: Any = torch
 _chosen_backend: Callable[..., int] = _torch._fused_sdp_choice
@@ -621,16 +662,16 @@ _interpreters: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 def _watched(plain: Callable[..., Any], me: weakref.ref[_AttentionBackends]) -> Callable[..., Any]:
-    """The function, with each call told to the watcher before it."""
+    """The function, which notifies the watcher before each call."""
 
     @functools.wraps(plain)
     def attention(*args: Any, **kwargs: Any) -> Any:
-        # Inside a graph that is being compiled it is the plain function.
+        # While a graph is compiled, only the plain function may be traced.
         if not torch.compiler.is_compiling() and (watcher := me()) is not None:
             watcher.called(args, kwargs)
         return plain(*args, **kwargs)
 
-    # Scripts know built-in functions by identity.
+    # TorchScript recognises built-in functions by identity.
     torch.jit._builtins._register_builtin(attention, f"aten::{_ATTENTION}")
     return attention
 
@@ -640,61 +681,19 @@ def _watched(plain: Callable[..., Any], me: weakref.ref[_AttentionBackends]) -> 
 
 _autocast_enabled: Callable[..., bool] = torch.is_autocast_enabled
 _any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-# Asked for every call of a model: looking them up in torch takes longer than they do.
+# These run for every call of a model, and looking them up in torch takes longer than calling them.
 _is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 _is_grad: Callable[[], bool] = torch.is_grad_enabled
 _default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 
 
 def _mode() -> tuple[Any, ...]:
-    """What may change from call to call: a quarter of a microsecond outside of autocast."""
+    """The modes of torch that may change between calls.
+
+    Outside of autocast this takes a quarter of a microsecond.
+    """
     autocast: tuple[Any, ...] = ()
     if _any_autocast():
         kinds = autocast_kinds()
         autocast = tuple(_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)
     return autocast, _is_inference(), _is_grad(), _default_dtype()
-
-
-def process_state() -> dict[str, Any]:
-    """Switches of torch that can change a number. Asking wakes no device and draws no number."""
-    from driftline.captures.torch.framework import tf32_allowed
-
-    cuda: Any = torch.backends.cuda
-    state: dict[str, Any] = {
-        "default_dtype": _plain(torch.get_default_dtype()),
-        **{f"autocast_{kind}": _autocast(kind) for kind in autocast_kinds()},
-        "inference_mode": torch.is_inference_mode_enabled(),
-        "grad_enabled": torch.is_grad_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-        "seed": int(torch.initial_seed()),
-        "mkldnn": bool(torch.backends.mkldnn.enabled),
-    }
-    if torch.version.cuda:
-        state["tf32"] = tf32_allowed()
-        state["cudnn_benchmark"] = bool(torch.backends.cudnn.benchmark)
-        state["cudnn_deterministic"] = bool(torch.backends.cudnn.deterministic)
-    backends = ("flash", "mem_efficient", "math", "cudnn")
-    state["sdpa_allowed"] = [
-        name
-        for name in backends
-        if (ask := getattr(cuda, f"{name}_sdp_enabled", None)) is not None and ask()
-    ]
-    for name in (
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-    ):
-        value = getattr(cuda.matmul, name, None)
-        if isinstance(value, bool):
-            state[name] = value
-    return state
-
-
-def _autocast(device: str) -> str:
-    return _plain(torch.get_autocast_dtype(device)) if _autocast_enabled(device) else "off"
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

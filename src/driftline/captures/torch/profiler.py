@@ -3,9 +3,9 @@
 """torch's profiler in a capture: kernels with their operators, and times by operator and site.
 
 `read_profile` turns the profiler's events into values; `ProfileTap` runs the profiler in the
-selected steps. On a GPU a kernel is what the device ran, and its operator the one that launched it.
-On a CPU it is the innermost native function that computes something itself: views and allocations
-are none.
+selected steps. On a GPU a kernel is whatever the device ran, and its operator is the one that
+launched it. On a CPU a kernel is the innermost native function that computes something itself;
+views and allocations do not count.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from driftline.runs.sidecars.operator_sheets import (
     times_table,
 )
 
-SITE = "driftline site:"
-OWN = "driftline itself"
+SITE_MARK = "driftline site:"
+OWN_MARK = "driftline itself"
 OUTSIDE = "(program)"
 BACKWARD = "(backward)"
-# A csv of this size is already more than a person or a spreadsheet can read.
+# A CSV file of this length is already more than a person or a spreadsheet can read.
 MOST_KERNELS = 1_000_000
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::[\w.]+")
 _WATCHED = "PythonDispatchMode"
@@ -64,19 +64,19 @@ _DTYPES = {
     "c10::Float8_e4m3fn": "float8_e4m3fn",
     "c10::Float8_e5m2": "float8_e5m2",
 }
-"""What C++ calls the element types."""
+"""Element types by their C++ names."""
 
 
 class Kernel(NamedTuple):
     """One kernel that ran.
 
     Attributes:
-        name: As the device, or torch, calls it.
-        operator: Who called it.
-        site: The module that was running; `(program)` outside of all.
-        device: cpu, or cuda:0.
-        microseconds: How long it took.
-        inputs: Tensors of the operator that launched it.
+        name: Its name on the device, or that of the native function on a CPU.
+        operator: The operator that launched it; on a CPU, the outermost operator around it.
+        site: The module that was running; `(program)` outside of all modules.
+        device: The device, such as `cpu` or `cuda:0`.
+        microseconds: Its duration.
+        inputs: The tensors that were passed to the operator, or to the native function.
     """
 
     name: str
@@ -96,18 +96,18 @@ class Kernel(NamedTuple):
 
 
 class Profiled(NamedTuple):
-    """What one profile holds."""
+    """The contents of one profile."""
 
     kernels: tuple[Kernel, ...]
     times: tuple[Timed, ...]
 
 
 class _Event:
-    """An event of a thread, with those inside it."""
+    """An event of a thread, with the event around it and the sums of those inside it."""
 
     __slots__ = (
-        *("computing", "device_us", "end", "inner_us", "name", "own", "parent", "raw", "shell"),
-        "site",
+        *("computing", "device_us", "end", "inner_us", "is_wrapper", "name", "own", "parent"),
+        *("raw", "site"),
     )
 
     def __init__(self, raw: Any, parent: _Event | None) -> None:
@@ -117,15 +117,16 @@ class _Event:
         self.end: int = raw.end_ns()
         self.inner_us = 0.0
         self.device_us = 0.0
-        self.computing = False  # something inside it computes
-        # Where operators are watched each appears twice, once as the call that the watcher sees.
-        self.shell = False
+        self.computing = False  # whether something inside it computes
+        # If a dispatch mode watches the operators, each call appears twice: as the call that the
+        # mode receives, and inside it as the call that the mode makes.
+        self.is_wrapper = False
         if parent is not None and parent.name == _WATCHED and parent.parent is not None:
-            parent.parent.shell |= parent.parent.name == self.name
-        self.own: bool = self.name == OWN or (parent is not None and parent.own)
+            parent.parent.is_wrapper |= parent.parent.name == self.name
+        self.own: bool = self.name == OWN_MARK or (parent is not None and parent.own)
         above = parent.site if parent is not None else ""
-        if self.name.startswith(SITE):
-            above = self.name[len(SITE) :]
+        if self.name.startswith(SITE_MARK):
+            above = self.name[len(SITE_MARK) :]
         elif self.name.startswith(_ENGINE):
             above = BACKWARD
         self.site: str = above
@@ -136,13 +137,13 @@ class _Event:
 
 
 def read_profile(results: Any) -> Profiled:
-    """Everything of one profile."""
+    """The kernels and times of one profile."""
     host, device = [], []
     for raw in results.events():
         on_host = str(raw.device_type()).endswith("CPU")
-        own_mark = raw.name().startswith(SITE) or raw.name() == OWN
-        # Annotations of the program are no work of torch.
-        if on_host and (own_mark or not raw.is_user_annotation()):
+        is_own_mark = raw.name().startswith(SITE_MARK) or raw.name() == OWN_MARK
+        # The program's annotations are not operations of torch.
+        if on_host and (is_own_mark or not raw.is_user_annotation()):
             host.append(raw)
         elif not on_host and raw.duration_ns() >= 0:
             device.append(raw)
@@ -152,12 +153,13 @@ def read_profile(results: Any) -> Profiled:
     for raw in device:
         event = launched.get(raw.linked_correlation_id())
         # Copies that the capture itself made are not the program's kernels.
-        if raw.is_user_annotation() or raw.name().startswith(SITE) or (event and event.own):
+        if raw.is_user_annotation() or raw.name().startswith(SITE_MARK) or (event and event.own):
             continue
         if event is not None:
             event.device_us += raw.duration_ns() / 1000
         kernels.append((raw.start_ns(), _device_kernel(raw, event)))
-    # Where a device ran, host functions only launch; else they are the kernels.
+    # If a device ran anything, the host's functions only launched kernels; otherwise they are the
+    # kernels.
     if not device:
         kernels = [
             (event.raw.start_ns(), _host_kernel(event)) for event in events if _is_kernel(event)
@@ -167,17 +169,17 @@ def read_profile(results: Any) -> Profiled:
 
 
 def _nested(host: Sequence[Any]) -> list[_Event]:
-    """Events with their parents; those of one thread never overlap but by nesting."""
+    """Events with their parents. Events of one thread overlap only if one contains the other."""
     threads: dict[int, list[Any]] = {}
     for raw in host:
         threads.setdefault(raw.start_thread_id(), []).append(raw)
     events: list[_Event] = []
-    for those in threads.values():
-        # The longer of two events that start together encloses the other.
-        those.sort(key=lambda raw: (raw.start_ns(), -raw.end_ns()))
+    for raws in threads.values():
+        # Of two events that start together, the longer one contains the other.
+        raws.sort(key=lambda raw: (raw.start_ns(), -raw.end_ns()))
         stack: list[_Event] = []
-        for raw in those:
-            # Equal ends: an event of no duration is inside, not after.
+        for raw in raws:
+            # An event of no duration at the end of another one is inside it, not after it.
             while stack and stack[-1].end <= raw.start_ns() and stack[-1].end < raw.end_ns():
                 stack.pop()
             event = _Event(raw, stack[-1] if stack else None)
@@ -197,17 +199,17 @@ def _nested(host: Sequence[Any]) -> list[_Event]:
 def _is_operator(event: _Event) -> bool:
     return (
         not event.own
-        and not event.shell
-        and not event.name.startswith((SITE, _ENGINE))
+        and not event.is_wrapper
+        and not event.name.startswith((SITE_MARK, _ENGINE))
         and _OPERATOR.fullmatch(event.name) is not None
         and not event.name.startswith("torch::autograd")
     )
 
 
 def _repeats(event: _Event) -> bool:
-    """An overload that calls another of the same name: one call, not two."""
+    """Whether an overload was called by another of the same name, so that both are one call."""
     above = event.parent
-    return above is not None and above.name == event.name and not above.shell
+    return above is not None and above.name == event.name and not above.is_wrapper
 
 
 def _is_kernel(event: _Event) -> bool:
@@ -242,7 +244,7 @@ def _has_own_kernel(name: str) -> bool:
         try:
             if has(overload.name(), "CPU"):
                 return True
-        except RuntimeError:  # known to TorchScript only
+        except RuntimeError:  # the operator exists in TorchScript only
             continue
     return False
 
@@ -294,7 +296,7 @@ def _times(events: Sequence[_Event]) -> list[Timed]:
         again = _repeats(event)
         times_by_place[key] = Timed(
             *key,
-            # An overload that calls another of its name is one call; its own time still adds up.
+            # An overload that another of its name called is not counted, but its own time is.
             before.calls + (not again),
             before.total + (0.0 if again else event.microseconds),
             before.own + max(0.0, event.microseconds - event.inner_us),
@@ -312,7 +314,7 @@ _torch_profiler: Any = profiler
 _C: Any = torch._C
 _Mark: Any = getattr(_C._profiler, "_RecordFunctionFast", None)
 _ENTRY_POINTS = ("_prepare_profiler", "_enable_profiler")
-"""Functions of torch through which every profiler begins, looked up by name at each call."""
+"""Functions of torch with which every profiler begins. torch looks them up at each call."""
 
 
 class _Thread(threading.local):
@@ -321,13 +323,13 @@ class _Thread(threading.local):
 
 
 class ProfileTap:
-    """Runs the profiler in the selected steps and writes what it saw.
+    """Runs the profiler in the selected steps and writes kernels and times.
 
     Args:
-        session: The capture that it belongs to.
-        write: Takes the name of a sheet and its text; `Sheets.sheet`.
-        kernels: List every kernel that ran.
-        times: Add up calls and times by operator.
+        session: The session of the capture.
+        write: Writes a sheet, from its name and text; see `Sheets.sheet`.
+        kernels: Whether to list every kernel that ran.
+        times: Whether to add up calls and times by operator.
     """
 
     def __init__(
@@ -352,14 +354,14 @@ class ProfileTap:
         self._listed: dict[int, int] = {}
         self._timed: dict[int, tuple[Timed, ...]] = {}
 
-    # --- life
+    # --- begin and end
 
     def install(self) -> None:
         self.active = True
-        # torch runs one profiler at a time: ours has to stop before the program's begins.
+        # torch runs one profiler at a time: this one must stop before the program's begins.
         for name in _ENTRY_POINTS:
             self._before[name] = getattr(_torch_profiler, name)
-            setattr(_torch_profiler, name, self._giving_way(self._before[name]))
+            setattr(_torch_profiler, name, self._after_ours_stops(self._before[name]))
         recorder = self.session.recorder
         # The capture's work is marked, so that its kernels and times can be left out.
         for name in ("take", "take_all"):
@@ -370,8 +372,8 @@ class ProfileTap:
             lazily: Any = getattr(torch.cuda, "_lazy_call", None)
             if lazily is not None:
                 lazily(self._device_came)
-        # Steps count from 0: what runs before any model is a part of the first. The library below
-        # wants to be woken by this thread, even where that step is of no interest.
+        # Whatever runs before the first model call belongs to step 0. Kineto, the library with
+        # which torch profiles, must be initialised by this thread, even if step 0 is not selected.
         if self.session.global_scope:
             self._waiting = _may_get_a_device()
             if not self._waiting:
@@ -395,7 +397,7 @@ class ProfileTap:
             )
         for name, function in self._before.items():
             setattr(_torch_profiler, name, function)
-        # The wrapped methods were set on the instance; deleting them shows the class's own.
+        # The wrapped methods were set on the instance. Without them, those of the class are used.
         for name in self._parts:
             delattr(self.session.recorder, name)
         self.session.take = self.session.recorder.take
@@ -414,9 +416,9 @@ class ProfileTap:
             self._close_marks(open_)
 
     def before_forward(self, frame: Frame, inputs: Named) -> None:
-        # Without the fast marks of newer versions, kernels have no sites.
+        # Older versions of torch have no fast marks, and kernels have no sites there.
         if self._running is not None and _Mark is not None:
-            mark = _Mark(f"{SITE}{frame.site}")
+            mark = _Mark(f"{SITE_MARK}{frame.site}")
             mark.__enter__()
             self._thread.marks.append((frame, mark))
 
@@ -440,7 +442,7 @@ class ProfileTap:
             self._forked, self._running = self._running is not None, None
         first, self._model_called = not self._model_called, True
         if first:
-            self._stop()  # what ran so far was the building of the model
+            self._stop()  # only the model was built so far
         elif self._running is not None and step == self._step:
             return
         else:
@@ -457,7 +459,7 @@ class ProfileTap:
                 "not listed",
             )
             return
-        # The library below supports one profiler at a time.
+        # Kineto supports one profiler at a time.
         if getattr(_torch_profiler, "_is_profiler_enabled", False):
             self.session.event_once(
                 "profiler",
@@ -467,10 +469,10 @@ class ProfileTap:
         self._ours = True
         try:
             running = _torch_profiler.profile(
-                # Asking whether there is a GPU would wake it, and a program that forks later could
-                # no longer use it in its children.
+                # Checking for a GPU would initialise it, and then the children that a program forks
+                # later could not use it.
                 use_device="cuda" if device or torch.cuda.is_initialized() else None,
-                use_kineto=True,  # without it, a device shows no kernels, only times between marks
+                use_kineto=True,  # without it, there are only times between marks on a device
                 record_shapes=True,
                 experimental_config=_every_thread(),
             )
@@ -482,7 +484,7 @@ class ProfileTap:
             self._ours = False
 
     def _device_came(self) -> None:
-        """The program begins to use a GPU: what runs there is to be seen too."""
+        """The program begins to use a GPU: start again, so that its kernels are profiled too."""
         self.session.guarded("profile", self._start_again)
 
     def _start_again(self) -> None:
@@ -514,9 +516,11 @@ class ProfileTap:
         if results is not None:
             self.session.guarded("profile", self._write_sheets, read_profile(results))
 
-    def _giving_way(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_ours_stops(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that begins a profiler, and stops this one before it."""
+
         @functools.wraps(begin)
-        def first(*args: Any, **kwargs: Any) -> Any:
+        def stop_and_begin(*args: Any, **kwargs: Any) -> Any:
             if self._running is not None and not self._ours:
                 with self._lock:
                     self._finish()
@@ -527,14 +531,14 @@ class ProfileTap:
                 )
             return begin(*args, **kwargs)
 
-        return first
+        return stop_and_begin
 
-    # --- what it saw
+    # --- sheets
 
     def _write_sheets(self, seen: Profiled) -> None:
         step = self._step
         if self._kernels and seen.kernels:
-            # A second model of the program counts its own steps: it comes to this one again.
+            # A second model of the program counts its own steps, so a number may come again.
             before = self._listed.get(step, 0)
             self._listed[step] = before + len(seen.kernels)
             lines = [
@@ -544,7 +548,7 @@ class ProfileTap:
             header = [] if before else [KERNEL_HEADER]
             self._write(KERNELS.format(step), "\n".join((*header, *lines)) + "\n")
         if self._times and seen.times:
-            # A statistic is written anew each time, because sums cannot be appended to.
+            # The sums have changed, so the whole file is written again.
             self._timed[step] = added(self._timed.get(step, ()), seen.times)
             self._write(STATISTIC.format(step), statistic_text(self._timed[step]), anew=True)
             self._write(TIMES.format(step), times_table(self._timed[step]), anew=True)
@@ -553,10 +557,10 @@ class ProfileTap:
 
 
 def _may_get_a_device() -> bool:
-    """Whether the program may yet begin to use a GPU; found out without waking it.
+    """Whether the program may begin to use a GPU later; this does not initialise the GPU.
 
-    The library below decides at its first start whether it will ever see a device, and its start
-    alone takes the device from children that are forked later: it has to wait for the program.
+    Kineto decides at its first start whether it can profile a device. Its start also prevents
+    children that are forked later from using the device, so it must wait for the program.
     """
     if torch.version.cuda is None or torch.cuda.is_initialized():
         return False
@@ -565,7 +569,10 @@ def _may_get_a_device() -> bool:
 
 
 def _every_thread() -> Any | None:
-    """What makes the profiler see every thread, and be ended by any; None in older versions."""
+    """The configuration with which the profiler covers every thread and any thread may stop it.
+
+    None in versions of torch that do not have it.
+    """
     try:
         return _C._profiler._ExperimentalConfig(profile_all_threads=True)
     except (AttributeError, TypeError):
@@ -573,13 +580,13 @@ def _every_thread() -> Any | None:
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The capture's own work, with a mark around it."""
+    """The function with a mark around it, which identifies work of the capture."""
     if _Mark is None:
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _Mark(OWN):
+        with _Mark(OWN_MARK):
             return function(*args, **kwargs)
 
     return call

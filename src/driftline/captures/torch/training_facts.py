@@ -1,9 +1,9 @@
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
-"""How a torch program trains, as data: optimizer, scheduler, scaler, clipping, loss, calls.
+"""Facts about how a torch program trains: optimizer, scheduler, scaler, clipping, loss, calls.
 
-What is written, and when, is in `captures.training_facts`. The loss is the tensor that a backward
-pass begins at, with the functions that made it.
+`captures.training_facts` decides what is written, and when. The loss is the tensor at which a
+backward pass begins; it is described with the functions that computed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from driftline.captures.model_facts import GOODBYE, FactsFile, attributes_of
+from driftline.captures.model_facts import EXIT_THREAD, FactsFile, attributes_of
 from driftline.captures.patching import PatchSet
 from driftline.captures.torch.operators.dispatch import break_graphs
 from driftline.captures.torch.step_states import Averages, Move, TorchReader
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 48
 _SHARE = 200
-"""A later search through all objects may take one part in so many of the time since the start."""
+"""Later searches through all objects may take 1/200 of the time since the start."""
+# Two rates of an average that differ by less than this fraction are the same setting.
 _SAME_RATE = 0.02
-# Losses of devices are read together: each reading alone would wait for the device.
+# Losses on devices are read in groups, because each reading waits for the device.
 _MOST_WAITING = 64
-_PASSED_BY = ("torch.", "accelerate.", "lightning.", "driftline.", "functools")
-"""Modules between a program's own line and the call of `backward`."""
+_SKIPPED_MODULES = ("torch.", "accelerate.", "lightning.", "driftline.", "functools")
+"""Modules that may lie between a program's own line and the call of `backward`."""
 _SAVED = (
     "_saved_ignore_index",
     "_saved_reduction",
@@ -51,7 +52,8 @@ _SAVED = (
     "_saved_margin",
     "_saved_dim",
 )
-"""Numbers that nodes of losses keep. Tensors are not asked for: hooks of the program may run."""
+"""Numbers that the nodes of losses keep. Saved tensors are not read, because unpacking them may run
+hooks of the program."""
 _autograd: Any = torch.autograd
 _sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -61,10 +63,11 @@ class TrainingFacts(TrainingRecords):
     """Watches how the models of a session are trained.
 
     Args:
-        session: Counts the steps.
-        file: Takes the lines.
-        path_of: `site.name` of a parameter.
-        wait: Returns when no thread reads weights any more: an optimizer is about to change them.
+        session: The session, which counts the steps.
+        file: The file to which lines are written.
+        path_of: Returns `site.name` of a parameter; empty if it belongs to no described model.
+        wait: Returns when no thread reads weights any more. It is called before an optimizer
+            changes them.
     """
 
     def __init__(
@@ -86,11 +89,12 @@ class TrainingFacts(TrainingRecords):
         self._losses: list[tuple[torch.Tensor, dict[str, Any]]] = []
         self._averages = Averages(self._watched)
         self._begun = time.monotonic()
-        # After how many updates averages are searched for again, and how long that took.
+        # Updates so far, the number of them at which averages are searched for next, and the
+        # seconds that the last search took.
         self._updates, self._next_search, self._took = 0, 1, 0.0
         self._looked = -1
-        # Identities of optimizers whose step is under way.
-        self._within: list[int] = []
+        # Identities of the optimizers whose step is running.
+        self._running: list[int] = []
         self._rates: dict[int, float] = {}
         self._settings: dict[int, list[Any] | None] = {}
         self._states_at_first: dict[int, list[str]] = {}
@@ -130,16 +134,17 @@ class TrainingFacts(TrainingRecords):
     def finish(self) -> None:
         self._read_losses()
         # A program that leaves at once has no time for a last look.
-        if threading.current_thread().name != GOODBYE:
+        if threading.current_thread().name != EXIT_THREAD:
             step = self._session.clock.now
             if self._updates == 1:
                 self._search(step, averages=False)
-            # After an update that was not looked at, weights are not known to compare with.
+            # Averages are compared with the weights of the step before. If that step was not
+            # looked at, there is nothing to compare with.
             elif self._looked == step - 1:
-                self._look_around(step)
+                self._observe_averages(step)
         super().finish()
 
-    # --- what the session tells
+    # --- calls of the session
 
     def called(self, module: nn.Module, *, helper: bool) -> None:
         """A model is about to be called."""
@@ -147,7 +152,7 @@ class TrainingFacts(TrainingRecords):
             self.noted("forward")
 
     def returned(self, result: Any, site: str, *, helper: bool) -> None:
-        """A model was called: remember what a loss is made of from now on."""
+        """A model was called: its result may be the loss, or a loss may be computed from it."""
         if not torch.is_grad_enabled():
             return
         if not helper:
@@ -160,7 +165,7 @@ class TrainingFacts(TrainingRecords):
         if issubclass(type(loss), torch.Tensor) and loss.numel() == 1:
             self._returned = weakref.ref(loss), site
 
-    # --- what patches tell
+    # --- calls of the patched functions
 
     def _note(self, args: Any, kwargs: Any, result: Any, word: str) -> None:
         del args, kwargs, result
@@ -179,7 +184,7 @@ class TrainingFacts(TrainingRecords):
         self.clipped(values, norm, [parameters] if is_one else list(parameters))
 
     def _scaled(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A loss was multiplied so that small gradients keep their digits."""
+        """A scaler multiplied a loss so that small gradients do not underflow."""
         del kwargs
         factor: Any = getattr(args[0], "_scale", None) if args else None
         on_host = issubclass(type(factor), torch.Tensor) and factor.device.type == "cpu"
@@ -188,7 +193,7 @@ class TrainingFacts(TrainingRecords):
 
     def _backward(self, args: Any, kwargs: Any, result: Any) -> None:
         del result
-        # Reentrant checkpoints call it inside of a backward pass.
+        # Reentrant checkpoints call `backward` inside a backward pass.
         tensors = args[0] if args else kwargs.get("tensors")
         if _graph_task() != -1 or tensors is None:
             return
@@ -207,9 +212,9 @@ class TrainingFacts(TrainingRecords):
             "dtype": str(loss.dtype).removeprefix("torch."),
             "shape": list(loss.shape),
         }
-        # Between rungs the value is enough: walking the graph takes as long as a small step.
+        # In the other steps the value is enough: walking the graph takes as long as a small step.
         if self._session.watches_state(fields["step"]):
-            fields |= {"functions": self._graph_of(loss), "caller": caller(_PASSED_BY)}
+            fields |= {"functions": self._graph_of(loss), "caller": caller(_SKIPPED_MODULES)}
         scale = 1.0
         if self._factor is not None and self._factor[0]() is loss:
             scale = fields["scale"] = self._factor[1]
@@ -218,7 +223,8 @@ class TrainingFacts(TrainingRecords):
         if loss.device.type == "cpu" and loss.numel() == 1:
             self.write("loss", value=repr(float(loss.detach()) / scale), **fields)
             return
-        # The sum stands for a loss of several numbers; a device is asked for it later.
+        # A loss of several numbers is written as their sum. The value is fetched from a device
+        # later.
         self._losses.append((loss.detach().double().sum() / scale, fields))
         if len(self._losses) >= _MOST_WAITING:
             self._read_losses()
@@ -229,9 +235,9 @@ class TrainingFacts(TrainingRecords):
             self.write("loss", value=repr(float(value)), **fields)
 
     def _graph_of(self, loss: torch.Tensor) -> list[str]:
-        """Names of the functions between the model's results and the loss, nearest the loss first.
+        """Names of the functions between the model's results and the loss, the last one first.
 
-        Of a loss that the model itself made, the last ones.
+        If the model itself returned the loss, only its last function is named.
         """
         names: list[str] = []
         waiting, seen = [loss.grad_fn], set[int]()
@@ -240,7 +246,7 @@ class TrainingFacts(TrainingRecords):
             if node is None or id(node) in seen:
                 continue
             seen.add(id(node))
-            # Nodes of the model itself are older than its result.
+            # Nodes of the model itself were made before its result.
             if names and node._sequence_nr() < self._first_node:
                 continue
             names.append(_node_text(node))
@@ -248,20 +254,20 @@ class TrainingFacts(TrainingRecords):
         return names
 
     def _before_step(self, optimizer: Any, *, has_closure: bool) -> None:
-        """An optimizer is about to change weights: no thread may read them now."""
+        """An optimizer is about to change weights: wait for the thread that reads them."""
         self._wait()
-        # A closure is about to call the model, and begins the step that it concludes.
+        # A closure calls the model, so the step that this update ends begins only now.
         clock = self._session.clock
         step = clock.now if has_closure else clock.concluding
         if step != self._updating:
-            self._within.clear()  # a step that raised never ended
-        self._within.append(id(optimizer))
-        # A subclass calls the step of its base class within its own: one update, seen from outside.
-        if self._within.count(id(optimizer)) > 1:
+            self._running.clear()  # a step that raised never ended
+        self._running.append(id(optimizer))
+        # A subclass calls the step of its base class within its own: this is one update.
+        if self._running.count(id(optimizer)) > 1:
             return
         self._updating = step
-        # By itself: weights and gradients are written whatever living objects are like.
-        self._session.guarded("averages of weights", self._look_around, step)
+        # Guarded separately: if the search fails, weights and gradients are still written.
+        self._session.guarded("averages of weights", self._observe_averages, step)
         number = self.number_of(optimizer)
         if number not in self._settings:
             self._states_at_first[number] = _state_names(optimizer)
@@ -276,17 +282,17 @@ class TrainingFacts(TrainingRecords):
 
     @property
     def is_updating(self) -> bool:
-        """Whether an optimizer's step is under way: it calls models where it has a closure."""
-        return bool(self._within)
+        """Whether an optimizer's step is running. If it has a closure, it may call models."""
+        return bool(self._running)
 
     def _weights(self, optimizer: Any, number: int) -> tuple[list[Any], str]:
         groups = [group["params"] for group in optimizer.param_groups]
         return self.weights_of(groups, number), f"optimizer {number}"
 
     def _after_step(self, optimizer: Any, *, has_closure: bool) -> None:
-        if id(optimizer) in self._within:
-            self._within.remove(id(optimizer))
-        if id(optimizer) in self._within:
+        if id(optimizer) in self._running:
+            self._running.remove(id(optimizer))
+        if id(optimizer) in self._running:
             return
         step, number = self._updating, self.number_of(optimizer)
         with undisturbed():
@@ -304,14 +310,17 @@ class TrainingFacts(TrainingRecords):
         weights, owner = self._weights(optimizer, number)
         self.states.after_update(weights, owner, step)
         if has_closure:
-            # They are computed within the step, as Lightning does it; it may be the first call of
-            # the model, whose parameters have their names only now.
+            # The closure computes the gradients within the step, as in Lightning. It may also be
+            # the first call of the model, so that its parameters have names only now.
             self._write_gradients(weights, owner, step)
 
-    # --- what nobody registers: schedulers, scalers, averages of weights
+    # --- objects that torch keeps no register of: schedulers, scalers, averages of weights
 
-    def _look_around(self, step: int) -> None:
-        """Once a step, before its update: after whatever follows the last one."""
+    def _observe_averages(self, step: int) -> None:
+        """Look at averages once a step.
+
+        They are updated after an optimizer's step, so the time to look is before the next one.
+        """
         if self._looked == step:
             return
         self._looked = step
@@ -326,8 +335,9 @@ class TrainingFacts(TrainingRecords):
             self.states.averages(named, step)
 
     def _search(self, step: int, *, averages: bool) -> None:
-        """Ask living objects: after the first update, and for averages, which may begin late, again
-        where it takes little of the time.
+        """Search all living objects, for schedulers and scalers only after the first update.
+
+        Averages may begin late: they are searched for again as long as that takes little time.
         """
         begun = time.monotonic()
         first, self._next_search = self._next_search == 1, 2 * self._updates
@@ -335,7 +345,8 @@ class TrainingFacts(TrainingRecords):
         scheduler: Any = torch.optim.lr_scheduler.LRScheduler
         settings: Any = (scheduler, torch.amp.GradScaler) if first else ()
         kinds = [*_subclasses(*settings), *((torch.Tensor, nn.Parameter) if averages else ())]
-        # Objects refer to their classes. A tuple: a list would be found as a table of tensors.
+        # An object refers to its class, so the referrers of a class contain its instances. They are
+        # kept in a tuple, because the search for averages would take a list for one of tensors.
         living = tuple(gc.get_referrers(*kinds)) if kinds else ()
         for thing in [thing for thing in living if issubclass(type(thing), settings)][:16]:
             kind = type(thing)
@@ -353,7 +364,7 @@ class TrainingFacts(TrainingRecords):
             self._took = time.monotonic() - begun
 
     def _watched(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of the models that were seen."""
+        """The parameters of the models that were called."""
         roots = [root.module() for root in list(self._session.names.roots)]
         return [
             (path, parameter)
@@ -365,7 +376,7 @@ class TrainingFacts(TrainingRecords):
         ]
 
     def _note_rates(self, moves: list[Move], step: int) -> None:
-        """Write how fast averages follow their weights, where that has changed."""
+        """Write the rate at which averages follow their weights when it has changed."""
         rates: dict[int, list[float]] = {}
         for move in moves:
             if move.rate is not None:
@@ -390,14 +401,14 @@ def _subclasses(*kinds: type) -> Iterator[type]:
 
 
 def _states_of(optimizer: Any) -> Iterator[Any]:
-    """What an optimizer remembers of its parameters."""
+    """The values in an optimizer's state, such as momenta."""
     state: Any = getattr(optimizer, "state", None)
     for entry in list(state.values()) if issubclass(type(state), dict) else ():
         yield from list(entry.values()) if type(entry) is dict else ()
 
 
 def _state_names(optimizer: Any) -> list[str]:
-    """What an optimizer remembers of earlier steps: momenta that were loaded, or none."""
+    """The names of an optimizer's states: before its first step, those that were loaded."""
     state: Any = getattr(optimizer, "state", None)
     entries = list(state.values()) if issubclass(type(state), dict) else []
     return sorted(
@@ -412,14 +423,14 @@ def _state_names(optimizer: Any) -> list[str]:
 
 
 def _settings(optimizer: Any) -> list[Any] | None:
-    """What groups hold besides parameters, to be compared; None if tensors are among it."""
+    """The settings of all groups, for comparison; None if any of them is not a plain value."""
     settings = [
         (name, value)
         for group in optimizer.param_groups
         for name, value in group.items()
         if name not in ("params", "param_names")
     ]
-    # Comparing tensors would compute; programs may also hold objects of their own in a group.
+    # Comparing tensors would run kernels, and comparing a program's own objects its own code.
     plain = all(type(value) in (int, float, bool, str, tuple, type(None)) for _, value in settings)
     return settings if plain else None
 
@@ -456,7 +467,7 @@ def _signed(value: Any) -> Any:
 
 
 def _span_of(node: Any) -> str:
-    """What a slice leaves, as `1:` or `0:-1`, however it was written; empty for other nodes."""
+    """The range that a slice keeps, as `1:` or `0:-1`, in one spelling; empty for other nodes."""
     names = ("_saved_start", "_saved_end", "_saved_dim", "_saved_self_sym_sizes")
     start, end, dim, sizes = (getattr(node, name, None) for name in names)
     if type(sizes) is not tuple or not all(type(value) is int for value in (start, end, dim)):
@@ -465,30 +476,30 @@ def _span_of(node: Any) -> str:
     if type(size) is not int:
         return ""
     first, after, _ = slice(_signed(start), _signed(end)).indices(size)
-    # From the end, because batches are of several lengths.
+    # The end is counted from the end of the axis, because batches differ in length.
     return f"{first}:{after - size or ''}"
 
 
 def _noticed(function: Any, me: weakref.ref[TrainingFacts], method: str, *words: str) -> Any:
-    """A function that tells the watcher of each call, before it unless its result matters."""
+    """A function that notifies the watcher of each call: before it, unless the result is needed."""
 
     @functools.wraps(function)
     def noticed(*args: Any, **kwargs: Any) -> Any:
-        # Inside a graph that is being compiled it is the plain function.
+        # While a graph is compiled, only the plain function may be traced.
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         if method not in ("_clip", "_scaled"):
-            _tell(me, method, args, kwargs, None, *words)
+            _notify(me, method, args, kwargs, None, *words)
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
-        _tell(me, method, args, kwargs, result, *words)
+        _notify(me, method, args, kwargs, result, *words)
         return result
 
     return noticed
 
 
 def _listing(function: Any) -> Any:
-    """A function of parameters that is given a list: an iterator can be read only once."""
+    """The function, called with a list in place of an iterator, which could be read only once."""
 
     @functools.wraps(function)
     def listing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -498,7 +509,7 @@ def _listing(function: Any) -> Any:
     return listing
 
 
-def _tell(me: weakref.ref[TrainingFacts], method: str, *args: Any) -> None:
+def _notify(me: weakref.ref[TrainingFacts], method: str, *args: Any) -> None:
     watcher = me()
     if watcher is not None and watcher._session.running:
         watcher._session.guarded("training facts", getattr(watcher, method), *args)
@@ -518,5 +529,5 @@ def _hook_of(act: Callable[..., None]) -> Any:
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         act(optimizer, has_closure=closure is not None)
 
-    break_graphs(hook)  # a step may be compiled, hooks and all
+    break_graphs(hook)  # a step may be compiled together with its hooks
     return hook

@@ -1,7 +1,7 @@
-"""Finds the differences of two runs' models, and orders them as seen from the first divergence.
+"""Find the differences of two runs' models, and order them relative to the first divergence.
 
-`differences_of` reads the facts of two runs. `placed` says of each difference whether it lies at or
-upstream of where the drift starts, and what it would explain.
+`differences_of` reads the facts of two runs. `placed` determines for each difference whether it is
+at the first divergence, upstream of it or elsewhere. `explanation` says what it would explain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ROOT = "(root)"
 MOST = 1000
-"""Differences of two runs that are listed; models that differ in more have little in common."""
+"""At most this many differences are listed; models with more have little in common."""
 _TRAINING = frozenset({"optimizer", "scheduler", "scaler", "clipping", "average", "order"})
 _MOST_PROCESSES = 64
 _MOST_RANKS = 8
@@ -47,12 +47,12 @@ _AFTER_UPDATE = ("param", "param_grad", "optimizer_grad")
 def differences_of(
     reference: Run, candidate: Run, plan: Plan | None = None
 ) -> tuple[Difference, ...] | None:
-    """What differs between the models of two runs; None if one of them has no facts.
+    """The differences of the models of two runs; None if one of them has no facts.
 
     Args:
-        reference: What is right.
+        reference: The run that is assumed to be right.
         candidate: The run to test.
-        plan: What belongs together, where names do not say it.
+        plan: The alignment, which pairs sites whose names differ.
     """
     first, second = read_model_facts(reference), read_model_facts(candidate)
     if not first or not second:
@@ -89,15 +89,16 @@ def _of_pair(pair: ModelPair) -> Iterator[Difference]:
 def _of_ranks(
     reference: Run, candidate: Run, first: ModelPair, on_first: set[str]
 ) -> list[Difference]:
-    """The differences of the first processes, with those of the others.
+    """The differences of the first processes, together with those of all other processes.
 
-    What only some of the ranks differ in has their numbers behind its name. A module that another
-    rank holds is not missing: stages and experts are dealt out.
+    The name of a difference that only some ranks have ends with their numbers. A module that
+    another rank holds is not missing, because stages and experts are distributed over ranks.
 
     Args:
-        reference: The one run.
-        candidate: The other one.
-        first: The first processes; of one process against many, with what the others hold.
+        reference: The reference run.
+        candidate: The candidate run.
+        first: The models of the first processes. If one process is compared with many, they include
+            the modules of the other ranks.
         on_first: Sites of modules that the first processes themselves hold.
     """
     differences = list(_of_pair(first))
@@ -117,7 +118,8 @@ def _of_ranks(
         pair = ModelPair(facts[0], facts[1], first.names, same_ranks=first.same_ranks)
         pairs.append((place, pair))
         for difference in _of_pair(pair):
-            # Of one process against many, what it holds and how it trains was put together.
+            # If one process is compared with many, modules, tensors and optimizers of all ranks
+            # were merged and compared already.
             if first.same_ranks or difference.kind in _OF_EVERY_RANK:
                 key = _identity_of(difference)
                 listed.setdefault(key, difference)
@@ -139,7 +141,7 @@ _OF_EVERY_RANK = frozenset(
 
 def _identity_of(difference: Difference) -> tuple[str, ...]:
     kind, own = difference.kind, (difference.reference, difference.candidate)
-    # The loss of every rank is another one, and parameters are dealt out.
+    # Every rank has its own loss, and parameters are distributed over ranks.
     values = () if kind == "loss" else own
     relation = "" if kind in _TRAINING else difference.relation
     return (kind, difference.site, difference.name, *values, relation)
@@ -148,7 +150,7 @@ def _identity_of(difference: Difference) -> tuple[str, ...]:
 def _other_places(
     reference: Run, candidate: Run
 ) -> Iterator[tuple[tuple[tuple[int, int], tuple[int, int]], tuple[int, int]]]:
-    """Processes besides the first that belong together, and which one of many it is."""
+    """The other processes to compare: their places in both runs, and the place to report."""
     first, second = _places(reference), _places(candidate)
     if reference.facts.world == candidate.facts.world:
         yield from (((place, place), place) for place in first if place in second)
@@ -172,7 +174,7 @@ def _places(run: Run) -> list[tuple[int, int]]:
 
 
 def _is_held(difference: Difference, held: Sequence[set[str]]) -> bool:
-    """Whether another rank of the side that lacks a module has it."""
+    """Whether a difference is a missing module that another rank of that side holds."""
     side = 1 if difference.relation == "missing" else 0
     return difference.kind == "module" and difference.site in held[side]
 
@@ -180,7 +182,7 @@ def _is_held(difference: Difference, held: Sequence[set[str]]) -> bool:
 def _holders(
     difference: Difference, pairs: Sequence[tuple[tuple[int, int], ModelPair]], on_first: set[str]
 ) -> list[tuple[int, int]]:
-    """The processes that could have a difference: of what both sides hold, those that do."""
+    """The processes that could have a difference, because they hold its module."""
     if difference.relation in ("missing", "extra"):
         return [place for place, pair in pairs if pair.has(difference.site)]
     site = difference.site
@@ -194,7 +196,7 @@ def _holders(
 def _with_ranks(
     difference: Difference, own: Sequence[tuple[int, int]], holders: Sequence[tuple[int, int]]
 ) -> Difference:
-    """The difference, with the ranks that have it where others do not."""
+    """The difference, with the ranks that have it in its name if not all of them do."""
     if len(own) >= len(holders):
         return difference
     numbers = sorted({rank for rank, _ in own})
@@ -205,7 +207,7 @@ def _with_ranks(
 
 
 def _add_other_ranks(run: Run, facts: ModelFacts) -> None:
-    """Modules and updated parameters that only other ranks hold, as those of experts dealt out."""
+    """Add modules and updated parameters that only other ranks hold, such as those of experts."""
     optimizers = {
         record.get("number"): record for record in facts.training if record.get("kind") == OPTIMIZER
     }
@@ -221,10 +223,10 @@ def _add_other_ranks(run: Run, facts: ModelFacts) -> None:
 
 
 def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]:
-    """What comes to differ while the programs run: one side changes its model, or both do.
+    """Differences that appear while the programs run, because one or both change their model.
 
-    Only looks that both programs took at the same moment are compared: a counter that one side was
-    asked for a step later has counted on.
+    Only descriptions that both captures made in the same step are compared: a counter that was read
+    a step later has another value.
     """
     listed = {(difference.kind, difference.site, difference.name) for difference in first}
     looks = [look for look in pair.reference.looks if look in pair.candidate.looks]
@@ -242,7 +244,7 @@ def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]
             if key not in listed:
                 listed.add(key)
                 begin = min(since, look.step)
-                # Looks are seldom: the change was made somewhere between two of them.
+                # Models are described rarely, and the change may be anywhere between two times.
                 when = f"step {begin}" if begin == look.step else f"steps {begin}-{look.step}"
                 name = f"{difference.name} (changed in {when})".lstrip()
                 yield replace(difference, name=name, step=begin)
@@ -251,10 +253,10 @@ def _later(pair: ModelPair, first: Sequence[Difference]) -> Iterator[Difference]
 def _of_pipeline(
     reference: Run, candidate: Run, plan: Plan, *, reference_staged: bool
 ) -> tuple[Difference, ...]:
-    """What differs between a model and one whose stages are on several ranks.
+    """The differences of a model and one whose stages are on several ranks.
 
-    The facts of all ranks are put together under the names of the other side. What a process says
-    of its losses, optimizers and the order of its calls is true of a part of the model only.
+    The facts of all ranks are merged under the names of the other side. Losses, optimizers and the
+    order of calls are left out, because a process describes them for its part of the model only.
     """
     if reference_staged:
         pairs = [(pair.reference.key, pair.candidate.key.site) for pair in plan.pairs]
@@ -262,7 +264,7 @@ def _of_pipeline(
     else:
         pairs = [(pair.candidate.key, pair.reference.key.site) for pair in plan.pairs]
         first, second = read_model_facts(reference), _all_stages(candidate, pairs)
-    # A module without a tensor of its own in the plan (a root) is another one on every rank.
+    # A module whose output the plan does not pair (a root) is a different one on every rank.
     sites = first.modules.keys() & second.modules.keys()
     for facts in (first, second):
         facts.modules = {site: m for site, m in facts.modules.items() if site in sites}
@@ -273,7 +275,7 @@ def _of_pipeline(
 
 
 def _all_stages(run: Run, pairs: Sequence[tuple[TensorKey, str]]) -> ModelFacts:
-    """The facts of all ranks of a pipeline, by the names that the other side has for the sites."""
+    """The merged facts of all ranks of a pipeline, under the other side's names of the sites."""
     names: dict[tuple[int, int], dict[str, str]] = {}
     for key, site in pairs:
         if key.port == "output" and site != ROOT:
@@ -297,11 +299,11 @@ def _all_stages(run: Run, pairs: Sequence[tuple[TensorKey, str]]) -> ModelFacts:
 
 
 def names_of(first: ModelFacts, second: ModelFacts, plan: Plan | None) -> Names:
-    """Which site of the candidate is which of the reference."""
+    """The mapping from the candidate's sites to the reference's."""
     names = names_by_prefix(first, second)
     if plan is None:
         return names
-    # What alignment concluded from structure is more than equal beginnings of names.
+    # Alignment uses the structure of the models, so it overrules equal names without a prefix.
     by_plan = {
         pair.candidate.key.site: pair.reference.key.site
         for pair in plan.pairs
@@ -316,10 +318,10 @@ def placed(
     """Differences in the order to read them: at the first divergence, upstream of it, the rest.
 
     Args:
-        differences: What differs.
-        table: The rows, in order of execution.
-        first: The row where the drift starts; the table's own if not given.
-        home: The site to look at; the table's own if not given.
+        differences: The differences.
+        table: The table, whose rows are in order of execution.
+        first: The row where the divergence starts; by default the table's first one.
+        home: The site where the divergence starts; by default the table's first site.
     """
     first = first or table.first
     step, rank = (0, 0) if first is None else (first.step, first.rank)
@@ -334,11 +336,11 @@ def placed(
 
 
 class _View:
-    """Sees differences from the first divergence.
+    """Determines the position of differences relative to the first divergence.
 
     Args:
-        order: Site → when it first ran.
-        home: The site where the drift starts; empty if nothing diverges.
+        order: The order of the first call of each site.
+        home: The site where the divergence starts; empty if nothing diverges.
         first: The first row that is off.
     """
 
@@ -349,10 +351,11 @@ class _View:
         self._updated = self._graded = False
         if first is not None:
             self._start = order.get(home, first.order)
-            # The weights of a later step, and what an optimizer is given, follow its settings.
+            # Weights of later steps depend on the settings of training, and so do the weights and
+            # gradients around an update.
             self._updated = first.step > 0 or first.port in _AFTER_UPDATE
             self._graded = self._updated or first.port.startswith("grad_")
-        # When each module, or something inside it, first ran.
+        # The order in which each module, or something inside it, first ran.
         self._begins: dict[str, int] = {}
         for site, number in order.items():
             name = site.partition("/")[0]
@@ -363,7 +366,8 @@ class _View:
     def placed(self, difference: Difference) -> Difference:
         sites = difference.sites or ((difference.site,) if difference.site else ())
         inside_home = [site for site in sites if self._home and _is_at(site, self._home)]
-        # A folded difference is shown by the module that matters: here, or where it first acts.
+        # A difference of many modules is shown with the one at the divergence, or else with the one
+        # that runs first.
         ran = sorted(sites, key=lambda site: self._begins.get(site, math.inf))
         nearest = inside_home[:1] or ran[:1]
         shown = replace(difference, site=nearest[0]) if nearest else difference
@@ -374,7 +378,7 @@ class _View:
     ) -> Position:
         if not self._home:
             return ""
-        # Where trainings part, no module is to be looked at.
+        # The first divergence may be a stage of training, such as the loss, instead of a module.
         if self._home in SITES.values():
             explains = difference.kind in (*_TRAINING, "loss") or (
                 difference.relation in ("requires_grad", "tied")
@@ -393,7 +397,7 @@ class _View:
 
 
 def _is_at(site: str, home: str) -> bool:
-    """Whether a module is the one where the drift starts, or lies inside it."""
+    """Whether a module is the one where the divergence starts, or is inside it."""
     return site == home or site.startswith(f"{home}.") or home.startswith(f"{site}/")
 
 
@@ -426,7 +430,7 @@ _NOISE: Mapping[str, str] = {
     "cudnn_deterministic": _ANOTHER_ORDER,
     "sdpa_used": _ANOTHER_ORDER,
 }
-"""What switches explain that differ between sound runs; the others change no number."""
+"""Effects of switches that may differ between correct runs; other such switches have no effect."""
 _WEIGHTS: Mapping[str, str] = {
     "missing": "its term is missing from the result",
     "extra": "a term is added that the reference does not have",
@@ -442,7 +446,7 @@ _WEIGHTS: Mapping[str, str] = {
 
 
 def explanation(difference: Difference) -> str:
-    """What a difference would explain, in a sentence; empty if nothing can be said."""
+    """What a difference would explain, as a sentence; empty if that is unknown."""
     if difference.kind in ("parameter", "buffer"):
         word = difference.relation.partition(" ")[0]
         if word == "rounded":
@@ -468,7 +472,7 @@ def _attribute(difference: Difference) -> str:
     first, second = values
     assert first is not None and second is not None
     name = difference.name.lower()
-    # An epsilon is added to a variance: its effect depends on how small the variance is.
+    # An epsilon is added to a variance, and its effect depends on how small that is.
     if "eps" in name and min(first, second) >= 0:
         return (
             f"a normalised output that is sqrt((variance + {first:.3g}) / (variance + "

@@ -1,8 +1,8 @@
-"""Two models module by module: classes, code, attributes, modes, hooks, parameters and buffers.
+"""Compare two models module by module: classes, code, attributes, modes, hooks and tensors.
 
-Modules meet by their sites; a table of names may say which site of the candidate is which. Values
-that differ only by an address, a path, a device or a seed are no differences. Equal differences of
-repeated layers become one, with all their sites.
+Modules are paired by their sites, or by a mapping of names. Values that differ only by an address,
+a path, a device or a seed are not differences. Equal differences of repeated layers are merged into
+one with all their sites.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from driftline.runs.sidecars.model_facts import (
 )
 
 _ADDRESSES = 1 << 40
+"""Integers of at least this size are addresses or hashes rather than settings."""
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|~[\\/]|\.{0,2}/|file:).*")
 _PATH_NAMES = re.compile(r"(?i)(?:path|dir|file|folder|root|name_or_path|cache)s?$")
 # A word with a number is any accelerator that torch knows, under whatever name it registered.
 _DEVICE = re.compile(
     r"(?:cpu|cuda|xpu|mps|npu|hpu|meta|gpu|Place\(.*\))(?::\d+)?|[a-z][a-z0-9_]*:\d+"
 )
-# What stands in a text for where something is, or which run of many this is.
+# Parts of texts that differ from run to run: addresses, identifiers, paths and ports.
 _PLACES = re.compile(
     r"0x[0-9a-fA-F]{4,}"
     r"|[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}"
@@ -47,23 +48,23 @@ _VERSION = re.compile(
     r"(?i)(?:version|commit_hash|timestamp|created(?:_at)?|started(?:_at)?|start_time|date)$"
 )
 _TIMES = (1e9, 4e9)
-"""Fractions of seconds since 1970: no setting is a float of this size."""
+"""Floats in this range that are not whole are times in seconds since 1970, not settings."""
 _DIGITS = re.compile(r"\d+")
 _LIBRARIES = ("torch.", "paddle.")
 _LAYOUT_CODE = "torch.distributed."
 _LAYOUT_MARKS = frozenset({"_distribute_module_applied"})
-"""Attributes that torch leaves on modules whose weights it has laid out over ranks."""
+"""Attributes that torch sets on modules whose weights it has distributed over ranks."""
 _EPSILONS = {"_epsilon": "eps", "epsilon": "eps", "variance_epsilon": "eps"}
-"""What other frameworks and hand-written norms call the epsilon."""
-# Below this share of common names the two models are called differently throughout.
+"""Names of the epsilon in other frameworks and hand-written norms."""
+# If a smaller fraction of the modules has common names, the models use different names throughout.
 _ENOUGH = 0.3
 
 
 class Names(NamedTuple):
-    """Which site of the candidate is which of the reference.
+    """The mapping from the candidate's sites to the reference's.
 
     Attributes:
-        to_reference: Candidate's site → reference's site, where they differ.
+        to_reference: The reference's site for each site of the candidate that has another name.
     """
 
     to_reference: Mapping[str, str]
@@ -73,15 +74,15 @@ class Names(NamedTuple):
 
 
 def names_by_prefix(reference: ModelFacts, candidate: ModelFacts) -> Names:
-    """Names of two models whose modules are the same but for what the names begin with.
+    """The mapping of names for two models whose names differ by a prefix.
 
-    `model.layers.0.mlp` of one may be `layers.0.mlp` of the other: the prefix that makes most names
-    meet is taken off or put on.
+    `model.layers.0.mlp` of one model may be `layers.0.mlp` of the other. The prefix that makes the
+    most names equal is removed or added.
     """
     first, second = set(reference.modules), set(candidate.modules)
     best, matched, added = "", len(first & second), ""
-    shorter = _meeting_without_prefix(first, second)
-    longer = _meeting_without_prefix(second, first)
+    shorter = _matches_without_prefix(first, second)
+    longer = _matches_without_prefix(second, first)
     for prefix in sorted({*shorter, *longer}):
         for count, put_on in ((shorter[prefix], True), (longer[prefix], False)):
             if count > matched:
@@ -98,8 +99,8 @@ def names_by_prefix(reference: ModelFacts, candidate: ModelFacts) -> Names:
     )
 
 
-def _meeting_without_prefix(names: Iterable[str], others: Container[str]) -> Counter[str]:
-    """What names begin with → how many of these names meet another one without it."""
+def _matches_without_prefix(names: Iterable[str], others: Container[str]) -> Counter[str]:
+    """For each prefix, how many of the names that begin with it equal another name without it."""
     parted = (name.partition(".") for name in names)
     return Counter(f"{head}." for head, _, rest in parted if rest and rest in others)
 
@@ -137,7 +138,7 @@ def is_same_value(name: str, reference: Any, candidate: Any) -> bool:
 
 
 def _is_place(name: str, reference: Any, candidate: Any) -> bool:
-    """Whether two values of different types say on which device, or in which folder."""
+    """Whether two values of different types both denote a device, or a path and None."""
     values = (reference, candidate)
     numbers = [value is None or isinstance(value, int) for value in values]
     if all(numbers):
@@ -158,8 +159,8 @@ def _is_number(value: Any) -> bool:
 def _is_same_number(reference: float, candidate: float) -> bool:
     if reference == candidate:
         return True
-    # No whole number of a setting is that large: these are addresses, or hashes that every process
-    # salts anew. Floats are: attention masks are filled with -1e30.
+    # Integers of this size are addresses, or hashes with a salt of the process. Floats of this size
+    # may be settings: attention masks are filled with -1e30.
     numbers = reference, candidate
     if all(isinstance(n, float) and _TIMES[0] < n < _TIMES[1] for n in numbers):
         return not any(n.is_integer() for n in map(float, numbers))
@@ -179,7 +180,7 @@ def _is_same_text(name: str, reference: str, candidate: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as a difference prints it."""
+    """The text of a value in a difference."""
     if value is None:
         return "None"
     if isinstance(value, float):
@@ -193,14 +194,14 @@ def shown(value: Any) -> str:
 
 
 class ModelPair:
-    """Two models under comparison.
+    """Two models to compare.
 
     Args:
-        reference: Facts of the reference.
-        candidate: Facts of the candidate.
-        names: Which site is which.
-        same_ranks: Whether the processes hold the same part of their models; tensors of other
-            shards are not set against each other.
+        reference: The facts about the reference's model.
+        candidate: The facts about the candidate's model.
+        names: The mapping from the candidate's sites to the reference's.
+        same_ranks: Whether the processes hold the same part of their models. If not, values of
+            tensors are not compared, because they belong to different shards.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class ModelPair:
                 counts=False,
             )
         else:
-            # Another framework has containers and parts of its own.
+            # Between frameworks such differences are expected, so they do not count.
             for alone, word in ((lone, "missing"), (extra, "extra")):
                 for difference in _lone_modules(alone, word):
                     yield replace(difference, counts=self.same_framework)
@@ -260,7 +261,7 @@ class ModelPair:
 
     def _module(self, module: ModuleFacts, other: ModuleFacts) -> Iterator[Difference]:
         site, kind = module.site, module.short_class
-        # Of two frameworks, classes of one name are two classes.
+        # Classes of two frameworks are different even if they have the same name.
         same_class = self.same_framework and module.short_class == other.short_class
         if self.same_framework and not same_class:
             yield Difference(
@@ -280,7 +281,7 @@ class ModelPair:
     def _settings(
         self, module: ModuleFacts, other: ModuleFacts, *, same_class: bool
     ) -> Iterator[Difference]:
-        """Attributes, and functions held as attributes."""
+        """Differences of attributes, and of functions that are attributes."""
         tables: tuple[tuple[Kind, Mapping[str, Any], Mapping[str, Any]], ...] = (
             ("attribute", module.attributes, other.attributes),
             ("function", module.functions, other.functions),
@@ -289,13 +290,13 @@ class ModelPair:
             if not self.same_framework:
                 first, second = _with_epsilon(first), _with_epsilon(second)
             for name in (*first, *(name for name in second if name not in first)):
-                # Another class has other attributes: only common ones say something.
+                # Different classes have different attributes, so only common ones are compared.
                 missing = name not in first or name not in second
                 if missing and (not same_class or name in _LAYOUT_MARKS):
                     continue
                 a, b = first.get(name, ABSENT), second.get(name, ABSENT)
                 if what == "function" and not self.same_framework:
-                    # Where a function lives is the framework's; what it is called says what it is.
+                    # A function is in other modules in another framework; only names are compared.
                     a, b = (str(function).rpartition(".")[2] for function in (a, b))
                 if not self._is_same(name, a, b):
                     values = shown(a), shown(b)
@@ -306,7 +307,7 @@ class ModelPair:
     def _is_same(self, name: str, first: Any, second: Any) -> bool:
         if is_same_value(name, first, second):
             return True
-        # A model in another number format says so in many attributes.
+        # A model in another number format has that format in many attributes.
         words = [str(value).removeprefix("torch.") for value in (first, second)]
         return self.dtypes is not None and tuple(words) == self.dtypes
 
@@ -333,7 +334,7 @@ class ModelPair:
                         sites=tuple(places),
                         class_name=short,
                         source=difference[2],
-                        # Another version of a library is not the program's change.
+                        # Code of a library differs by its version; the program did not change it.
                         counts=own,
                     )
             for name in (*old.constants, *(n for n in new.constants if n not in old.constants)):
@@ -352,7 +353,7 @@ class ModelPair:
     # --- parameters and buffers
 
     def _model_dtypes(self) -> tuple[str, str] | None:
-        """The number formats that most of the weights have; None if they are the same."""
+        """The pair of number formats that most weights have; None if both are the same."""
         pairs: Counter[tuple[str, str]] = Counter()
         for path, tensor in self.reference.tensors.items():
             other = self._candidate_tensors.get(path)
@@ -421,7 +422,8 @@ class ModelPair:
                     *dtypes, f"rounded to {relation.detail}", distance=relation.distance
                 )
             return
-        # A buffer in fewer digits is named: loaders keep frequencies and statistics in float32.
+        # A rounded buffer is reported, because loaders normally keep frequencies and statistics in
+        # float32.
         if expected and relation.word == "same" and converted:
             return
         detail = f" ({relation.detail})" if relation.word == "transposed" else ""
@@ -432,7 +434,7 @@ class ModelPair:
         )
 
     def _are_alike(self, site: str) -> bool:
-        """Whether both sides have this module, and as what both frameworks call alike."""
+        """Whether both sides have this module; of two frameworks, with classes of one name."""
         module = self.reference.modules.get(site)
         other = self.candidate.modules.get(self._candidate_sites.get(site, ""))
         if module is None or other is None:
@@ -457,13 +459,13 @@ class ModelPair:
             yield difference(words[0], words[1], "tied")
         if tensor.requires_grad != other.requires_grad and not tensor.is_buffer:
             words = ["trained" if t.requires_grad else "frozen" for t in (tensor, other)]
-            # Without training it changes no number.
+            # Without training it has no effect on numbers.
             trained = bool(self.reference.training or self.candidate.training)
             yield difference(words[0], words[1], "requires_grad", counts=trained)
 
     def _relation(self, tensor: TensorFacts, other: TensorFacts) -> Relation:
         values = self.reference.weights, self.candidate.weights
-        # A tied tensor has its values under its first name.
+        # The values of a tied tensor are stored under its first name.
         first = values[0].get(tensor.tied or tensor.path)
         second = values[1].get(other.tied or other.path)
         if first is None or second is None:
@@ -475,25 +477,25 @@ class ModelPair:
         return self._candidate_sites if side else self.reference.modules
 
     def has(self, site: str) -> bool:
-        """Whether either side has a module here; of what is no module's, whether it is known."""
+        """Whether either side has this module; always true of an empty site."""
         return not site or site in self.reference.modules or site in self._candidate_sites
 
     def has_both_modules(self, site: str) -> bool:
         return site in self.reference.modules and site in self._candidate_sites
 
     def has_both(self, path: str) -> bool:
-        """Whether both models have a tensor of this name; another framework has parts of its own.
+        """Whether both models have this tensor.
 
         Args:
-            path: By the reference's names.
+            path: The path of the tensor, by the reference's names.
         """
         return path in self.reference.tensors and path in self._candidate_tensors
 
     def lies_alike(self, path: str) -> bool:
-        """Whether both sides hold the elements of a tensor in the same order.
+        """Whether both sides store the elements of a tensor in the same order.
 
         Args:
-            path: By the reference's names.
+            path: The path of the tensor, by the reference's names.
         """
         if self.same_framework:
             return True
@@ -503,7 +505,7 @@ class ModelPair:
         return tensor.shape == other.shape and not self._is_stored_transposed(tensor, other)
 
     def renamed_path(self, path: str) -> str:
-        # An average is called as what it averages.
+        # The path of an average contains the path of the weight that it averages.
         of, mark, own = path.rpartition(").")
         site, _, name = own.rpartition(".")
         return of + mark + (f"{self.names.of(site)}.{name}" if site else own)
@@ -512,13 +514,13 @@ class ModelPair:
 def _code_change(
     name: str, first: CodeFacts | None, second: CodeFacts | None
 ) -> tuple[str, str, str] | None:
-    """What changed in a function: both sides in words, and the candidate's file and line."""
+    """Where a function differs: file and line of both sides, and the candidate's path and line."""
     if first is None or second is None:
-        # Reached only from a changed function, which is reported by itself.
+        # Only a changed function calls it, and that function is reported itself.
         return None
     if first.digest == second.digest:
         return None
-    # Other versions of Python compile the same source differently.
+    # Different versions of Python compile the same source differently.
     if first.digest.partition(":")[0] != second.digest.partition(":")[0]:
         return None
     lines = _changed_line(first, second)
@@ -547,7 +549,7 @@ def _file(path: str) -> str:
 
 
 def _listed(hooks: Mapping[str, list[str]]) -> str:
-    # Those that torch sets to lay a model out over ranks are no part of it.
+    # Hooks with which torch distributes a model over ranks are not part of the model.
     own = {
         kind: [name for name in names if not name.startswith(_LAYOUT_CODE)]
         for kind, names in hooks.items()
@@ -557,12 +559,12 @@ def _listed(hooks: Mapping[str, list[str]]) -> str:
 
 
 def _with_epsilon(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes, with a norm's epsilon as torch calls it; Paddle says `_epsilon`."""
+    """Attributes in which the epsilon of a norm has torch's name."""
     return {_EPSILONS.get(name, name): value for name, value in attributes.items()}
 
 
 def _lone_modules(modules: Iterable[ModuleFacts], word: str) -> Iterator[Difference]:
-    """Modules that one side lacks, without what lies inside them."""
+    """Differences for modules that one side lacks, without the modules inside those."""
     above: set[str] = set()
     for module in modules:
         parent = module.site.rpartition(".")[0]
@@ -586,7 +588,7 @@ def _lone_tensor(tensor: TensorFacts, site: str, word: str) -> Difference:
 
 
 def folded(differences: Iterable[Difference]) -> list[Difference]:
-    """Equal differences of repeated layers as one, with all their sites."""
+    """Merge equal differences of repeated layers into one with all their sites."""
     groups: dict[tuple[Any, ...], list[Difference]] = {}
     for difference in differences:
         key: tuple[Any, ...] = (
@@ -595,25 +597,25 @@ def folded(differences: Iterable[Difference]) -> list[Difference]:
             difference.reference,
             difference.candidate,
             difference.relation,
-            # A mode is set for a model as a whole, whatever its modules are.
+            # A mode is usually set for a whole model, whatever the classes of its modules are.
             "" if difference.kind == "mode" else difference.class_name,
             difference.counts,
             difference.source,
         )
-        # Weights and code are told apart by their place in the layer.
+        # Differences of weights and code are merged only if they have the same place in a layer.
         if difference.kind in ("parameter", "buffer", "module", "class", "code"):
             key += (_DIGITS.sub("*", difference.site),)
         groups.setdefault(key, []).append(difference)
-    return [_one(group) for group in groups.values()]
+    return [_merged(group) for group in groups.values()]
 
 
 def _without_numbers(name: str) -> str:
-    # Ranks behind a name tell differences apart.
+    # The numbers of ranks after a name must stay: they distinguish differences.
     head, mark, ranks = name.partition(" (rank")
     return _DIGITS.sub("*", head) + mark + ranks
 
 
-def _one(group: list[Difference]) -> Difference:
+def _merged(group: list[Difference]) -> Difference:
     first = group[0]
     sites = [site for difference in group for site in difference.sites or (difference.site,)]
     distances = [d.distance for d in group if d.distance is not None]

@@ -1,7 +1,7 @@
 """Differences outside the modules: configuration, state of the process, optimizer, loss, order.
 
-Values of an optimizer's groups are compared for each parameter, because the same settings may be
-arranged in other groups.
+Values of an optimizer's groups are compared for each parameter, because two programs may arrange
+the same settings in different groups.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _CONTEXT = frozenset(
         "device",
     }
 )
-"""State of a process that differs between sound runs: shown, and not counted."""
-_UNLESS_SEEN: Mapping[str, Any] = {"recomputes_forward": False}
-"""Values of what is written only where it was seen."""
+"""State of a process that may differ between correct runs. It is shown, but not counted."""
+_DEFAULTS: Mapping[str, Any] = {"recomputes_forward": False}
+"""Values of switches that are written only if they are set."""
 _SILENT = frozenset({"seed", "device"})
-"""And what is not even shown: two seeds or devices make no two models."""
+"""State that is not even shown: models with other seeds or devices are not different models."""
 _MOST_NAMES = 6
 _RATE = 0.1
-"""Relative difference of two measured rates that roundings of small moves may make."""
+"""Relative difference of two measured rates that the rounding of small changes may cause."""
 _NEVER = 1 << 62
+"""The step of a parameter that never joins an optimizer."""
 _CONVERSION = "ToCopyBackward0"
-"""A loss that is computed in float32 begins with it where the model gives another format."""
-# Counters and results of a schedule; its learning rates are compared as the optimizer sees them.
+"""The function with which a model's output is converted to float32 for the loss."""
+# Counters and results of a schedule. Its learning rates are compared as values of the optimizer.
 _PROGRESS = frozenset(
     {
         "last_epoch",
@@ -58,7 +59,7 @@ _PROGRESS = frozenset(
 
 
 def of_config(pair: ModelPair) -> Iterator[Difference]:
-    """Configurations that speak for themselves, entry by entry."""
+    """Differences of the models' configurations, entry by entry."""
     first, second = pair.reference.config, pair.candidate.config
     if not first or not second:
         return
@@ -71,10 +72,10 @@ def of_config(pair: ModelPair) -> Iterator[Difference]:
 
 
 def of_process(reference: ModelFacts, candidate: ModelFacts) -> Iterator[Difference]:
-    """Switches of the process that can change a number."""
+    """Differences of switches of the process that can change a number."""
     if not reference.process or not candidate.process:
         return
-    first, second = ({**_UNLESS_SEEN, **facts.process} for facts in (reference, candidate))
+    first, second = ({**_DEFAULTS, **facts.process} for facts in (reference, candidate))
     for name in first:
         if name not in second or name in _SILENT:
             continue
@@ -84,7 +85,7 @@ def of_process(reference: ModelFacts, candidate: ModelFacts) -> Iterator[Differe
 
 
 def of_training(pair: ModelPair) -> Iterator[Difference]:
-    """Optimizers, schedulers, scalers, clipping, losses, and the order of their calls."""
+    """Differences of optimizers, schedulers, scalers, clipping, losses and the order of calls."""
     first, second = _by_kind(pair.reference), _by_kind(pair.candidate)
     if not (first and second):
         return
@@ -95,7 +96,7 @@ def of_training(pair: ModelPair) -> Iterator[Difference]:
     yield from _averages(first.get("average", []), second.get("average", []))
     yield from _orders(first.get("order", []), second.get("order", []))
     losses = first.get("loss", []), second.get("loss", [])
-    # What functions are called is a framework's own affair.
+    # Functions have other names in another framework.
     if pair.same_framework:
         yield from _loss_functions(*losses, without=_CONVERSION if _is_converted(pair) else "")
     yield from _loss_values(*losses)
@@ -144,7 +145,7 @@ def _optimizers(
             yield from _later_values(records[0], records[1], classes[0])
             yield from _later_parameters(pair, records[0], records[1], classes[0])
             yield from _first_states(records[0][0], records[1][0], classes[0])
-    # A program may have an optimizer for each of its parameters: the same change is told once.
+    # A program may have an optimizer for each parameter, so equal changes are merged.
     for (name, a, b), paths in changed.items():
         is_everywhere = bool(everywhere[0]) and everywhere[0].issubset(paths)
         where = "for all parameters" if is_everywhere else _for_parameters(paths)
@@ -155,7 +156,7 @@ def _optimizers(
 def _other_optimizers(
     pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]], wrappers: set[Any]
 ) -> Iterator[Difference]:
-    """Parameters that another optimizer of the program updates, in another way."""
+    """Parameters that another optimizer of the program updates in another way."""
     owners, others = (
         {
             path: (record.get("number"), _class_name(pair, record), values)
@@ -191,13 +192,13 @@ def _for_parameters(paths: Sequence[str]) -> str:
 
 
 def _class_name(pair: ModelPair, record: dict[str, Any]) -> str:
-    """An optimizer's class; against another framework by the name of torch's."""
+    """The class of an optimizer; between frameworks, the name of torch's equivalent."""
     name = str(record.get("class", "")).rpartition(".")[2]
     return name if pair.same_framework else str(record.get("like") or name)
 
 
 def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
-    """Put what an optimizer updates on another rank into its groups, by their order."""
+    """Add the parameters that an optimizer updates on another rank to its groups, in order."""
     groups = zip(_list(record.get("groups")), _list(other.get("groups")), strict=False)
     for group, more in groups:
         names = _table(group).get("names")
@@ -208,8 +209,10 @@ def add_parameters(record: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _wrappers(records: list[dict[str, Any]]) -> set[Any]:
-    """Numbers of optimizers that hold all that another one holds: those that deal parameters out to
-    ranks have one for this rank's inside.
+    """Numbers of optimizers that hold all parameters of another optimizer.
+
+    An optimizer that distributes parameters over ranks contains one for the parameters of its own
+    rank.
     """
     held = {record.get("number"): set(_values_by_parameter(record)) for record in records}
     return {
@@ -225,10 +228,10 @@ def _group_values(
     second: dict[str, Any],
     everywhere: Sequence[set[str]],
 ) -> dict[tuple[str, str, str], list[str]]:
-    """A setting with its two values → the parameters that are updated with them."""
+    """The parameters for each setting with two different values."""
     first_values, second_values = _values_by_parameter(first), _values_by_parameter(second)
     second_values = {pair.renamed_path(path): values for path, values in second_values.items()}
-    # What another optimizer of the program updates is not left out.
+    # A parameter that another optimizer of the program updates is not missing.
     elsewhere = everywhere[0], {pair.renamed_path(path) for path in everywhere[1]}
     changed: dict[tuple[str, str, str], list[str]] = {}
 
@@ -249,7 +252,7 @@ def _group_values(
                 changed.setdefault(key, []).append(path)
     if lone := [path for path in second_values if path not in elsewhere[0] and is_shared(path)]:
         changed["parameters", "not in the optimizer", "updated"] = lone
-    # Without names the groups are compared in their order.
+    # If parameters have no names, the groups are compared in order.
     if not first_values or not second_values:
         groups = zip(_list(first.get("groups")), _list(second.get("groups")), strict=False)
         for number, (group, other) in enumerate(groups):
@@ -272,11 +275,11 @@ def _values_by_parameter(record: dict[str, Any]) -> dict[str, Mapping[str, Any]]
 def _later_values(
     first: list[dict[str, Any]], second: list[dict[str, Any]], optimizer: str
 ) -> Iterator[Difference]:
-    """Values that schedules set: the first step in which they differ."""
+    """Settings that become different in a later step, with the first such step."""
     schedule, other_schedule = _schedule(first), _schedule(second)
     start = {key: (schedule[key], other_schedule[key]) for key in schedule if key in other_schedule}
     for (group, name), (values, others) in start.items():
-        # A difference from the first step on has been told.
+        # A difference from the first step on is reported by `_group_values`.
         if not is_same_value(name, values[min(values)], others[min(others)]):
             continue
         a, b = values[min(values)], others[min(others)]
@@ -291,13 +294,13 @@ def _later_values(
 def _later_parameters(
     pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]], optimizer: str
 ) -> Iterator[Difference]:
-    """Parameters that join an optimizer while it runs, as those that are thawed do."""
+    """Parameters that join an optimizer in different steps, such as those that are unfrozen."""
     joined = _joining_steps(first)
     others = {pair.renamed_path(path): step for path, step in _joining_steps(second).items()}
     moved: dict[tuple[int, int], list[str]] = {}
     for path in (*joined, *(path for path in others if path not in joined)):
         steps = joined.get(path, _NEVER), others.get(path, _NEVER)
-        # Those of the first step have been told.
+        # A difference from the first step on is reported by `_group_values`.
         if steps[0] != steps[1] and min(steps) > 0:
             moved.setdefault(steps, []).append(path)
     for steps, paths in moved.items():
@@ -315,7 +318,7 @@ def _later_parameters(
 
 
 def _joining_steps(records: list[dict[str, Any]]) -> dict[str, int]:
-    """Path of a parameter → the step in which its optimizer first had it; 0 from its beginning."""
+    """The step in which each parameter joined its optimizer; 0 if it was there from the start."""
     steps: dict[str, int] = {}
     for position, record in enumerate(records):
         step = record.get("step") if position else 0
@@ -327,7 +330,7 @@ def _joining_steps(records: list[dict[str, Any]]) -> dict[str, int]:
 def _first_states(
     first: dict[str, Any], second: dict[str, Any], optimizer: str
 ) -> Iterator[Difference]:
-    """Momenta that one side has loaded and the other has not."""
+    """States, such as momenta, that only one side has loaded before its first update."""
     states = first.get("state"), second.get("state")
     if isinstance(states[0], str) and isinstance(states[1], str) and states[0] != states[1]:
         step = first.get("step")
@@ -338,12 +341,12 @@ def _first_states(
 
 def _near(first: Any, second: Any) -> bool:
     numbers = isinstance(first, int | float) and isinstance(second, int | float)
-    # Schedules compute in float64; the last digits depend on the order of operations.
+    # Schedules compute in float64, and the last digits depend on the order of operations.
     return math.isclose(first, second, rel_tol=1e-9) if numbers else first == second
 
 
 def _schedule(records: list[dict[str, Any]]) -> dict[tuple[int, str], dict[int, Any]]:
-    """(Group, value's name) → step → value."""
+    """For each group and setting, its value in each step in which it was written."""
     schedule: dict[tuple[int, str], dict[int, Any]] = {}
     for record in records:
         step = record.get("step")
@@ -367,7 +370,7 @@ def _settings(
         values = (name, ABSENT) if first else (ABSENT, name)
         yield Difference(kind, "", kind, *values)
         return
-    # Objects that nobody refers to by name are compared in the order in which they were found.
+    # Schedulers and scalers have no names, so they are compared in the order they were found in.
     for record, other in zip(first, second, strict=False):
         classes = [str(side.get("class", "")).rpartition(".")[2] for side in (record, other)]
         if classes[0] != classes[1]:
@@ -384,7 +387,7 @@ def _settings(
 def _clipped_parameters(
     pair: ModelPair, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> Iterator[Difference]:
-    """Parameters whose gradients only one side clips, where both sides clip some."""
+    """Parameters whose gradients only one side clips, if both sides clip some."""
     clipped = [
         {str(name) for record in side for name in _list(record.get("names"))}
         for side in (first, second)
@@ -400,7 +403,7 @@ def _clipped_parameters(
 
 
 def _averages(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterator[Difference]:
-    """Averages of weights: which a program keeps, and how far they follow in a step."""
+    """Differences of averages of weights: which exist, and at which rate they follow."""
     sides = [_rates(side) for side in (first, second)]
     for number in sorted({*sides[0], *sides[1]}):
         rates = [side.get(number, {}) for side in sides]
@@ -411,7 +414,7 @@ def _averages(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iter
             continue
         for step in sorted({*rates[0], *rates[1]}):
             a, b = (_in_force(own, step) for own in rates)
-            # Measured from the weights: the last digits are roundings.
+            # Rates are measured from the weights, and their last digits are rounding errors.
             if a is not None and b is not None and not math.isclose(a, b, rel_tol=_RATE):
                 label = f"decay of the {name}, measured before step {step}"
                 yield Difference("average", "", label, _decay(a), _decay(b), step=step)
@@ -419,7 +422,7 @@ def _averages(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iter
 
 
 def _rates(records: list[dict[str, Any]]) -> dict[int, dict[int, float]]:
-    """Number of an average → step → share of the way to the weights that it goes."""
+    """For each average and step, the fraction of the distance to the weights that it moves."""
     rates: dict[int, dict[int, float]] = {}
     for record in records:
         number, step, rate = (record.get(name) for name in ("number", "step", "rate"))
@@ -454,11 +457,11 @@ def _orders(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> Iterat
         )
         if a and b and a != b:
             values = " ".join(a), " ".join(b)
-            # Two long lists are hard to read: what one side lacks is said beside them.
+            # Two long lists are hard to read, so the calls that one side lacks are added.
             lacks = [
-                f"{_unlike(calls, others)} in the {side} only"
+                f"{_surplus(calls, others)} in the {side} only"
                 for calls, others, side in ((a, b, "reference"), (b, a, "candidate"))
-                if _unlike(calls, others) != ABSENT
+                if _surplus(calls, others) != ABSENT
             ]
             label = f"calls of step {step}" + (f" ({'; '.join(lacks)})" if lacks else "")
             yield Difference("order", "", label, *values, step=step)
@@ -497,11 +500,11 @@ def _loss_functions(
             for side in (record, other)
         ]
         step = record.get("step", 0)
-        # Of a step between rungs, or beyond the budget, only the value of the loss is kept.
+        # Not every step has functions: some keep only the value of the loss.
         if all(functions) and functions[0] != functions[1]:
-            a = _unlike(functions[0], functions[1])
-            b = _unlike(functions[1], functions[0])
-            # Terms of a sum in another order are the same functions.
+            a = _surplus(functions[0], functions[1])
+            b = _surplus(functions[1], functions[0])
+            # The same functions in another order, such as terms of a sum, are no difference.
             if a != b:
                 yield Difference("loss", "", f"functions of the loss in step {step}", a, b)
                 break
@@ -519,14 +522,14 @@ def _loss_values(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> I
                 f"{a:.8g}",
                 f"{b:.8g}",
                 distance=abs(a - b) / size,
-                # Any other arithmetic gives another loss; which one is wrong the numbers say.
+                # Every change of arithmetic changes the loss; the verdict judges the size.
                 counts=False,
             )
             break
 
 
-def _unlike(functions: list[str], others: list[str]) -> str:
-    """The functions that the other side has not, or not as often."""
+def _surplus(functions: list[str], others: list[str]) -> str:
+    """The functions that the other side lacks, or calls less often."""
     own = Counter(functions)
     own.subtract(others)
     texts = [f"{count} {name}" if count > 1 else name for name, count in own.items() if count > 0]

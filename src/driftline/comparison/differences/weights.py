@@ -72,8 +72,10 @@ def _same_bytes(reference: WeightValues, candidate: WeightValues) -> bool:
         return False
     if reference.digest and candidate.digest and _alike(reference.digest, candidate.digest):
         return reference.digest == candidate.digest
-    # For a large model, only samples were stored.
-    return bool(reference.encoded) and reference.encoded == candidate.encoded
+    # Of a large model, and of a tensor on a device, only samples were stored.
+    if not reference.encoded or reference.encoded != candidate.encoded:
+        return False
+    return _same_elements(reference, candidate) is not False
 
 
 def _alike(first: str, second: str) -> bool:
@@ -91,7 +93,8 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     if first is None or second is None:
         return None
     if exact and (reference.basis == "sample" or candidate.basis == "sample"):
-        return Relation("same", 0.0)
+        other = _same_elements(reference, candidate) is False
+        return None if other else Relation("same", 0.0)
     # Values of a coarse format stored in a finer one, or known by samples only. One or two values
     # of the same format may look rounded by accident.
     changed = int(np.count_nonzero(first != second))
@@ -127,14 +130,20 @@ def _rounded(values: F64, name: str) -> F64:
         return bits.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def _same_elements(reference: WeightValues, candidate: WeightValues) -> bool:
-    """Return whether both have the same elements in some order, apart from rounding."""
+def _same_elements(reference: WeightValues, candidate: WeightValues) -> bool | None:
+    """Return whether both have the same elements in some order, apart from rounding.
+
+    None if the runs do not say.
+    """
     first, second = reference.unordered, candidate.unordered
     if reference.dtype == candidate.dtype:
-        return bool(first.get("own")) and first.get("own") == second.get("own")
-    rounded = first.get("own" if reference.dtype == "bfloat16" else "bfloat16")
-    other = second.get("own" if candidate.dtype == "bfloat16" else "bfloat16")
-    return bool(rounded) and rounded == other
+        digests = first.get("own"), second.get("own")
+    else:
+        digests = (
+            first.get("own" if reference.dtype == "bfloat16" else "bfloat16"),
+            second.get("own" if candidate.dtype == "bfloat16" else "bfloat16"),
+        )
+    return digests[0] == digests[1] if all(digests) else None
 
 
 def _transposition(reference: WeightValues, candidate: WeightValues) -> str | None:
@@ -193,7 +202,8 @@ def _ratio(apart: float, size: float) -> float | None:
 
 
 def _apart(reference: WeightValues, candidate: WeightValues) -> Relation:
-    distance = _distance(reference, candidate)
+    # The weights differ. A distance of zero only means that the samples do not show where.
+    distance = _distance(reference, candidate) or None
     first, second = reference.samples(), candidate.samples()
     dtype = DTYPES.get(candidate.dtype)
     if first is not None and second is not None and dtype is not None and dtype.is_floating:

@@ -183,11 +183,11 @@ class RecomputedLeaf:
             return None
         side = call.reference
         shapes = {name: weight.shape for name, weight in weights.items()}
-        kind = (row.class_name, side.given.shape[1:], side.made.shape[1:], tuple(shapes.items()))
+        kind = (row.class_name, side.input.shape[1:], side.output.shape[1:], tuple(shapes.items()))
         leaves = possible_leaves(
-            side.given.shape,
-            not _is_float(side.given),
-            side.made.shape,
+            side.input.shape,
+            not _is_float(side.input),
+            side.output.shape,
             shapes,
             self._attributes(row.key),
         )
@@ -229,7 +229,7 @@ class RecomputedLeaf:
         added = _measured(leaf, call.candidate, weights, block, coarsest)
         if added is None:
             return {}
-        unit = DTYPES[call.candidate.made.dtype].unit_roundoff
+        unit = DTYPES[call.candidate.output.dtype].unit_roundoff
         allowed = (_ALLOWED if unit > _FINE else _ALLOWED_FINE) * added.rounding
         metrics: dict[str, Number] = {
             ADDED: added.error,
@@ -254,8 +254,8 @@ class _Side(NamedTuple):
     """Input and output of a call in one run."""
 
     run: Run
-    given: Record
-    made: Record
+    input: Record
+    output: Record
 
     @property
     def is_readable(self) -> bool:
@@ -266,8 +266,8 @@ class _Side(NamedTuple):
             and DTYPES[record.dtype].bits >= 8
             and DTYPES[record.dtype].kind != "complex"
             and not self.run.lost(record)
-            for record in (self.given, self.made)
-        ) and _is_float(self.made)
+            for record in (self.input, self.output)
+        ) and _is_float(self.output)
 
 
 class _Call(NamedTuple):
@@ -358,7 +358,7 @@ def _layouts(own: Weights, wanted: Weights) -> Iterator[Weights]:
 
 def _chosen(leaf: Leaf, call: _Call) -> _Block | None:
     """Return an even sample of rows, channels and positions, and the place of the worst error."""
-    input_shape, made = call.reference.given.shape, call.reference.made.shape
+    input_shape, made = call.reference.input.shape, call.reference.output.shape
     count = math.prod(made[: leaf.leading])
     width, tail = math.prod(input_shape[leaf.leading :]), made[leaf.leading :]
     row, within = divmod(call.worst, math.prod(tail))
@@ -428,11 +428,13 @@ class _Results(NamedTuple):
 
 def _results(leaf: Leaf, side: _Side, weights: Weights, block: _Block) -> _Results | None:
     """Apply a leaf to a stored input; None if the result cannot be compared with the stored one."""
-    count = math.prod(side.made.shape[: leaf.leading])
-    input_values = _rows(side.run, side.given, count, block.rows)
-    input_values = input_values.reshape(len(block.rows), *side.given.shape[leaf.leading :])
-    made = _rows(side.run, side.made, count, block.rows)
-    made = leaf.chosen(made.reshape(len(block.rows), *side.made.shape[leaf.leading :]), block.part)
+    count = math.prod(side.output.shape[: leaf.leading])
+    input_values = _rows(side.run, side.input, count, block.rows)
+    input_values = input_values.reshape(len(block.rows), *side.input.shape[leaf.leading :])
+    made = _rows(side.run, side.output, count, block.rows)
+    made = leaf.chosen(
+        made.reshape(len(block.rows), *side.output.shape[leaf.leading :]), block.part
+    )
     result = leaf.computed(input_values, weights, block.part)
     if result.shape != made.shape:
         return None
@@ -484,7 +486,7 @@ def _rounding(
 ) -> float:
     """Return the L2 of the error that correct arithmetic in the formats of a call may have."""
     input_values, result = computed
-    made_in, given_in = DTYPES[side.made.dtype], DTYPES[side.given.dtype]
+    made_in, given_in = DTYPES[side.output.dtype], DTYPES[side.input.dtype]
     unit = made_in.unit_roundoff
     # An input of a finer format is rounded first (autocast), as finer weights are.
     inputs = unit if given_in.kind == "float" and given_in.unit_roundoff < unit else 0.0

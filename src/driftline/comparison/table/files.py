@@ -209,7 +209,7 @@ def open_table(folder: StrPath) -> Table:
     """Read a table back from its folder, or from its `table.json` directly.
 
     Raises:
-        BadFile: Nothing there, no table, or a table of a newer schema.
+        BadFile: There is no table, or its schema is unknown to this version.
     """
     if (url := _url_of(folder)) is not None:
         from driftline.runs.stores.api import read_file

@@ -1,7 +1,7 @@
-"""A part of a comparison: the measured rows of one shard, and what must agree for parts to be one.
+"""A part of a comparison: the measured rows of one shard, and facts that must agree for merging.
 
-One JSON file, written whole or not at all; docs/table-format.md specifies it. Rows are measured,
-not judged: a limit may be inherited from a row of another shard.
+It is one JSON file, written as a whole or not at all; docs/table-format.md specifies it. Rows are
+measured but not judged, because a row may inherit its limit from a row of another shard.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ class Part:
     """One shard of a comparison.
 
     Attributes:
-        shard: Which one of how many.
-        made: With what: version of Driftline, path of the kernel, version of numpy.
-        plan: Digest of everything that is compared, all shards together.
-        pairs: How many pairs that are.
-        tolerance: What is allowed, as the judge wrote it.
-        columns: What the metrics of the rows mean.
+        shard: The number of the shard, and the number of all.
+        made: The versions of Driftline and numpy, and the path of the kernel.
+        plan: Digest of the whole plan, for all shards.
+        pairs: Number of pairs of all shards.
+        tolerance: The limits, in the form of a table.
+        columns: The meaning of the metrics of the rows.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
-        notes: What alignment concluded.
-        places: Which pairs of the plan the rows are about.
-        rows: A row for each of them.
-        missing: Rows of tensors that only the reference has; those are the first shard's.
-        extra: The same of the candidate.
-        masked: Rows of these pairs that were measured again without pads, for those that may fail.
-        structure: What the runs know of their model; the first shard's.
-        looks: Second looks at the rows that may make a site suspect: the row's place among these,
-            the error on the better half of its tokens, that of the tokens that count.
-        look_notes: What the second looks have to say.
-        differences: What differs between the two models; the first shard's.
-        training: What two trainings say of each other; the first shard's.
-        source: The file it was read from.
+        notes: Conclusions of the alignment.
+        places: The indices of the pairs of the plan that the rows are about.
+        rows: A row for each of these pairs.
+        missing: Rows of tensors that only the reference has, in the first shard only.
+        extra: Rows of tensors that only the candidate has, in the first shard only.
+        masked: Rows of these pairs that may fail, measured again without padding.
+        structure: Facts about the structure of the model, in the first shard only.
+        looks: Second looks at rows that may make a site suspect: the index of the row, its error on
+            the better half of the tokens, and its error on the tokens that count.
+        look_notes: Notes from the second looks.
+        differences: The differences of the two models, in the first shard only.
+        training: The comparison of two trainings, in the first shard only.
+        source: The file from which it was read.
     """
 
     shard: Shard
@@ -95,17 +95,17 @@ class Part:
         return f"shard {self.shard}: {len(self.rows)} of {self.pairs} pairs"
 
     def write(self, folder: StrPath, *, force: bool = False) -> Path:
-        """Write the part into a folder, where parts of other shards may be.
+        """Write the part into a folder, which may have parts of other shards.
 
         Raises:
-            AlreadyThere: This shard is there already and `force` was not given.
+            AlreadyThere: The folder already has this shard, and `force` was not given.
             BadInput: The folder is a file, or cannot be written.
         """
         goal = Path(folder) / self.file_name
         refuse_part(goal, force=force)
         try:
             goal.parent.mkdir(parents=True, exist_ok=True)
-            # Renamed when complete: a part that is there is a whole part.
+            # Renamed when complete, so that an existing part is always whole.
             draft = goal.with_name(f".{goal.name}.{os.getpid()}")
             with draft.open("w", encoding="utf-8", buffering=1 << 20) as stream:
                 self._write(stream)
@@ -125,7 +125,7 @@ class Part:
         stream.write(f"], {rest[1:]}\n")
 
     def as_json(self) -> dict[str, JSON]:
-        """The file's content; non-finite numbers are "nan", "inf" and "-inf"."""
+        """The content of the file; non-finite numbers are "nan", "inf" and "-inf"."""
         lists = {
             "rows": self.rows,
             "missing": self.missing,
@@ -136,12 +136,12 @@ class Part:
         return {**self.head_as_json(), **shown}
 
     def _masked(self) -> dict[str, Sequence[Row]]:
-        """Most parts have none; their files are as those of version 0.1.0."""
+        """The masked rows by their key, if there are any: files of version 0.1.0 lack the key."""
         return {"masked": self.masked} if self.masked else {}
 
     def head_as_json(self) -> dict[str, JSON]:
-        """The same without its rows, which come last."""
-        # Columns and sides are written as a table has them; one reader for both.
+        """The content without the rows, which come last."""
+        # Columns and sides are written as in a table, so that one function reads both.
         frame = Table(
             (),
             self.columns,
@@ -177,11 +177,11 @@ class Part:
 
         Args:
             shown: The JSON values.
-            source: How messages call it.
-            rows: Its rows where they were read by themselves.
+            source: Name of the part in messages.
+            rows: Its rows, if they were read separately.
 
         Raises:
-            BadFile: It is no part, or one of a schema this version does not know.
+            BadFile: It is not a part, or its schema is unknown to this version.
         """
         if not isinstance(shown, dict) or "schema" not in shown:
             raise BadFile(f"{source} is no part of a comparison", hint=_HOW)
@@ -194,15 +194,14 @@ class Part:
             shard = Shard(int(top["shard"]), int(top["of"]))
             rows = _rows(top["rows"]) if rows is None else rows
             places = _expanded(top["places"], len(rows))
-            # Files come from other machines; nothing in them is believed unchecked.
+            # The file may come from another machine, so everything in it is checked.
             if not 1 <= shard.number <= shard.of or len(places) != len(rows):
                 raise ValueError("its numbers do not fit together")
             frame = Table.from_json(
                 {
                     **{name: top[name] for name in ("metrics", "reference", "candidate", "notes")},
                     **{name: top[name] for name in ("differences", "training") if name in top},
-                    # Read by the reader of tables, which wants a schema and a
-                    # verdict.
+                    # The reader of tables needs a schema and a verdict.
                     "schema": "driftline.table/1",
                     "verdict": "unjudged",
                     "rows": [],
@@ -251,15 +250,15 @@ _HOW = "`driftline compare REF CAND --shard 1/8 -o DIR` writes one"
 
 
 def part_name(shard: Shard) -> str:
-    """The file of a shard; names of one comparison sort by their numbers."""
+    """The file name of a shard; names of one comparison sort by number."""
     return f"shard-{shard.number:0{len(str(shard.of))}d}-of-{shard.of}.json"
 
 
 def refuse_part(goal: Path, *, force: bool) -> None:
-    """Say before anything is measured that a part cannot be written.
+    """Refuse, before anything is measured, if a part cannot be written.
 
     Raises:
-        AlreadyThere: It is there already.
+        AlreadyThere: The part exists, and `force` was not given.
         BadInput: Its folder is a file.
     """
     if goal.parent.exists() and not goal.parent.is_dir():
@@ -272,10 +271,10 @@ def refuse_part(goal: Path, *, force: bool) -> None:
 
 
 def open_parts(paths: Sequence[StrPath]) -> list[Part]:
-    """The parts that are named, or are in folders that are named; each file once.
+    """Open parts by their paths, or all parts in folders; each file only once.
 
     Raises:
-        BadFile: One of them is no part, or a folder holds none.
+        BadFile: A file is not a part, or a folder has none.
     """
     files: dict[Path, Path] = {}
     for path in map(Path, paths):
@@ -286,14 +285,14 @@ def open_parts(paths: Sequence[StrPath]) -> list[Part]:
             )
             if not inside:
                 raise BadFile(f"{path} holds no part of a comparison", hint=_HOW)
-        # By real path: a folder and a file in it may both be named.
+        # By real path, because a folder and a file in it may both be given.
         files |= {file.resolve(): file for file in inside}
     return [_open(path) for path in files.values()]
 
 
 def _open(path: Path) -> Part:
     try:
-        # Row by row, where all rows as JSON at once would take far more memory than the file.
+        # Read long files row by row, because all rows as JSON take far more memory than the file.
         if path.stat().st_size > _LONG and (part := _row_by_row(path)) is not None:
             return part
         shown = json.loads(path.read_text(encoding="utf-8"))
@@ -307,7 +306,7 @@ def _open(path: Path) -> Part:
 
 
 def _row_by_row(path: Path) -> Part | None:
-    """A long part that is as we write it; None for any other."""
+    """Read a long part in the form that Driftline writes; None for any other form."""
     from driftline.comparison.table.row_spool import keep
 
     try:
@@ -321,7 +320,7 @@ def _row_by_row(path: Path) -> Part | None:
 
 
 def plan_digest(plan: Plan) -> str:
-    """What tells two plans apart: every tensor, its partner, and what is done to them first."""
+    """A digest of every tensor of a plan, its partner, and their recipes."""
     # Parts may be merged only if all of them pair the same tensors in the same way.
     digest = hashlib.sha256()
     for pair in plan.pairs:
@@ -333,14 +332,15 @@ def plan_digest(plan: Plan) -> str:
                 for recipe in (reference_recipe, candidate_recipe)
             ),
         )
-        facts = (_told(pair.reference), _told(pair.candidate), how)
+        facts = (_identity(pair.reference), _identity(pair.candidate), how)
         digest.update(repr(facts).encode("utf-8", "surrogatepass"))
     for records in (plan.missing, plan.extra):
-        digest.update(repr([_told(record) for record in records]).encode("utf-8", "surrogatepass"))
+        identities = [_identity(record) for record in records]
+        digest.update(repr(identities).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-def _told(record: Record) -> tuple[Any, ...]:
+def _identity(record: Record) -> tuple[Any, ...]:
     return (*record.key, record.order, record.dtype, record.shape, record.kept, record.digest)
 
 
@@ -349,7 +349,7 @@ def _rows(shown: list[JSON]) -> tuple[Row, ...]:
 
 
 def _ranges(places: Sequence[int]) -> list[list[int]]:
-    """Places as first and last-plus-one of each stretch.
+    """Places as ranges: the first of each, and one more than its last.
 
     >>> _ranges([0, 1, 2, 7]), _ranges(range(3))
     ([[0, 3], [7, 8]], [[0, 3]])
@@ -368,7 +368,7 @@ def _ranges(places: Sequence[int]) -> list[list[int]]:
 def _expanded(ranges: JSON, most: int) -> Sequence[int]:
     places: list[int] = []
     for start, stop in ranges:
-        # A few bytes of a damaged file must not ask for gigabytes of places.
+        # A few bytes of a damaged file must not cause gigabytes of places.
         if not 0 <= start <= stop <= start + most:
             raise ValueError("places that there are no rows for")
         if len(ranges) == 1:

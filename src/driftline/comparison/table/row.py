@@ -97,41 +97,47 @@ longer from a file.
 
 
 class Row(NamedTuple):
-    """One pair of tensors, or one tensor that has no partner, and what is known about it.
+    """A pair of tensors, or a tensor without a partner, with its measurements and its status.
 
     Attributes:
-        key: Address in the reference (in the candidate for `extra`).
-        status: The row's verdict.
-        reason: Why, in words; empty for a plain pass.
-        order: Execution order in the reference; rows are sorted by rank, process and this.
-        candidate_site: The candidate's own site where it is another one, else empty (so for port
-            and slot).
-        candidate_step: The candidate's own step where it is another one, else None (so for visit
-            and rank).
-        by: The rule that made the two a pair; empty for a lone tensor, but `fusion` where the other
-            side computes it inside a fused node: `candidate_site` and the like are then where the
-            other side has what that node gives.
-        confidence: How sure that rule is: 1 for what was said or is called the same.
-        reference_recipe: What was done to the reference's stored tensors first, in words; empty
-            when nothing was.
+        key: Address of the tensor in the reference, or in the candidate for `extra`.
+        status: The status: pass, fail, incomparable, missing or extra.
+        reason: The reason for the status, in words; may be empty for a pass.
+        order: Execution order in the reference. Rows are sorted by rank, process and this.
+        candidate_site: The candidate's site if it differs from the reference's, else empty. The
+            same holds for `candidate_port` and `candidate_slot`.
+        candidate_step: The candidate's step if it differs from the reference's, else None. The same
+            holds for `candidate_visit` and `candidate_rank`.
+        by: The rule that paired the two tensors; empty for a tensor without a partner. `fusion` if
+            the other side computes the tensor inside a fused node; `candidate_site` and the like
+            are then the address of that node's result on the other side.
+        confidence: Confidence of that rule; 1 if the user paired the tensors or they have the same
+            name.
+        reference_recipe: The transformations applied to the reference's stored tensors before the
+            comparison, in words; empty if there were none.
         candidate_recipe: The same for the candidate.
         class_name: Class of the module, or name of the operator.
-        candidate_class: The candidate's when it is another one, else empty.
-        reference_dtype: Element type there; empty when missing there (so for the others).
-        reference_shape: Shape there, after the recipe; None when missing there (so for the
-            candidate's).
-        line: The program's line that computes it, `file:number in function`, where a side knows it.
-        fused: The calls that one kernel of a compiler computes on the way to it, where it is more
-            than this one; in words.
-        culprit: The first node of a compiled graph on the way to it that is wrong for its own
-            inputs, whatever the other side has.
-        basis: What the measurements were made from.
-        estimated: Names of measurements that are estimates (from sketches) rather than exact.
-        metrics: Measurements by name; non-finite numbers are ordinary values here.
-        decided_by: The metric that the status hangs on; empty when it hangs on no number.
-        limit: That metric's limit.
-        limit_from: Where the limit comes from: a dtype's name, `user`, or `exact`.
-        severity: Value over limit: above 1 is outside, inf where no number can say.
+        candidate_class: The candidate's class if it differs, else empty.
+        reference_dtype: Element type in the reference; empty if it lacks the tensor. The same holds
+            for `candidate_dtype`.
+        reference_shape: Shape in the reference, after the recipe; None if it lacks the tensor. The
+            same holds for `candidate_shape`.
+        line: The line of the program that computes the tensor, as `file:number in function`; empty
+            if neither side knows it.
+        fused: If one kernel of a compiled graph computes several operators on the way to the
+            tensor, those operators in words.
+        culprit: The first node of a compiled graph on the way to the tensor whose result is wrong
+            for its own inputs, whatever the other side computed.
+        basis: What the measurements were made from: values, sample, summary, digest or describe;
+            empty if there are none.
+        estimated: Names of the measurements that are estimates from sketches.
+        metrics: Measurements by name. They may be NaN or infinite.
+        decided_by: The metric that decided the status; empty if no metric did.
+        limit: The limit of that metric.
+        limit_from: Where the limit comes from: a dtype, `exact`, `user`, `thresholds`, or the
+            evidence about the site; docs/table-format.md lists all.
+        severity: The value divided by the limit: above 1 it is outside, and infinite if the status
+            does not depend on a size.
     """
 
     key: TensorKey
@@ -191,33 +197,37 @@ class Row(NamedTuple):
 
     @property
     def passed(self) -> bool:
+        """Whether the status is pass."""
         return self.status == "pass"
 
     @property
     def failed(self) -> bool:
+        """Whether the status is fail."""
         return self.status == "fail"
 
     @property
     def metric(self) -> str:
-        """The metric that the status hangs on; empty when it hangs on no number."""
+        """The metric that decided the status; empty if no metric did."""
         return self.decided_by
 
     @property
     def value(self) -> Number | None:
-        """What that metric measured."""
+        """The value of the metric that decided the status; None if no metric did."""
         return self.metrics.get(self.decided_by)
 
     @property
     def relative_l2(self) -> Number | None:
-        """Size of the error over size of the reference; None where it was not measured."""
+        """Norm of the error divided by the norm of the reference; None if it was not measured."""
         return self.metrics.get("relative_l2")
 
     @property
     def cosine(self) -> Number | None:
+        """Cosine of the angle between the two tensors; None if it was not measured."""
         return self.metrics.get("cosine")
 
     @property
     def max_abs_error(self) -> Number | None:
+        """Largest absolute error of an element; None if it was not measured."""
         return self.metrics.get("max_abs_error")
 
     @property

@@ -182,29 +182,30 @@ _NOWHERE = Side()
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Table:
-    """Every pair of two runs, judged.
+    """The result of comparing two runs: a row for every pair of tensors, and a verdict.
 
     Attributes:
-        rows: In the reference's execution order, rank after rank; extra rows come last. A tuple, or
-            for a long table a sequence that reads them from a file as they are asked for.
-        columns: What the metrics of the rows mean.
-        verdict: pass; fail; incomplete when what was compared agrees and is not enough to tell;
-            or incomparable when not one pair could be compared.
-        first: The failing row where the drift starts, in execution order; None when no row fails.
-        first_site: The site to look at: `first`'s own, or the enclosing module when an input was
-            already wrong and no captured output says so; empty when no row fails.
+        rows: The rows in the reference's order of execution, rank after rank, with extra rows last.
+            A tuple, or for a long table a sequence that reads rows from a file when they are used.
+        columns: The meaning of each metric in the rows.
+        verdict: pass, fail, incomplete or incomparable. incomplete: the compared tensors agree, but
+            they are too few for a pass. incomparable: no pair could be compared.
+        first: The failing row where the divergence starts; None if no row fails.
+        first_site: The site to look at. It is the site of `first`, or the module around it if an
+            input is wrong although no captured output before it is; `(loss)`, `(optimizer)` and the
+            like for a training; empty if nothing fails.
         finding: The result as a sentence.
-        limits: What was allowed, as the judge wrote it.
+        limits: The limits by which the rows were judged.
         reference: Where the reference came from.
         candidate: Where the candidate came from.
-        notes: What alignment concluded about the runs as wholes, one sentence each.
-        differences: What differs between the two models, in the order to read it; None if a run has
+        notes: Conclusions of the alignment about the runs as a whole, one sentence each.
+        differences: The differences of the two models, the most relevant first; None if a run has
             no facts about its model.
-        structure: What the runs know of their model, for whoever judges the table again.
-        evidence: What experiments have shown of its sites, for the same: as judging wrote it.
-        training: What two trainings say of each other; None where nothing was trained.
-        judgement: How its sites stand, where sites were judged; not written to files.
-        covered: How far it reaches, in calls, steps, elements and ranks; None before it is judged.
+        structure: Facts about the structure of the model, which judging the table again needs.
+        evidence: Results of experiments about the sites, which judging the table again needs.
+        training: The comparison of two trainings; None if there is none.
+        judgement: The judgement of the sites, if they were judged; not written to files.
+        covered: Which calls, steps, elements and ranks were compared; None before judging.
     """
 
     rows: Sequence[Row]
@@ -230,21 +231,22 @@ class Table:
 
     @property
     def coverage(self) -> Coverage:
+        """How many tensors of the two runs were compared, and how many not."""
         return self.rows.coverage if is_spooled(self.rows) else Coverage.of(self.rows)
 
     @property
     def failing(self) -> tuple[Row, ...]:
-        """The failing rows, in execution order."""
+        """The rows whose status is fail, in order of execution."""
         return tuple(row for row in self.rows if row.status == "fail")
 
     def worst(self, count: int = 10, *, compared: bool = False) -> list[Row]:
-        """The rows a person should read first: by status, then by distance from the limit.
+        """The rows to read first: sorted by status, then by severity.
 
-        What follows from other inputs, which the first divergence has made, comes last.
+        Rows of steps whose inputs differ because of the first divergence come last.
 
         Args:
-            count: How many.
-            compared: Only rows that were compared.
+            count: The number of rows.
+            compared: Whether to list only pairs that were compared.
         """
         # A heap, because a report shows ten rows of a million.
         rows = (row for row in self.rows if row.compared) if compared else self.rows
@@ -265,12 +267,12 @@ class Table:
         ports: Sequence[str] = (),
         steps: Collection[int] = (),
     ) -> Table:
-        """The table with only some of its rows; verdict and finding stay those of all.
+        """The table with only some of its rows. The verdict and the finding do not change.
 
         Args:
             sites: Globs, such as `model.layers.*.mlp`; all sites if there is none.
             ports: Globs, such as `grad_*`; all ports if there is none.
-            steps: All steps if there is none.
+            steps: Numbers of steps; all steps if there is none.
 
         Raises:
             BadInput: No row is left, or a glob matches nothing.
@@ -363,7 +365,9 @@ class Table:
     def _differences_as_json(self) -> dict[str, JSON]:
         if self.differences is None:
             return {}
-        return {"differences": _json_safe([each.as_json() for each in self.differences])}
+        return {
+            "differences": _json_safe([difference.as_json() for difference in self.differences])
+        }
 
     @classmethod
     def from_json(cls, shown: JSON, *, source: str = "table", rows: bool = True) -> Table:
@@ -420,26 +424,31 @@ class Table:
             ) from trouble
 
     def write(self, folder: StrPath, *, force: bool = False) -> Path:
-        """Write `table.json` and `rows.csv`, and `rows.parquet` where pyarrow is installed."""
+        """Write `table.json` and `rows.csv`, and `rows.parquet` if pyarrow is installed.
+
+        Args:
+            folder: The folder to write to.
+            force: Replace an existing table.
+        """
         from driftline.comparison.table.files import write_table
 
         return write_table(self, folder, force=force)
 
     def to_arrow(self) -> Any:
-        """Every row as a `pyarrow.Table`, with the columns of `rows.parquet`.
+        """Return all rows as a `pyarrow.Table` with the columns of `rows.parquet`.
 
         Raises:
-            NotInstalled: pyarrow is not here.
+            NotInstalled: pyarrow is missing.
         """
         from driftline.comparison.table.files import arrow_table
 
         return arrow_table(self)
 
     def to_pandas(self) -> Any:
-        """Every row as a `pandas.DataFrame`, with the same columns.
+        """Return all rows as a `pandas.DataFrame` with the same columns.
 
         Raises:
-            NotInstalled: pandas is not here.
+            NotInstalled: pandas is missing.
         """
         from driftline.comparison.table.files import data_frame
 

@@ -51,19 +51,20 @@ def calibrate(
 
     Args:
         tables: Tables, or the folders that `compare -o` wrote.
-        metrics: Metrics of the tables to put limits on.
-        quantile: Of a layer's values, 0 to 1, counted towards the bad side: the lowest values of
-            a cosine, the largest of an error.
-        margin: How many times the quantile is allowed, 1 or more. For a cosine, how many times its
-            distance from 1.
+        metrics: The metrics of the tables that get limits.
+        quantile: The quantile of a layer's values, from 0 to 1, counted towards the bad side: low
+            values of a cosine, large values of an error.
+        margin: The limit is this many times the quantile, at least 1. For a cosine, the limit is
+            this many times as far from 1.
         sites: Globs; only sites that match one of them. All by default.
         ports: Only these ports. All by default.
-        model: What the thresholds are for; checked when they are used, if it is given.
-        seed: Of the bootstrap that gives the intervals.
+        model: The model that the thresholds are for; `check` can refuse others.
+        seed: Seed of the bootstrap that computes the intervals.
 
     Raises:
-        BadInput: No table, an unknown metric, nothing measured, NaN or Inf in a clean comparison.
-        BadFile: A folder that holds no table.
+        BadInput: There is no table, a metric is unknown, nothing was measured, or a comparison has
+            NaN or Inf.
+        BadFile: A folder has no table.
     """
     if not 0.0 <= quantile <= 1.0:
         raise BadInput(f"the quantile is {quantile}; it must lie between 0 and 1", hint="0.99")

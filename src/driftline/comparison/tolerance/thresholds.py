@@ -1,8 +1,8 @@
-"""Thresholds of a model: how much each metric of each layer may differ, and what that rests on.
+"""Thresholds of a model: how much each metric of each layer may differ, and how that was measured.
 
-One JSON file, whose plain part (`{metric: {layer: value}}`) people may edit; files of other tools
-are read, too. Layers go by many spellings, which `LayerNames` brings together. Which row keeps its
-threshold, `verdict.judge` decides; how thresholds are made of clean runs, `calibration` knows.
+They are stored in one JSON file, whose plain part (`{metric: {layer: value}}`) people may edit.
+Files of other tools can be read, too. `LayerNames` finds a layer by any of its spellings.
+`verdict.judge` applies thresholds, and `calibration` derives them from clean runs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 
 
 ROOT = "model"
-"""What layer files call the model itself, and put before the path of every module."""
+"""The name of the model itself in layer files, which is also a prefix of every module's path."""
 
 
 class LayerNames:
-    """Layers to be found by any of their spellings; an exact one is preferred.
+    """Finds layers by any of their spellings; an exact match is preferred.
 
     >>> LayerNames(["model.base_model.layers7.ln"]).find("base_model.layers.7.ln")
     'model.base_model.layers7.ln'
@@ -51,19 +51,19 @@ class LayerNames:
                 self._plain.setdefault(spelling, set()).add(name)
 
     def find(self, name: str) -> str | None:
-        """The known spelling of a layer; None when there is none, or more than one could be."""
+        """The known spelling of a layer; None if no layer matches, or more than one."""
         if name in self._exact:
             return name
         for spelling in _spellings(name):
             matches = self._plain.get(spelling, ())
-            # Two layers of one spelling: guessing would judge one by the other's limit.
+            # If two layers have this spelling, a guess might judge one by the other's limit.
             if len(matches) == 1:
                 return next(iter(matches))
         return None
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """From the most telling to the least: as it is, then without the root in front of it."""
+    """The spellings of a name: as it is, then without the name of the root before it."""
     spelling = plain(name)
     if not spelling or spelling == ROOT:
         return ("",)
@@ -71,17 +71,16 @@ def _spellings(name: str) -> tuple[str, ...]:
     return (spelling, bare) if bare != spelling else (spelling,)
 
 
-# One threshold: a value, where it holds, and what it rests on. With its JSON form.
+# One threshold: a value, where it applies, and how it was measured. With its JSON form.
 
 
 class PerShape(NamedTuple):
-    """The value that one shape alone gives.
+    """The threshold for one shape alone.
 
     Attributes:
-        about: What the shape is: batch_size, seq_length, max_new_tokens, dtype, or a tensor's
-            shape.
-        value: The threshold of this shape.
-        samples: How many values it rests on.
+        about: The shape: batch_size, seq_length, max_new_tokens, dtype, or a tensor's shape.
+        value: The threshold for this shape.
+        samples: The number of values from which it was derived.
     """
 
     about: Mapping[str, Any]
@@ -90,22 +89,22 @@ class PerShape(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """The worst value of a metric that is still allowed, somewhere.
+    """The worst allowed value of a metric, for a layer or for the model as a whole.
 
     Attributes:
-        metric: Its name.
-        value: The threshold; NaN when it could not be had, which allows nothing.
+        metric: The name of the metric.
+        value: The threshold; NaN if it could not be computed, which allows nothing.
         site: The layer; empty for the model as a whole.
-        port: Which side of the layer; empty for the model as a whole.
-        statistic: What it is of the clean values: p99, average, l2, …; empty if nobody said.
-        direction: On which side of the value passing is.
-        samples: How many clean values it rests on; 0 if nobody said.
-        interval: Bootstrap interval (95 %) of the statistic; None where there is none.
-        observed: The statistic before the margin; None if nobody said.
-        nan: How many of the clean values were NaN.
-        inf: How many were infinite.
-        dtypes: The number formats that were pooled.
-        shapes: What each shape gives by itself.
+        port: The port of the layer; empty for the model as a whole.
+        statistic: The statistic of the clean values, such as p99, average or l2; empty if unknown.
+        direction: Which values are better.
+        samples: The number of clean values from which it was derived; 0 if unknown.
+        interval: Bootstrap interval (95 %) of the statistic; None if there is none.
+        observed: The statistic before the margin; None if unknown.
+        nan: The number of clean values that were NaN.
+        inf: The number of clean values that were infinite.
+        dtypes: The number formats of the clean values.
+        shapes: The thresholds for single shapes.
     """
 
     metric: str
@@ -127,8 +126,7 @@ class Threshold(NamedTuple):
         return math.isfinite(self.value)
 
     def for_shape(self, shape: Mapping[str, Any] | None) -> float:
-        """The value of the shapes that agree in everything asked for (the most lenient of them),
-        or the pooled one when none does."""
+        """The most lenient value among matching shapes; the pooled value if no shape matches."""
         own = [
             entry.value
             for entry in self.shapes
@@ -137,12 +135,12 @@ class Threshold(NamedTuple):
         own = [value for value in own if math.isfinite(value)]
         if not own:
             return self.value
-        # The most lenient: clean runs of that shape reached it.
+        # The most lenient one, because clean runs of a matching shape reached it.
         return min(own) if self.direction == "higher" else max(own)
 
 
 def number(value: JSON) -> float:
-    """A number of the file; what is null there is no number."""
+    """A number of the file; NaN for null."""
     return math.nan if value is None else float(number_from_json(value))
 
 
@@ -187,7 +185,7 @@ def _shape_from_json(shown: Mapping[str, JSON]) -> PerShape:
     return PerShape(about, number(shown["value"]), int(shown.get("samples", 0)))
 
 
-# The thresholds artefact: how much each metric of a model may differ, and what that rests on.
+# All thresholds of a model.
 
 
 SCHEMA = "driftline.thresholds/1"
@@ -205,13 +203,13 @@ class Thresholds:
     """All thresholds of one model.
 
     Attributes:
-        model_id: The model, `/` written as `--`; empty if it is not said.
-        entries: Every threshold, in the order of the file.
-        settings: How they were made: statistic, margin, seed, …
-        sources: Files or tables that were pooled.
-        provenance: When, with which versions and command; empty for other tools' files.
-        path: Where it was read from; empty if it was not.
-        notes: What reading it found odd, one sentence each.
+        model_id: The model, with `--` for `/`; empty if unknown.
+        entries: All thresholds, in the order of the file.
+        settings: How they were derived: statistic, margin, seed and others.
+        sources: The files or tables from which they were derived.
+        provenance: When, with which versions and by which command; empty for other tools' files.
+        path: The file from which they were read; empty if there is none.
+        notes: Remarks about the file, one sentence each.
     """
 
     model_id: str
@@ -231,7 +229,7 @@ class Thresholds:
         return tuple(dict.fromkeys(entry.site for entry in self.entries if entry.site))
 
     def find(self, metric: str, site: str | None = None, *, port: str = OUTPUT) -> Threshold | None:
-        """The threshold of a metric, of the whole model or of one layer, however that is spelt."""
+        """The threshold of a metric, for the whole model or for a layer in any spelling."""
         name = _ALIASES.get(metric, metric)
         if site is None:
             return self._places.get((name, "", ""))
@@ -256,17 +254,17 @@ class Thresholds:
         """The worst value of a metric that passes.
 
         Args:
-            metric: `ce`, `diff_mean`, `abs_diff`, `relative_l2`, …
+            metric: The metric, such as `ce`, `diff_mean`, `abs_diff` or `relative_l2`.
             site: A layer, in any spelling; None for the model as a whole.
-            shape: What is known of the shape, such as `{"batch_size": 8, "seq_length": 64}`; its
-                own value is taken where the file has one, the pooled one otherwise.
-            port: Which side of the layer.
+            shape: What is known about the shape, such as `{"batch_size": 8, "seq_length": 64}`. If
+                the file has a threshold for that shape, it is used instead of the pooled one.
+            port: The port of the layer.
 
         Returns:
-            None for a layer that has no threshold.
+            The value; None for a layer without a threshold.
 
         Raises:
-            BadInput: There are no thresholds of this metric, or the one there is is NaN.
+            BadInput: There are no thresholds of this metric, or the threshold is NaN.
         """
         name = _ALIASES.get(metric, metric)
         if name not in self.metrics:
@@ -293,8 +291,8 @@ class Thresholds:
             )
         return value
 
-    def kept_beside(self, older: Thresholds) -> Thresholds:
-        """These, and the thresholds of an older file for metrics that these do not speak of."""
+    def with_older(self, older: Thresholds) -> Thresholds:
+        """These thresholds, with those of an older file for metrics that are missing here."""
         kept = [entry for entry in older.entries if entry.metric not in self.metrics]
         if not kept:
             return self
@@ -304,8 +302,8 @@ class Thresholds:
     def belongs_to(self, model: str) -> bool:
         """Whether these may be the thresholds of a model, given by its id or path.
 
-        Equal names, or one the tail of the other, are one model, and so are a path and an id with
-        the same last part: baselines are often made from a local copy.
+        Two names mean one model if they are equal, if one is the end of the other, or if a path and
+        an id have the same last part, because baselines are often made from a local copy.
 
         >>> Thresholds("--tmp--models--Tiny-v1", ()).belongs_to("acme/Tiny-v1")
         True
@@ -318,7 +316,7 @@ class Thresholds:
         shorter = min(len(own), len(other))
         if own[-shorter:] == other[-shorter:]:
             return True
-        # Two ids of a hub must agree in both parts; a path has others in front.
+        # Two ids of a hub must agree in both parts; a path has further parts before them.
         paths = "" in (own[0], other[0]) or max(len(own), len(other)) > 2
         return paths and own[-1] == other[-1]
 
@@ -326,7 +324,7 @@ class Thresholds:
         """Refuse thresholds of another model.
 
         Raises:
-            BadInput: They are.
+            BadInput: These are thresholds of another model.
         """
         if not self.belongs_to(model):
             raise BadInput(
@@ -347,7 +345,7 @@ class Thresholds:
         return self.path or "the thresholds"
 
     def as_json(self) -> dict[str, JSON]:
-        """The file's content: the plain form first, what it rests on under `driftline`."""
+        """The content of the file: the plain form first, and all details under `driftline`."""
         shown: dict[str, JSON] = {"model_id": self.model_id}
         for entry in self.entries:
             value = entry.value if entry.usable else None
@@ -365,7 +363,7 @@ class Thresholds:
         return shown
 
     def write(self, path: StrPath) -> Path:
-        """Write the file; it is there whole, or not at all.
+        """Write the file as a whole or not at all.
 
         Raises:
             BadInput: The folder is missing, read-only or full.
@@ -397,14 +395,14 @@ def looks_like_thresholds(path: StrPath) -> bool:
 
 
 def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
-    """Read a thresholds file: ours, or the plain JSON that other tools write.
+    """Read a thresholds file of Driftline, or the plain JSON that other tools write.
 
     Args:
         path: The file.
         model: Refuse it unless it is for this model.
 
     Raises:
-        BadFile: It is missing, no JSON, too large, or holds something else.
+        BadFile: It is missing, not JSON, too large, or not a thresholds file.
         BadInput: It is for another model.
     """
     goal = Path(path)
@@ -428,10 +426,10 @@ def load_thresholds(path: StrPath, *, model: str | None = None) -> Thresholds:
 
 
 def thresholds_from_json(shown: JSON, *, source: str = "") -> Thresholds:
-    """Thresholds from the content of a file; `source` is what messages call it.
+    """Thresholds from the content of a file; `source` is its name in messages.
 
     Raises:
-        BadFile: It holds something else.
+        BadFile: The content is not thresholds.
     """
     called = source or "this"
     top = cast("dict[str, JSON]", shown if isinstance(shown, dict) else {})
@@ -458,14 +456,14 @@ def _from_ours(top: Mapping[str, JSON], own: Mapping[str, JSON], source: str) ->
             f"{source or 'this'} has schema {own.get('schema')!r}; this version reads {SCHEMA!r}",
             hint="a newer driftline wrote it; upgrade, or make it again",
         )
-    # The plain part is what people edit: it wins, and may say more than what was measured.
+    # People edit the plain part, so it takes precedence, and it may have more entries.
     edited_entries = {(entry.metric, entry.site): entry for entry in _plain(top)}
     entries: list[Threshold] = []
     for measured in map(threshold_from_json, own["thresholds"]):
         plain = None
         if not measured.site or measured.port == OUTPUT:
             plain = edited_entries.pop((measured.metric, measured.site), None)
-        # A number that a person changed in the plain part wins over what was measured.
+        # A number that was changed in the plain part replaces the measured one.
         edited = plain is not None and plain.usable and plain.value != measured.value
         entries.append(measured._replace(value=plain.value) if plain and edited else measured)
     return Thresholds(
@@ -487,12 +485,12 @@ def _plain(top: Mapping[str, JSON]) -> Iterator[Threshold]:
         metric = key if is_own else _ALIASES.get(key, key)
         direction: Direction = "higher" if metric in _HIGHER else "lower"
         if isinstance(content, dict | list):
-            # Other tools print an L2 norm under the word average.
-            # Ours says in its own part which statistic it is.
+            # Other tools print an L2 norm under the word average. Driftline's own part names the
+            # statistic.
             statistic = "" if is_own else "l2" if metric == "abs_diff" else "average"
             for layer, value in _layers(cast("JSON", content)):
                 if not is_own and isinstance(content, list) and value == 0.0:
-                    continue  # see _odd_zeros
+                    continue  # a zero means NaN or a tuple; see `_odd_zeros`
                 yield Threshold(metric, number(value), layer, OUTPUT, statistic, direction)
         else:
             yield Threshold(metric, number(content), direction=direction)
@@ -505,7 +503,7 @@ def _layers(content: JSON) -> Iterator[tuple[str, JSON]]:
 
 
 def _odd_zeros(top: Mapping[str, JSON]) -> tuple[str, ...]:
-    """The older form writes 0 for NaN and for layers whose output is a tuple: no threshold."""
+    """A note about zeros, which the older form has for NaN and for layers that return a tuple."""
     zeros = [
         f"{metric} of '{layer}'"
         for metric, content in top.items()

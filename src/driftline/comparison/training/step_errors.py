@@ -1,7 +1,8 @@
 """How far two trainings are apart, step by step: weights, loss, gradients and updates.
 
-A sketch of a tensor is linear in it, so the sketch of an update is the difference of two sketches;
-where a device has kept only samples, those take its place. Measures, and judges nothing.
+A sketch is a linear function of a tensor, so the sketch of an update is the difference of two
+sketches. For tensors on devices only samples were stored, and they are used instead. This file
+measures and does not judge.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from driftline.runs.sidecars.model_facts import ModelFacts
 from driftline.runs.sidecars.step_facts import F64, State, StepFacts, TensorState
 
 OPTIMIZER = "optimizer "
-"""What owners of weights that are updated begin with."""
-_AGREEING, _MEANING, _FEWEST = 0.1, 1e-4, 4
-"""Elements of two gradients that differ by less agree; those that are smaller, of the largest, may
-be rounding alone; and so few of them say nothing."""
+"""Prefix of the owner of weights that an optimizer updates."""
+_AGREEING = 0.1
+"""Elements of two gradients agree if their relative difference is at most this."""
+_MEANING = 1e-4
+"""Elements of a gradient may be only rounding if they are below this fraction of the largest."""
+_FEWEST = 4
+"""With fewer clear elements than this, two updates are not compared."""
 
 Weights = Mapping[str, TensorState]
 
@@ -34,11 +38,12 @@ class Change(NamedTuple):
     Attributes:
         path: `site.name`, by the reference's name.
         gradient: Relative error of the gradient; NaN if a side has none.
-        same_gradient: Whether the gradients are equal to the bit.
-        same_weights: Whether the weights before the update are.
+        same_gradient: Whether the gradients are bitwise equal.
+        same_weights: Whether the weights before the update are bitwise equal.
         error: Norm of the difference of the updates.
         norms: Norms of the updates.
-        rounding: Norm of what rounding to the weights' format may change.
+        rounding: Norm of the error that rounding to the weights' format may cause; infinite if the
+            updates cannot be compared.
     """
 
     path: str
@@ -51,16 +56,16 @@ class Change(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Weights that have changed since the model was last called in the same step.
+    """A change of weights between two calls of the model in the same step.
 
     Attributes:
-        call: Before which call of the model in the step; 1 is its second one.
-        in_update: Whether an optimizer has moved them, calling the model from its closure.
-        lone: The side (0 or 1) that alone has changed them; None if both have.
-        error: Norm of the difference of the moves.
-        norms: Norms of the moves.
-        rounding: Norm of what rounding to the weights' format may change.
-        apart: Relative error of the weights then, of the way they have moved since step 0.
+        call: The call of the model after the change, counted from 0 in the step.
+        in_update: Whether an optimizer changed them, which calls the model from its closure.
+        lone: The only side (0 or 1) that changed them; None if both did.
+        error: Norm of the difference of the changes.
+        norms: Norms of the changes.
+        rounding: Norm of the error that rounding to the weights' format may cause.
+        apart: The divergence of the weights after the change.
     """
 
     call: int
@@ -74,25 +79,28 @@ class Pass(NamedTuple):
 
 @dataclass(slots=True)
 class StepErrors:
-    """One step of two trainings.
+    """The errors of one step of two trainings.
+
+    Pairs are (reference, candidate). The divergence of the weights is the error of the way that
+    they have moved since step 0, relative to the reference's way.
 
     Attributes:
-        step: Its number.
-        weights: Relative error of the weights it begins with, of the way they have moved since
-            step 0; 0.0 where they are equal to the bit.
-        changed: Weights that one side changed outside of an update, before this step: their paths.
+        step: The number of the step.
+        weights: Divergence of the weights at its beginning; 0.0 if they are bitwise equal.
+        changed: For each side, paths of weights that something other than an update changed before
+            this step.
         passes: Changes of weights between two calls of a model in this step.
-        losses: Loss of each backward pass, of both sides.
+        losses: For each side, the losses of its backward passes.
         gradients: Relative error of all gradients together; None if none were compared.
-        ratio: Norm of the candidate's gradients over that of the reference's.
-        lone_gradients: Parameters with a gradient on one side only: (reference's, candidate's).
-        zero_gradients: The same where that gradient is zero, as zeros in place of None are.
-        norms: Norms that clipping found.
-        updates: What the update did to each parameter.
-        lone_updates: Parameters that only one side updates: (reference's, candidate's).
-        distance: Relative error of the weights as they are.
-        others: The same of weights that no optimizer updates (averages, teachers), by path; and of
-            the trained weights that they may be made of.
+        ratio: Norm of the candidate's gradients divided by that of the reference's.
+        lone_gradients: For each side, the parameters for which only it has a gradient.
+        zero_gradients: The same for gradients that are zero, where the other side may have None.
+        norms: For each side, the norms of the gradients that clipping measured.
+        updates: The update of each parameter.
+        lone_updates: For each side, the parameters that only it updates.
+        distance: Relative error of the trained weights themselves.
+        others: For weights that no optimizer updates (averages, teachers), by path: their relative
+            error, and that of the trained weights from which they may be computed.
     """
 
     step: int
@@ -112,17 +120,17 @@ class StepErrors:
 
     @property
     def moved(self) -> float:
-        """The largest relative error of what the optimizer did between two passes."""
+        """The largest relative error of an optimizer's changes between two passes."""
         moves = [move.error / (move.norms[0] or 1.0) for move in self.passes if move.in_update]
         return max(moves, default=0.0)
 
     def apart(self, most_passes: int | None = None) -> float:
-        """Relative error of the weights: the largest of these passes, or of all."""
+        """The largest divergence of the weights in the first passes, or in all."""
         later = self.passes if most_passes is None else self.passes[: most_passes - 1]
         return max((self.weights, *(move.apart for move in later)))
 
     def has_same_losses(self, most_passes: int | None = None) -> bool:
-        """Whether the losses of the first passes, or of all, are there and equal to the bit."""
+        """Whether the losses of the first passes, or of all, exist and are bitwise equal."""
         first, second = (losses[:most_passes] for losses in self.losses)
         return bool(first) and first == second
 
@@ -131,9 +139,9 @@ class Trainings:
     """The steps of one process of either side.
 
     Args:
-        pair: The two models: which name of the candidate is which of the reference.
-        reference: What the reference's process has written of its steps.
-        candidate: The candidate's.
+        pair: The two models, which maps the candidate's names to the reference's.
+        reference: The facts about steps of the reference's process.
+        candidate: The facts about steps of the candidate's process.
     """
 
     def __init__(self, pair: ModelPair, reference: StepFacts, candidate: StepFacts) -> None:
@@ -147,7 +155,7 @@ class Trainings:
         }
 
     def steps(self) -> Iterator[StepErrors]:
-        """Every step that both sides have looked at, in order."""
+        """The errors of every step that both sides recorded, in order."""
         by_step = [_by_step(facts) for facts in self._facts]
         now: tuple[dict[str, TensorState], dict[str, TensorState]] = ({}, {})
         first: tuple[dict[str, TensorState], dict[str, TensorState]] = ({}, {})
@@ -162,7 +170,8 @@ class Trainings:
                 errors.passes.extend(self._passes(now, first, own))
             for which, parts in enumerate(own):
                 for path, tensor in parts.before.items():
-                    # Written again although the last update was watched: something else did it.
+                    # The weights after the last update were recorded, and weights before a step are
+                    # written only when they have changed since: something else changed them.
                     if common and seen == step - 1 and path in trained:
                         errors.changed[which].append(path)
                     now[which][path] = tensor
@@ -180,7 +189,8 @@ class Trainings:
         for state in states:
             tensors = state.tensors if which == 0 else _renamed(state.tensors, self._names)
             if not self._names.same_framework:
-                # Of a matrix that lies transposed, a sketch and samples are of other elements.
+                # Sketches and samples of a matrix that is stored transposed describe other
+                # elements.
                 tensors = {p: t for p, t in tensors.items() if self._names.lies_alike(p)}
             key = state.key
             if key.what == "gradients":
@@ -202,9 +212,9 @@ class Trainings:
         start: tuple[Weights, Weights],
         own: Sequence[_Parts],
     ) -> Iterator[Pass]:
-        """What weights did between two calls of a model in a step, call by call."""
+        """The changes of weights between two calls of a model in a step, call by call."""
         weights = {**now[0], **own[0].begin}, {**now[1], **own[1].begin}
-        # In step 0 nothing has been there before.
+        # In step 0 the weights at its beginning are the first ones.
         begun = {**weights[0], **start[0]}, {**weights[1], **start[1]}
         for call in sorted({*own[0].passes, *own[1].passes}):
             first, second = (parts.passes.get(call) for parts in own)
@@ -237,7 +247,7 @@ class Trainings:
                     math.hypot(*(change.norms[1] for change in changes)),
                 ),
                 math.hypot(*(change.rounding for change in changes)),
-                _way_apart(weights, begun, first.tensors.keys() & second.tensors.keys()),
+                _divergence(weights, begun, first.tensors.keys() & second.tensors.keys()),
             )
 
     def _measure(
@@ -252,16 +262,16 @@ class Trainings:
         for which, losses in enumerate(self._losses):
             errors.losses[which].extend(losses.get(step, ()))
             errors.norms[which].extend(self._facts[which].norms.get(step, ()))
-        errors.weights = _way_apart(now, first, trained)
+        errors.weights = _divergence(now, first, trained)
         errors.distance = _distance(now, trained)
         for path in own[0].before.keys() & own[1].before.keys() - trained:
-            # An average has the name of what it averages, behind that of its own model.
+            # The path of an average ends with the path of the weight that it averages.
             partner = next((tail for tail in _tails(path) if tail in trained), None)
             source = trained if partner is None else (partner,)
             errors.others[path] = _distance(now, (path,)), _distance(now, source)
         self._measure_gradients(errors, own[0].gradients, own[1].gradients)
         for side, other in ((0, 1), (1, 0)):
-            # A parameter that the other optimizer does not know is a matter of its update.
+            # A parameter that the other side does not update at all is reported as a lone update.
             for path, tensor in own[side].gradients.items():
                 if path not in own[other].gradients and path in own[other].after:
                     lone = errors.lone_gradients if tensor.norm > 0.0 else errors.zero_gradients
@@ -305,8 +315,8 @@ class Trainings:
         if clear is None:
             (a0, b0), (a1, b1) = _vectors(*befores), _vectors(*afters)
         else:
-            # Optimizers that divide by the size of a gradient make steps of gradients that are
-            # nothing but rounding: only elements that are more than that are compared.
+            # Optimizers that divide by the size of a gradient make full steps even from gradients
+            # that are only rounding. Therefore only elements with clear gradients are compared.
             sampled = [tensor.samples for tensor in (*befores, *afters)]
             fits = clear.any() and all(len(samples) == len(clear) for samples in sampled)
             a0, b0, a1, b1 = (samples[clear] if fits else None for samples in sampled)
@@ -328,12 +338,12 @@ class Trainings:
 
 
 def relative_error(first: float, second: float, floor: float) -> float:
-    """How far two losses or norms are apart, relative to the larger one.
+    """The difference of two losses or norms, relative to the larger one.
 
     Args:
-        first: The reference's.
-        second: The candidate's.
-        floor: What is smaller than this is not compared relative to itself.
+        first: The reference's value.
+        second: The candidate's value.
+        floor: If both are smaller than this, their difference is relative to it instead.
     """
     if first == second or (math.isnan(first) and math.isnan(second)):
         return 0.0
@@ -349,7 +359,10 @@ def _are_same(first: TensorState, second: TensorState) -> bool:
 def _gradient_error(
     first: TensorState | None, second: TensorState | None
 ) -> tuple[float, bool, npt.NDArray[np.bool_] | None]:
-    """How far two gradients are apart, whether they are the same, and else their clear elements."""
+    """The relative error of two gradients, whether they are bitwise equal, and the clear elements.
+
+    The clear elements are None if the gradients are equal or one of them is missing.
+    """
     error = math.nan
     if first is None or second is None:
         return error, False, None
@@ -362,7 +375,7 @@ def _gradient_error(
 
 
 def _clear_elements(first: F64, second: F64) -> npt.NDArray[np.bool_]:
-    """Elements whose gradients agree, and are large enough to mean something."""
+    """The sampled elements whose gradients agree and are larger than rounding; none if too few."""
     if len(first) != len(second):
         return np.zeros(0, np.bool_)
     size = np.maximum(np.abs(first), np.abs(second))
@@ -373,14 +386,22 @@ def _clear_elements(first: F64, second: F64) -> npt.NDArray[np.bool_]:
 
 
 class _Changed(NamedTuple):
-    """Weights that were written between two calls of a model, and what had changed them."""
+    """Weights that were recorded between two calls of a model, and what changed them."""
 
     owner: str
     tensors: dict[str, TensorState]
 
 
 class _Parts(NamedTuple):
-    """What one side has written in one step, by the reference's names."""
+    """The tensors that one side recorded in one step, by the reference's names.
+
+    Attributes:
+        begin: Weights before the step that no optimizer's update recorded.
+        passes: Weights that changed before a further call of the model, by the call's number.
+        before: All weights before the step or its update.
+        gradients: Gradients that the optimizers read.
+        after: Weights after the update.
+    """
 
     begin: dict[str, TensorState]
     passes: dict[int, _Changed]
@@ -413,19 +434,20 @@ def _losses(facts: ModelFacts) -> dict[int, list[float]]:
 
 
 def _vectors(first: TensorState, second: TensorState) -> tuple[F64 | None, F64 | None]:
-    """Numbers that stand for the two tensors, of the same elements on both sides."""
+    """The sketches of two tensors, or else their samples; None if they cannot be compared."""
     for a, b in ((first.sketch, second.sketch), (first.samples, second.samples)):
         if len(a) and len(a) == len(b) and np.isfinite(a).all() and np.isfinite(b).all():
             return a, b
     return None, None
 
 
-def _way_apart(
+def _divergence(
     now: tuple[Weights, Weights], first: tuple[Weights, Weights], paths: Iterable[str]
 ) -> float:
-    """How far weights are apart, of the way that the reference's have moved.
+    """The error of the way that weights have moved, relative to the reference's way.
 
-    What differed from the beginning, such as the rounding to another format, does not count.
+    A difference that existed from the beginning, such as rounding to another format, does not
+    count.
     """
     square = way = 0.0
     for path in paths:
@@ -455,7 +477,7 @@ def _distance(now: tuple[Weights, Weights], paths: Iterable[str]) -> float:
 
 
 def _tails(path: str) -> Iterator[str]:
-    """What is left of a path without its first parts, the longest first."""
+    """The ends of a path after each of its dots, the longest first."""
     while "." in path:
         path = path.partition(".")[2]
         yield path

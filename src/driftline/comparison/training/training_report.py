@@ -1,9 +1,9 @@
-"""What two trainings say of each other, as a value that lies in a table, and what follows from it.
+"""The report of a comparison of two trainings, which a table holds, and how it changes the table.
 
-`update_order` fills the report from two runs. `judged_by_training` applies it to a judged table: a
-break in an earlier stage than the first failing row is the finding; rows of steps whose weights
-differ already are inherited; and a training program passes only where weights, loss and gradients
-of a step after an update were compared.
+`update_order` makes the report from two runs. `judged_by_training` applies it to a judged table: a
+break before the first failing row becomes the finding, failures after the break are inherited from
+it, and a training passes only if weights, loss and gradients of a step after an update were
+compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Stage: TypeAlias = Literal["input", "weights", "loss", "gradients", "update"]
 STAGES: tuple[Stage, ...] = ("input", "weights", "loss", "gradients", "update")
-"""In the order in which a step happens; the forward pass is between weights and loss."""
+"""The stages of a step in order. The forward pass is between weights and loss."""
 _FORWARD = STAGES.index("loss") - 0.5
 _BETWEEN_PASSES = STAGES.index("loss") + 0.5
 SITES: Mapping[Stage, str] = {
@@ -34,20 +34,21 @@ SITES: Mapping[Stage, str] = {
 }
 _OF_A_PASS = ("input", "output", "grad_input", "grad_output")
 _LATER_ROWS = 3.0
-"""Times so much as weights differ, of the way they have moved, what is computed from them may."""
+"""The relative error of a row may be this many times the divergence of the weights."""
 _MOST_STEPS = 4096
 
 
 class Break(NamedTuple):
-    """Where two trainings part: the first stage of the first step that does not follow.
+    """Where two trainings diverge: the first stage that differs although everything before agrees.
 
     Attributes:
         step: The step.
-        stage: What differs although everything before it agrees.
-        finding: The sentence, with the cause where a difference of the programs explains it.
-        error: Relative error; infinite where one side has something that the other has not.
-        unmoved: Ranks on which a weight is what it was before the update, that moved on others.
-        call: Before which further call of the model in the step; 0 if a stage as a whole differs.
+        stage: The stage.
+        finding: The sentence, with a difference of the programs that explains it if there is one.
+        error: Relative error; infinite if only one side has something.
+        unmoved: Ranks on which an update left a weight unchanged that it changed on other ranks.
+        call: If weights change between two calls of the model in the step, the first call that
+            follows from the break, counted from 0; else 0.
     """
 
     step: int
@@ -59,24 +60,25 @@ class Break(NamedTuple):
 
     @property
     def site(self) -> str:
-        """Whom to look at."""
+        """The part of the program to look at."""
         return SITES[self.stage]
 
     @property
     def position(self) -> tuple[int, float]:
-        # Weights move between two passes by what the first one gave: its loss and gradients.
+        # A change between two passes depends on the loss of the first one, and comes after it.
         return self.step, _BETWEEN_PASSES if self.call else float(STAGES.index(self.stage))
 
 
 class TrainingReport(NamedTuple):
-    """What two trainings say of each other.
+    """The result of comparing two trainings.
 
     Attributes:
-        compared: Steps after an update of which weights, loss and gradients were compared.
-        lacking: What must be added for a pass, in words; empty where enough was compared.
-        broken: Where the trainings part; None where they agree.
-        weights_off: Step → relative error of the weights it began with, of the way they have moved.
-        thinned: What captures left out to keep within limits, in words.
+        compared: Steps after an update whose weights, loss and gradients were compared.
+        lacking: What the runs need for a verdict of pass; empty if enough was compared.
+        broken: Where the trainings diverge; None if they agree.
+        weights_off: For each step, the divergence of the weights: the error of the way that they
+            have moved since step 0, relative to that way.
+        thinned: What captures left out to stay within their limits, as sentences.
     """
 
     compared: tuple[int, ...] = ()
@@ -86,7 +88,7 @@ class TrainingReport(NamedTuple):
     thinned: tuple[str, ...] = ()
 
     def weights_off_in(self, step: int) -> float:
-        """By how much weights had moved apart when they were last looked at, up to this step."""
+        """The divergence of the weights when they were last compared, up to this step."""
         looked = [earlier for earlier in self.weights_off if earlier <= step]
         return self.weights_off[max(looked)] if looked else 0.0
 
@@ -105,7 +107,7 @@ class TrainingReport(NamedTuple):
                 "unmoved": list(broken.unmoved),
                 **({"call": broken.call} if broken.call else {}),
             },
-            # A list of pairs: keys of JSON objects are texts.
+            # A list of pairs, because keys of JSON objects are strings.
             "weights_off": [
                 [step, error if math.isfinite(error) else None]
                 for step, error in list(self.weights_off.items())[:_MOST_STEPS]
@@ -147,12 +149,12 @@ class TrainingReport(NamedTuple):
 def judged_by_training(
     judged: Table, judge_again: Callable[[Table], Table], *, explicit: bool
 ) -> Table:
-    """A judged table, with what the order of a training step says of it.
+    """Apply the report of the trainings to a judged table.
 
     Args:
-        judged: The table as its rows alone make it.
-        judge_again: Judges a table whose rows were changed.
-        explicit: Whether limits were asked for: they judge the rows, and nothing else does.
+        judged: The table, judged by its rows alone.
+        judge_again: Judges a table again after its rows were changed.
+        explicit: Whether the user set limits, which alone judge the rows then.
     """
     report = judged.training
     if report is None:
@@ -175,8 +177,8 @@ def judged_by_training(
     if inherited:
         finding += f"; what fails in {spans(inherited)} is inherited from it"
         place = judged.position(first)
-        judged = judged.with_rows(_told(judged, broken))
-        # The first row is one of the rows, with what was added to it.
+        judged = judged.with_rows(_with_inheritance(judged, broken))
+        # The rows have new reasons, so the first row is taken from them again.
         judged = judged.changed(first=None if place is None else judged.rows[place])
     return judged.changed(
         verdict="fail",
@@ -188,7 +190,7 @@ def judged_by_training(
 def _without_break(
     judged: Table, report: TrainingReport, judge_again: Callable[[Table], Table], *, explicit: bool
 ) -> Table:
-    """A table of trainings that part nowhere by their stages."""
+    """The table of two trainings without a break."""
     if judged.verdict == "fail" and not explicit:
         judged = _with_later_rows_excused(judged, report, judge_again)
     if judged.verdict == "pass" and report.lacking:
@@ -201,17 +203,17 @@ def _without_break(
 
 
 def _gradients_changed(judged: Table, report: TrainingReport) -> Break | None:
-    """The gradients as a place, if the first row off is one that the optimizer is given.
+    """A break in the stage of the gradients, if the first failing row is an optimizer's gradient.
 
-    Every module computed its gradients as the reference's did. Where those of several modules are
-    off all the same, code between the backward pass and the optimizer changed them (clipping,
-    unscaling, a mean over batches), and none of the modules; where it is one module's alone, that
-    module is the better place.
+    Then every module has computed the right gradients. If the gradients of several modules are off
+    when the optimizer reads them, code between the backward pass and the optimizer has changed them
+    (clipping, unscaling, a mean over batches). If those of one module are off, the module is named
+    instead.
     """
     first = judged.first
     if judged.verdict != "fail" or first is None or first.key.port != "optimizer_grad":
         return None
-    # Without these the two have other layouts: what ranks hold is added up row by row.
+    # Steps are compared only if both sides have the same layout of ranks.
     if first.step not in report.weights_off or _is_explained(first, report):
         return None
     wrong: dict[str, set[str]] = {"param_grad": set(), "optimizer_grad": set()}
@@ -231,10 +233,10 @@ def _gradients_changed(judged: Table, report: TrainingReport) -> Break | None:
 
 
 def _position(row: Row) -> tuple[int, float]:
-    """When in the training a row was computed, on the scale of the stages."""
+    """When a row was computed: the step, and the place among its stages."""
     port = row.key.port
     if port == "param":
-        # Before a step: what the last update left. After it: what this one did.
+        # A parameter is captured before the step, or after its update.
         if row.key.moment == "after":
             return row.step, len(STAGES) - 0.5
         return row.step, float(STAGES.index("weights"))
@@ -244,7 +246,7 @@ def _position(row: Row) -> tuple[int, float]:
 
 
 def _follows(row: Row, broken: Break) -> bool:
-    """Whether a row was computed after the trainings had parted."""
+    """Whether a row was computed after the trainings had diverged."""
     if broken.call and row.step == broken.step and row.key.port in _OF_A_PASS:
         return row.key.visit >= broken.call
     return _position(row) > broken.position
@@ -254,7 +256,7 @@ def _is_inherited(row: Row, broken: Break) -> bool:
     return row.status == "fail" and _follows(row, broken)
 
 
-def _told(judged: Table, broken: Break) -> Iterator[Row]:
+def _with_inheritance(judged: Table, broken: Break) -> Iterator[Row]:
     words = f"; inherited: the trainings part in step {broken.step}"
     for row in judged.rows:
         yield row._replace(reason=row.reason + words) if _is_inherited(row, broken) else row
@@ -263,18 +265,19 @@ def _told(judged: Table, broken: Break) -> Iterator[Row]:
 def _with_later_rows_excused(
     judged: Table, report: TrainingReport, judge_again: Callable[[Table], Table]
 ) -> Table:
-    """Rows of later steps whose weights differ by noise: what they are off by came with those.
+    """Excuse rows of later steps whose errors the divergence of the weights explains.
 
-    Two sound trainings move apart, as rounding errors of one step are the weights of the next. How
-    far they have is measured; what is not much further off than that shows no fault.
+    The weights of two correct trainings diverge, because the rounding errors of one step change the
+    weights of the next. That divergence is measured, and a row whose error is not much larger shows
+    no fault.
     """
     first = judged.first
-    # A fault of another kind comes first: what follows it is no noise.
+    # If a fault comes first, later errors follow from it and are not noise.
     if first is None or not _is_explained(first, report):
         return judged
     excused: dict[Tensors, Row] = {}
     while judged.verdict == "fail":
-        # Without some of the rows that fail, others may come to the front.
+        # When some failing rows are excused, judging again may fail others.
         more = {
             tensors_of(row): row
             for row in judged.rows
@@ -305,9 +308,9 @@ def _is_explained(row: Row, report: TrainingReport) -> bool:
     off = report.weights_off_in(row.step)
     value = row.metrics.get(METRIC)
     return (
-        # In the later passes of step 0 weights have moved already.
+        # In later passes of step 0 the weights may have changed already.
         (row.step > 0 or row.key.visit > 0)
-        # What a model is given was not computed from its weights.
+        # The inputs of a model are not computed from its weights.
         and not (row.key.port == "input" and row.key.site in ROOTS)
         and isinstance(value, float)
         and row.decided_by == METRIC

@@ -1,13 +1,13 @@
-"""Failures that no module is to blame for, or that need no weighing: each has its own sentence.
+"""Failures that are certain whatever error sites add. Each has its own sentence.
 
-    the inputs differ           nothing that is computed of them can be judged
-    codes that a module's code  positions, token ids and masks that a container hands to a part are
-    hands on differ             wrong before any arithmetic
-    integers are misread        a node takes another scale or zero point than they were made with
-    NaN or Inf                  on one side only, or nothing finite on either
-    a wrong gradient arrives    the loss is another one; the model is not to blame
+    the inputs differ           nothing computed from them can be judged
+    a container's code passes   positions, token ids or masks are wrong before any arithmetic
+    other codes to a part
+    integers are misread        a node decodes them with another scale or zero point
+    NaN or Inf                  on one side only, or no finite number on either side
+    a wrong gradient arrives    the loss differs, and the model is not to blame
 
-Reads judged rows, once, in their order; reads no tensor.
+This file reads judged rows once, in order, and no tensor.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ ROOTS = ("(root)", "", "(program)")
 
 _FINE = 2.0**-20
 _CAST, _ORDERS = 4.0, 16.0
-"""Units of roundoff that the inputs of two programs may differ by: a coarse format is rounded to
-once or a few times, a fine one may have been computed in another order."""
+"""Units of roundoff by which the inputs of two programs may differ. Inputs in a coarse format were
+rounded a few times; those in a fine format may have been computed in another order."""
 _TIES = 0.25
-"""Share of codes that may be another where rounding made them, by choosing at near ties."""
+"""Fraction of codes that may differ if rounding decided choices at near ties."""
 _TIED_FLAGS = 0.02
-"""The same of booleans: a token that goes another way is two flags among those of all experts, and
-of comparisons with a number few are that near to it."""
+"""The same for booleans. If a token goes to another expert, only two flags among those of all
+experts change, and few comparisons with a number are that close."""
 _LOSS = 8.0
-"""Times the error of the output that the gradient of a loss may have, where nothing tells more."""
+"""The error of a loss's gradient may be this many times that of the output, if no better bound is
+known."""
 _MOST_NAMED = 4
 
 _NOTHING: Mapping[str, str] = {}
@@ -45,7 +46,7 @@ _Moment: TypeAlias = tuple[int, int, int]
 
 
 class CertainFailure(NamedTuple):
-    """Why a table fails, whatever its sites add.
+    """A reason why a table fails whatever error its sites add.
 
     Attributes:
         kind: What is wrong.
@@ -63,12 +64,12 @@ class CertainFailure(NamedTuple):
 def certain_failure(
     rows: Iterable[Row], misread: Mapping[str, str] = _NOTHING, culprit: Row | None = None
 ) -> CertainFailure | None:
-    """The first failure of this kind in the order of the list above; None if there is none.
+    """The first certain failure in the order of the list above; None if there is none.
 
     Args:
         rows: The rows.
-        misread: Sites that read integers for other numbers than they were made of, and how.
-        culprit: What shows that a site adds error, where one was convicted.
+        misread: Sites that decode integers to other numbers than were encoded, with sentences.
+        culprit: The row that shows that a site adds error, if one was convicted.
     """
     watch = _Watch(culprit)
     reader: Row | None = None
@@ -84,13 +85,13 @@ def certain_failure(
 
 
 class _Watch:
-    """What is remembered of the rows that passed by."""
+    """What is remembered of the rows so far."""
 
     def __init__(self, culprit: Row | None = None) -> None:
         self._culprit = culprit
         self._inputs: list[Row] = []
-        # Inputs that one side alone is given: of the model, and the sites that are given any. Names
-        # of inputs that both models are given in some step are no such inputs.
+        # Inputs of the model that only one side gets, and sites that get any such input. A name
+        # that both models get in some step does not count.
         self._lone_inputs: list[Row] = []
         self._shared_inputs: set[str] = set()
         self._given_more: set[tuple[_Moment, str]] = set()
@@ -104,7 +105,7 @@ class _Watch:
         self._outputs: dict[tuple[_Moment, str], Row] = {}
         self._entered: dict[_Moment, set[str]] = {}
         self._given: set[tuple[_Moment, str]] = set()
-        # Moments in which something that was computed of floats differs.
+        # Moments in which a float result differs.
         self._computed: set[_Moment] = set()
         self._first_step: int | None = None
         self._trains = False
@@ -135,7 +136,7 @@ class _Watch:
             self._enter(row)
 
     def _of_one_program(self, row: Row) -> None:
-        """An input that one side alone is given."""
+        """Record an input that only one side gets."""
         site = row.key.site
         if row.status in ("missing", "extra") and row.key.port == "input" and "/" not in site:
             self._given_more.add((_moment(row), site))
@@ -143,7 +144,7 @@ class _Watch:
                 self._lone_inputs.append(row)
 
     def _of_one_side(self, row: Row) -> None:
-        """NaN or Inf on one side. No part gave those that are first seen at an input."""
+        """Record NaN or Inf on one side; if it is first seen at an input, no part computed it."""
         self._one_sided = _earlier(self._one_sided, row)
         if self._one_sided is not row:
             return
@@ -159,7 +160,7 @@ class _Watch:
             return
         if row.key.port == "input":
             self._given.add((moment, site))
-        # An embedding that was cast is not computed: no choice hangs on its rounding.
+        # A cast embedding has no float inputs, and no choice depends on its rounding.
         elif row.metrics.get(METRIC, 0.0) > 0.0 and (moment, site) in self._given:
             self._computed.add(moment)
 
@@ -175,7 +176,7 @@ class _Watch:
             self._arriving.append(row)
 
     def _inner_input(self, row: Row) -> None:
-        """Codes that a container's own code made of nothing that rounding reaches."""
+        """Record wrong codes that a container's own code made and that rounding cannot explain."""
         different = row.metrics.get("different", 0)
         if self._codes is not None or not different or _is_float(row) or row.status != "fail":
             return
@@ -184,7 +185,7 @@ class _Watch:
         if any(_moment(input_row) == moment for input_row in self._inputs):
             return
         share = different / max(math.prod(row.reference_shape or ()), 1)
-        # A router or a codebook chooses by what was computed, and may choose otherwise at a tie.
+        # A router or a codebook chooses by computed numbers, and may choose differently at a tie.
         most = _TIED_FLAGS if row.reference_dtype == row.candidate_dtype == "bool" else _TIES
         if moment in self._computed and share <= most:
             return
@@ -201,7 +202,7 @@ class _Watch:
         if self._codes is not None:
             return _of_codes(self._codes, self._container)
         if self._one_sided is not None or self._nothing is not None:
-            # Where no output was captured, any part may have given them.
+            # If no outputs were captured, any part may have computed them.
             container = self._one_sided_in if self._has_outputs else ""
             return _of_nonfinite(self._one_sided, self._nothing, container)
         for row in self._arriving:
@@ -211,17 +212,18 @@ class _Watch:
         return None
 
     def _by_lone_inputs(self) -> CertainFailure | None:
-        """What is off first, where its site and the model are given a tensor on one side only.
+        """The failure that only one side gives the model an input, if the first site that is off
+        gets it.
 
-        Such a site has not computed something else of the same: a mask that one program gives may
-        hide nothing, so that it takes something that is off to say that it matters.
+        An additional input alone is no failure: a mask of one program may hide nothing. But a site
+        that gets it and is off has not computed another function of the same inputs.
         """
         shown = [row for row in (self._codes, self._one_sided, self._culprit) if row is not None]
         if not shown:
             return None
         row = min(shown, key=execution)
         moment, site = _moment(row), row.key.site
-        # What is off at a part's input was made by the code around it.
+        # The input of a part was computed by the code around it.
         if row.key.port == "input":
             site = _enclosing(site, self._entered.get(moment, set())) or site
         lone_rows = [
@@ -236,7 +238,7 @@ class _Watch:
         return _of_lone_inputs(lone_rows, row)
 
     def _counts(self, row: Row) -> bool:
-        """Whether an input comes from outside: a decoder is fed what it made itself, later on."""
+        """Whether an input comes from outside; a decoder later gets what it generated itself."""
         return row.key.step == self._first_step or self._trains
 
 
@@ -244,10 +246,10 @@ class _Watch:
 
 
 def input_differs(row: Row) -> bool:
-    """Whether an input of a model is another one, by more than a cast or an order of summation."""
+    """Whether an input of a model differs by more than a cast or an order of summation."""
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     if dtype is None or not (_is_float(row) and _is_float_name(row.candidate_dtype)):
-        # Integers and booleans; a mask of booleans beside one of floats says the same otherwise.
+        # A mask of booleans and one of floats express the same in different ways.
         same_kind = _is_float_name(row.reference_dtype) == _is_float_name(row.candidate_dtype)
         return same_kind and bool(row.metrics.get("different", 0))
     error = float(row.metrics.get(METRIC, 0.0))
@@ -258,12 +260,13 @@ def input_differs(row: Row) -> bool:
 
 
 def holds_nothing_finite(row: Row) -> bool:
-    """Whether neither side has a finite element, so that nothing was compared at all.
+    """Whether neither side has a finite element, so that nothing was compared.
 
-    A tensor of minus infinities is a mask to an operator, or an input; a module's result it is not.
+    A tensor of minus infinities may be a mask of an operator or an input, but not the result of a
+    module.
     """
     metrics = row.metrics
-    # Most rows hold none, and are asked about in every comparison.
+    # This is called for every row, and most rows have no such element.
     if not metrics.get("reference_nan") and not metrics.get("reference_inf"):
         return False
     count = math.prod(row.reference_shape) if row.reference_shape is not None else 0
@@ -280,23 +283,23 @@ def holds_nothing_finite(row: Row) -> bool:
 
 
 def gradient_excess(row: Row, made: Row | None) -> float:
-    """Error of a gradient that arrives at the model's output over what the output explains of it.
+    """The error of a gradient at the model's output, divided by the error that is explained.
 
     Args:
-        row: Of the gradient.
-        made: Of the output that it is the gradient of; None if that was not compared.
+        row: The row of the gradient.
+        made: The row of the output; None if it was not compared.
     """
     dtype = coarsest((row.reference_dtype, row.candidate_dtype))
     error = float(row.metrics.get(METRIC, math.nan))
     if dtype is None or math.isnan(error):
         return 0.0
-    # An output that other parts of the model read gets its gradient from these, in their format.
+    # If other parts of the model read the output, its gradient comes from them, in their format.
     own = row.limit if row.decided_by == METRIC and row.limit is not None else 0.0
     limit = max(LIMITS[dtype.name], own)
     output_format = None
     if made is not None:
         output_format = coarsest((made.reference_dtype, made.candidate_dtype))
-    # The gradient of a loss in float32 is as coarse as the output that the loss was made of.
+    # The gradient of a loss in float32 is as inexact as the output from which the loss is computed.
     if output_format is not None:
         limit = max(limit, LIMITS[output_format.name])
     if BEYOND_OUTPUTS in row.metrics:
@@ -306,7 +309,8 @@ def gradient_excess(row: Row, made: Row | None) -> float:
     output = float(made.metrics.get(METRIC, math.nan))
     if not math.isfinite(output):
         return 0.0
-    # The gradient of a cross entropy moves by less than its largest element times the logits' move.
+    # The gradient of a cross entropy changes by less than its largest element times the change of
+    # the logits.
     size = float(row.metrics.get("reference_l2", 0.0))
     largest = max(abs(float(row.metrics.get(f"reference_{end}", 0.0))) for end in ("min", "max"))
     moved = output * float(made.metrics.get("reference_l2", 0.0))
@@ -363,7 +367,7 @@ def _of_codes(row: Row, container: str) -> CertainFailure:
 
 
 def _in_own_code(container: str, row: Row) -> str:
-    """Where an input was made that no part gave."""
+    """The place of an input that a container's own code made, in words."""
     return (
         f"inside {_quoted(container)}, in its own code before it calls '{row.key.site}': "
         f"input '{row.key.slot}'"
@@ -419,7 +423,7 @@ def _is_float_name(name: str) -> bool:
 
 
 def _has_other_shape(row: Row) -> bool:
-    """An input that could not be compared because its shape is another one."""
+    """Whether a row is an input that could not be compared because the shapes differ."""
     return (
         row.status == "incomparable"
         and row.key.port == "input"
@@ -440,7 +444,7 @@ def _earlier(first: Row | None, row: Row) -> Row:
 
 
 def _enclosing(site: str, entered: set[str]) -> str | None:
-    """The nearest site around another that took part."""
+    """The nearest site around another one among those that ran."""
     while "." in site:
         site = site.rpartition(".")[0]
         if site in entered:

@@ -1,8 +1,9 @@
 """How much of two models a comparison has covered: calls of leaves, model borders, steps.
 
-Counts rows as they pass by and holds one entry per site, however many steps there are. A call of a
-leaf is covered when its output was compared, or when it is in a container smaller than a tenth
-of the model whose input and output were. What the verdict makes of that, `decision` says.
+Rows are counted one by one, with one entry per site, however many steps there are. A call of a leaf
+is covered if its output was compared, if it is in a container of less than a tenth of the model
+whose input and output were, or in other cases that docs/verdicts.md lists. `decision` decides what
+that means for the verdict.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from driftline.graphs.sources.graph_files import PARAMETER
 from driftline.runs.scope import RANKS
 
 SMALL_CONTAINER = 0.1
-"""Share of the model's leaf calls below which a container stands for what is inside it."""
+"""A container with less than this fraction of the model's leaf calls covers what is inside it."""
 
-# What a call of a leaf is known by: its output, and only where none was kept, something else.
+# The tensors by which calls of a leaf are counted: outputs, or others if no output was kept.
 _KINDS = {
     "output": 0,
     "grad_input": 1,
@@ -48,16 +49,16 @@ _KINDS = {
 _OUTPUT, _INPUT = 0, 2
 _OTHER_KIND = 3
 _OUTSIDE = ("(program)/", "(backward)/")
-"""Begin the sites of operators that ran in no module: a loss, and what its gradient is made of."""
+"""Prefixes of sites of operators outside all modules: those of a loss, and of its gradient."""
 _FEW_CALLS = 5
-"""Operators that a module has at least before it is too large to stand for them."""
+"""A module with fewer operators than this is small, whatever the size of the model."""
 _Call = tuple[int, int, int, int]
 _SAME_TENSOR = ("reference_l2", "candidate_l2", "relative_l2", "max_abs_error")
-"""Figures by which two rows of one step are known to be about the same tensor."""
+"""If two rows of one step agree in these figures, they are about the same tensor."""
 
 
 class _Site:
-    """Calls of one site, by the kind of tensor they are known by."""
+    """The calls of one site, by the kind of tensor by which they are counted."""
 
     __slots__ = ("calls", "compared", "counted", "last")
 
@@ -74,7 +75,7 @@ class _Site:
         return site
 
     def take(self, kind: int, call: _Call, compared: bool) -> None:
-        # Tensors of one call are neighbours among those of its site.
+        # The tensors of one call follow each other among those of its site.
         if self.last[kind] != call:
             self.last[kind] = call
             self.calls[kind] += 1
@@ -86,51 +87,51 @@ class _Site:
 
     @property
     def leaf(self) -> tuple[int, float]:
-        """Calls and covered calls, where this is a leaf."""
+        """The number of calls and of covered calls, if the site is a leaf."""
         kind = next((kind for kind in range(len(self.calls)) if self.calls[kind]), _OUTPUT)
         return self.calls[kind], float(self.compared[kind])
 
     @property
     def touched(self) -> float:
-        """Calls of which any tensor was compared, at most."""
+        """An upper bound of the calls of which any tensor was compared."""
         return float(min(max(self.compared), self.leaf[0]))
 
     @property
     def made_share(self) -> float:
-        """The share of its calls whose output was compared."""
+        """The fraction of its calls whose output was compared."""
         return self.compared[_OUTPUT] / max(self.calls[_OUTPUT], 1)
 
     @property
     def bordered(self) -> float:
-        """The share of its calls whose input and output were both compared."""
+        """The fraction of its calls whose input and output were both compared."""
         if not self.calls[_INPUT] or not self.calls[_OUTPUT]:
             return 0.0
         return min(self.compared[kind] / self.calls[kind] for kind in (_INPUT, _OUTPUT))
 
 
 class SideCalls:
-    """The calls of one side, gathered row by row."""
+    """The calls of one side, collected row by row."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Lone tensors by step: they count when the other side has that step, too.
+        # Tensors without a partner, by step: they count only if the other side has that step.
         self._waiting: dict[int, list[tuple[str, str, _Call, bool]]] = {}
         self.sites: dict[str, _Site] = {}
-        # Calls of the first step, by site and visit: when their outputs came, and which of them
-        # were compared. Rows have the order of the reference; that of the candidate its side
-        # brings along, where tensors have no partner.
+        # Calls of the first step, by site and visit: the order of their outputs, and which of them
+        # were compared. Rows have the reference's order; if tensors have no partner, that of the
+        # candidate is stored with its side.
         self.order: dict[SiteCall, int] = {}
         self.compared_calls: set[SiteCall] = set()
-        # What compared calls of the first step took, by where it was first compared.
+        # The inputs of compared calls of the first step, and where each was first compared.
         self.sources: dict[SiteCall, list[SeenTensor]] = {}
         self.classes: dict[str, str] = {}
         self.partners: dict[str, str] = {}
-        # Sites whose partner is of another class.
+        # Sites whose partner has another class.
         self.ported: set[str] = set()
         # Containers that the other side computes in one piece.
         self.pieces: set[str] = set()
-        # Operators of the program around the model, which compiled graphs of the model cannot hold.
-        self.beside_graphs: set[str] = set()
+        # Operators of the program around the model, which compiled graphs of the model do not have.
+        self.outside_model: set[str] = set()
         self._containers: set[str] | None = None
         self._inside: dict[str, list[str]] | None = None
         self._by_module: dict[str, list[str]] | None = None
@@ -145,23 +146,23 @@ class SideCalls:
         return other
 
     def wait(self, site: str, port: str, call: _Call, compared: bool) -> None:
-        """Take a tensor without a partner, if it turns out that its step was compared."""
+        """Take a tensor without a partner; it counts if its step turns out to be compared."""
         self._waiting.setdefault(call[2], []).append((site, port, call, compared))
 
     def finish(self, steps: Container[int]) -> None:
-        """All rows were taken, and these are the steps of which something was compared."""
+        """All rows were taken; something was compared of these steps."""
         for step, lone in self._waiting.items():
             if step in steps:
                 for site, port, call, compared in lone:
                     self.take(site, port, call, compared)
         self._waiting.clear()
-        # A program without modules has nothing else: there every operator counts.
+        # In a program without modules every operator counts, because there is nothing else.
         if any(not site.startswith(_OUTSIDE) for site in self.sites):
-            for site in self.beside_graphs:
+            for site in self.outside_model:
                 if site in self.sites and not any(self.sites[site].compared):
                     del self.sites[site]
             self._inside = self._by_module = self._containers = None
-        self.beside_graphs.clear()
+        self.outside_model.clear()
 
     def take(self, site: str, port: str, call: _Call, compared: bool) -> None:
         entry = self.sites.get(site)
@@ -171,7 +172,7 @@ class SideCalls:
         entry.take(_KINDS.get(port, _OTHER_KIND), call, compared)
 
     def _containing(self) -> set[str]:
-        """The sites that others are in."""
+        """The sites that contain other sites."""
         if self._containers is None:
             holders: set[str] = set()
             for site in self.sites:
@@ -185,7 +186,7 @@ class SideCalls:
         return self._containers
 
     def _leaves_inside(self) -> dict[str, list[str]]:
-        """Every container, with the leaves that are in it at any depth."""
+        """The leaves inside every container, at any depth."""
         if self._inside is None:
             inside: dict[str, list[str]] = {site: [] for site in self._containing()}
             for leaf in self.leaves():
@@ -200,14 +201,14 @@ class SideCalls:
         return (site for site in self.sites if site not in containers)
 
     def set_pieces(self, other: SideCalls, compiled: Container[str]) -> None:
-        """Find the containers that are leaves of the other side, whose parts nobody could compare.
+        """Find the containers that the other side computes in one piece, so that it has no parts.
 
-        A class of its own may compute in one piece what another has in parts. Where a module of
-        the same class has parts here and none there, they were not looked at.
+        This is so if the partner is a leaf of another class. If the partner has the same class and
+        no parts, its parts were only not captured.
 
         Args:
             other: The other side.
-            compiled: Its modules that are in compiled ones, whose parts were there and not seen.
+            compiled: The other side's modules inside compiled ones, whose parts are not captured.
         """
         leaves = set(other.leaves())
         self.pieces = {
@@ -219,11 +220,11 @@ class SideCalls:
         }
 
     def calls_inside(self, site: str, *, operators: bool) -> tuple[int, float]:
-        """Calls of leaves in a container, and how many of them were compared.
+        """The calls of leaves in a container, and how many of them were compared.
 
         Args:
             site: The container.
-            operators: Whether operators count as leaves of their own, or only modules do.
+            operators: Whether operators count as leaves, and not only modules.
         """
         calls, covered = 0, 0.0
         for leaf in self._leaves_inside().get(site, ()):
@@ -237,10 +238,11 @@ class SideCalls:
         return any("/" in site for site in self.sites)
 
     def share(self, *, modules: bool = True) -> LeafShare:
-        """How many of its leaf calls are covered, containers counted in.
+        """How many of its leaf calls are covered, including those that containers cover.
 
-        Operators and nodes of graphs are fused and cut in ways of their own: those that only move
-        elements do not count, and any tensor of a call is enough where no output was kept.
+        Operators and nodes of graphs are fused and divided differently on each side. Therefore
+        those that only move elements do not count, and if no output was kept, any tensor of a call
+        is enough.
 
         Args:
             modules: Whether both sides called modules.
@@ -252,7 +254,7 @@ class SideCalls:
             entry = self.sites[leaf]
             count, compared = entry.leaf
             if not modules or "/" in leaf:
-                # What a node gives that is fused with the next, only the next one has.
+                # The result of a node that is fused with the next one exists only there.
                 if has_outputs and not entry.calls[_OUTPUT]:
                     continue
                 if not has_outputs:
@@ -271,7 +273,7 @@ class SideCalls:
         return LeafShare(self.name, calls, covered)
 
     def _in_stretches(self, missed: Mapping[str, float], most: float) -> dict[str, float]:
-        """The share of leaves' calls in short stretches of execution between what was compared."""
+        """The fraction of leaves' calls in short stretches of execution between compared calls."""
         return in_short_stretches(
             sorted(self.order, key=self.order.__getitem__),
             missed,
@@ -282,9 +284,10 @@ class SideCalls:
         )
 
     def by_modules(self) -> SideCalls:
-        """The same with operators and nodes as parts of the modules that their names begin with.
+        """The same calls, with operators and nodes merged into the modules in their names.
 
-        So a run of operators is measured against one of modules: container code is no call there.
+        With this a run of operators can be compared with one of modules, in which the code of
+        containers has no calls.
         """
         merged = SideCalls(self.name)
         merged.classes, merged.partners, merged.ported = self.classes, self.partners, self.ported
@@ -322,13 +325,13 @@ class SideCalls:
         return any(self.sites[site].compared[kind] for site in ROOTS if site in self.sites)
 
     def _container_share(self, leaf: str, calls: int) -> float:
-        """The share of a leaf's calls for which a small container around it stands."""
-        if "/" in leaf and self._beside_compared(leaf, calls):
+        """The fraction of a leaf's calls that a small container around it covers."""
+        if "/" in leaf and self._in_compared_module(leaf, calls):
             return 1.0
         for around in containers_around(leaf):
             if around not in self._containing():
                 continue
-            # The other side has it in one piece, and that was compared.
+            # The other side computes the container in one piece, whose output may be compared.
             if around in self.pieces:
                 return self.sites[around].made_share
             size, _ = self.calls_inside(around, operators=True)
@@ -338,10 +341,11 @@ class SideCalls:
                 return share
         return 0.0
 
-    def _beside_compared(self, operator: str, calls: int) -> bool:
-        """Whether an operator is in a small module of which another operator was compared.
+    def _in_compared_module(self, operator: str, calls: int) -> bool:
+        """Whether an operator is in a small module of which a later operator was compared.
 
-        A module's operators are computed from each other: a fused kernel keeps some of them.
+        The operators of a module are computed from each other, and a fused kernel keeps only some
+        of their results.
         """
         if self._by_module is None:
             self._by_module = {}
@@ -361,7 +365,7 @@ class SideCalls:
         return _moves_only(self.classes.get(leaf, ""))
 
     def _last_calls(self) -> dict[str, tuple[int, int]]:
-        """When every site was called last, and when a call of it was compared last."""
+        """The order of the last call of every site, and of its last compared call."""
         if self._lasts is None:
             self._lasts = {}
             for (site, visit), order in self.order.items():
@@ -375,7 +379,7 @@ class SideCalls:
 
 
 def _moves_only(class_name: str) -> bool:
-    """Whether an operator computes nothing: it lays elements out otherwise, or takes some of them.
+    """Whether an operator only rearranges or selects elements.
 
     >>> _moves_only("aten.view.default"), _moves_only("Split"), _moves_only("aten.addmm.default")
     (True, True, False)
@@ -395,9 +399,9 @@ _MOVING = frozenset(
 
 
 def _is_gradient_sum(row: Row) -> bool:
-    """Whether a lone tensor belongs to a sum that autograd makes where a value is used twice.
+    """Whether a row is a sum of gradients that autograd computes for a value used twice.
 
-    No call of the model makes it: graphs hold it under another module, or under none.
+    No call of the model computes it, and graphs have it in another module or in none.
     """
     return (
         row.status in ("missing", "extra")
@@ -408,13 +412,13 @@ def _is_gradient_sum(row: Row) -> bool:
 
 
 def _port(row: Row) -> str:
-    """What a row compares: a node of a graph may stand for a parameter, which no call computes."""
+    """The port of a row; `param` for a node of a graph that is a parameter."""
     is_parameter = "/" in row.key.site and row.class_name.startswith(PARAMETER)
     return "param" if is_parameter else row.key.port
 
 
 def _is_apart(row: Row) -> bool:
-    """Whether a row is about different calls of the two sides, or about one side only."""
+    """Whether a row is about two different calls, or about one side only."""
     return bool(
         row.status in ("missing", "extra")
         or row.candidate_site
@@ -426,7 +430,7 @@ def _is_apart(row: Row) -> bool:
 
 
 class CallCounts:
-    """What rows say of calls, steps and elements, gathered while they pass by."""
+    """Counts of calls, steps and elements, collected row by row."""
 
     def __init__(self) -> None:
         self.reference = SideCalls("reference")
@@ -436,9 +440,9 @@ class CallCounts:
         self.elements = 0
         self._candidate_steps: set[int] = set()
         self._first_step: int | None = None
-        # Until a row says otherwise, the candidate's calls are those of the reference.
+        # Until a row shows a difference, the candidate's calls are those of the reference.
         self._are_alike = True
-        # Tensors of the first step that were compared, by their figures.
+        # Compared tensors of the first step, by their figures.
         self._seen: dict[tuple[object, ...], SeenTensor] = {}
         self._partners: dict[SiteCall, SiteCall] = {}
         self._first_process: tuple[int, int] | None = None
@@ -458,8 +462,8 @@ class CallCounts:
             }
         self.reference.finish(self.steps)
 
-    def _part_ways(self) -> None:
-        """Count the candidate's calls by themselves from here on."""
+    def _count_separately(self) -> None:
+        """Count the candidate's calls separately from now on."""
         self._are_alike = False
         self.candidate = self.reference.copied("candidate")
         self._candidate_steps = set(self.steps)
@@ -470,14 +474,14 @@ class CallCounts:
 
     def take(self, row: Row) -> None:
         key, status = row.key, row.status
-        # What somebody left out on purpose is no part of the question.
+        # What the user left out on purpose does not count.
         if NOT_PLANNED in row.reason or row.reason.startswith(NO_THRESHOLD):
             return
         if _is_gradient_sum(row):
             return
-        # What the other side computes inside a fused node is compared with that node, what a node
-        # gives as the module around it or the next one has it; what a metric decided was compared,
-        # also where rounding keeps it from being right or wrong.
+        # These were compared, too: a tensor inside a fusion, with the result of the fused node; a
+        # tensor that is the same value as another one, with that; and a row that a metric decided,
+        # even if rounding makes it neither right nor wrong.
         compared = (
             status in ("pass", "fail", "unjudged")
             or row.inside_fusion
@@ -485,7 +489,7 @@ class CallCounts:
             or bool(row.decided_by)
         )
         if self._are_alike and _is_apart(row):
-            self._part_ways()
+            self._count_separately()
         call, port = (key.rank, key.process, key.step, key.visit), _port(row)
         if self._first_step is None:
             self._first_step = key.step
@@ -510,13 +514,13 @@ class CallCounts:
             self.elements += math.prod(row.reference_shape or ())
 
     def _see(self, row: Row) -> None:
-        """Take a compared tensor of the first step: which call gave or took it."""
+        """Record which call of the first step computed or took a compared tensor."""
         key = row.key
         if not row.compared or key.port not in ("input", "output"):
             return
         if self._first_process is None:
             self._first_process = (key.rank, key.process)
-        # All ranks make the same calls.
+        # One process suffices, because all ranks make the same calls.
         is_first = (*self._first_process, self._first_step) == (key.rank, key.process, key.step)
         if not is_first:
             return
@@ -524,10 +528,10 @@ class CallCounts:
         if row.candidate_site or row.candidate_visit is not None:
             visit = key.visit if row.candidate_visit is None else row.candidate_visit
             self._partners[call] = (row.candidate_site or key.site, visit)
-        here = SeenTensor(call, key.port == "output")
+        seen = SeenTensor(call, key.port == "output")
         figures = tuple(map(row.metrics.get, _SAME_TENSOR))
-        # Tensors of zeros are all alike.
-        first = self._seen.setdefault(figures, here) if figures[0] else here
+        # Tensors of zeros cannot be distinguished by their figures.
+        first = self._seen.setdefault(figures, seen) if figures[0] else seen
         if key.port == "input":
             self.reference.sources.setdefault(call, []).append(first)
 
@@ -536,11 +540,11 @@ class CallCounts:
         key, is_extra = row.key, row.status == "extra"
         side = self.candidate if is_extra else self.reference
         self.lone_steps[is_extra].add(key.step)
-        # Of a run of modules such a node is code of the model itself, and no call of a leaf.
+        # Compared with a run of modules, such a node is code of the model, not a call of a leaf.
         if row.reason.startswith(LONE_NODE) and "/" not in key.site:
             return
         if row.reason == NO_NODE and key.site.startswith(_OUTSIDE):
-            side.beside_graphs.add(key.site)
+            side.outside_model.add(key.site)
         side.wait(key.site, port, call, compared)
         if compared and port == "output":
             side.compared_calls.add((key.site, key.visit))
@@ -548,7 +552,7 @@ class CallCounts:
     def _take_candidate(self, row: Row, compared: bool) -> None:
         key = row.key
         site, port = row.candidate_site or key.site, _port(row)
-        # Whatever stands for a parameter has a parameter as its partner.
+        # The partner of a parameter is a parameter.
         if port != "param":
             port = row.candidate_port or port
         call = (
@@ -570,7 +574,7 @@ class CallCounts:
 
 
 def covered_by(counts: CallCounts, reference: Side, candidate: Side) -> Covered:
-    """What the rows of a table and the facts of its two runs say together."""
+    """What a comparison covered, from the rows of its table and the facts about its two runs."""
     counts.finish()
     leaves, unseen = _deciding_leaves(counts, reference, candidate)
     sides = (("reference", reference), ("candidate", candidate))
@@ -591,19 +595,20 @@ def covered_by(counts: CallCounts, reference: Side, candidate: Side) -> Covered:
         tuple(
             f"{', '.join(side.unseen)} of the {name}"
             for (name, side), other in zip(sides, (candidate, reference), strict=True)
-            # Whoever captures some ranks only has left the others out on purpose.
+            # Ranks that the other side's filters leave out were left out on purpose.
             if side.unseen and not any(word.startswith(RANKS) for word in other.scope.filters)
         ),
     )
 
 
 def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tuple[LeafShare, str]:
-    """The share that decides, and what of it is a compiled region too large to stand alone.
+    """The coverage that decides, and the first compiled region that hides many modules.
 
-    What either side has and the other has not must be explained: as parts of something that was
-    compared, or as a short way between two such. So the side that is covered less decides; but a
-    side that was dumped with filters leaves out on purpose what only the other one has, and a dump
-    of another tool, which may hold a part of a model, is measured against what it holds.
+    Calls that only one side has must be parts of something that was compared, or be in a short
+    stretch between two compared calls. So the side that is covered less decides. There are two
+    exceptions: a side that was dumped with filters leaves out on purpose what only the other one
+    has, and a dump of another tool, which may contain only a part of a model, is measured against
+    its own contents.
     """
     sides = (reference, candidate)
     modules = all(side.scope.has_modules for side in sides)
@@ -612,7 +617,7 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         counts.candidate.order[site, visits[site]] = number
         visits[site] += 1
     own, other = counts.reference, counts.candidate
-    # Where one side has modules only, nothing finer than a module can be compared with it.
+    # If one side has modules only, nothing finer than a module can be compared.
     if own.has_operators != other.has_operators and all(side.scope.captured for side in sides):
         own, other = (
             calls.by_modules() if calls.has_operators else calls for calls in (own, other)
@@ -621,11 +626,11 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         own.set_pieces(other, {*candidate.scope.compiled, *dict(candidate.scope.hidden)})
         other.set_pieces(own, {*reference.scope.compiled, *dict(reference.scope.hidden)})
     first = _share_of(own, other, reference, modules=modules)
-    # Calls that are alike are covered alike.
+    # If both sides have the same calls, they have the same coverage.
     second = first if own is other else _share_of(other, own, candidate, modules=modules)
     shares = (first, second)
     partial = [share for share, side in zip(shares, sides, strict=True) if not side.scope.captured]
-    # Of two such dumps, the one with fewer calls sees less of the same.
+    # Of two such dumps, the one with fewer calls contains less of the same model.
     if partial:
         return min(partial, key=lambda entry: (entry[0].calls, entry[0].share))
     deciding = [
@@ -633,7 +638,7 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
         for share, other in zip(shares, reversed(sides), strict=True)
         if not other.scope.filters
     ]
-    # Both were filtered: fewer calls is coarser, and only sees less of the same.
+    # If both were filtered, the one with fewer calls decides, for the same reason.
     if not deciding:
         return min(shares, key=lambda entry: (entry[0].calls, entry[0].share))
     return min(deciding, key=lambda entry: entry[0].share)
@@ -642,20 +647,21 @@ def _deciding_leaves(counts: CallCounts, reference: Side, candidate: Side) -> tu
 def _share_of(
     own: SideCalls, other: SideCalls, side: Side, *, modules: bool
 ) -> tuple[LeafShare, str]:
-    """The share of one side; a compiled region that hides many modules counts as those."""
+    """The coverage of one side; a compiled region counts as the many modules that it hides."""
     share = own.share(modules=modules)
     unseen = ""
     total = sum(other.sites[leaf].leaf[0] for leaf in other.leaves() if "/" not in leaf)
     hidden = dict(side.scope.hidden)
     for leaf in own.leaves() if modules else ():
-        # Calls that are alike are each other's partners.
+        # If both sides have the same calls, every site is its own partner.
         partner = leaf if own is other else own.partners.get(leaf)
-        # A module of one call may have many parts elsewhere; compiled, it has them here, too.
+        # A module may be a leaf here and have many parts on the other side. If it is compiled, it
+        # has them here, too.
         if partner is None or not (leaf in ROOTS or leaf in side.scope.compiled or leaf in hidden):
             continue
         calls, compared = other.calls_inside(partner, operators=False)
         counted, covered = own.sites[leaf].leaf
-        # Where the other side has not seen them either, the model's tree says how many they are.
+        # If the other side has not captured them either, the module tree tells their number.
         calls = max(calls, counted * hidden.get(leaf, 0))
         if calls > counted and calls >= SMALL_CONTAINER * total:
             unseen = unseen or leaf
@@ -666,7 +672,7 @@ def _share_of(
 
 
 def _borders(counts: CallCounts) -> Iterator[str]:
-    """Inputs and outputs of the model itself that both sides hold and that were not compared."""
+    """Inputs and outputs of the model that both sides have, but that were not compared."""
     for kind, word in ((_INPUT, "inputs"), (_OUTPUT, "outputs")):
         held: list[bool] = []
         for side in (counts.reference, counts.candidate):

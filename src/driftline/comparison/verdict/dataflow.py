@@ -1,10 +1,10 @@
 """How errors flow: what a site's own code computes, and how much of an error reaches the end.
 
-A leaf computes its output of its inputs. A container computes what it passes to its parts (an
-attention's result goes into its output projection) and its own output; what its parts compute is
-not its own doing. For every site, this file lists these transfers: something that was made, and the
-worst of what it was made of. It also estimates which share of the final error goes back to the
-sites that introduced error, and which calls that were missed lie between compared ones.
+A leaf computes its output from its inputs. The own code of a container computes what it passes to
+its parts (an attention's result goes into its output projection) and its own output, but not what
+its parts compute. For every site, this file lists these transfers: a result, and the worst of the
+tensors from which it was computed. It also estimates which fraction of the final error comes from
+the sites that introduce error, and which calls without a comparison are between compared ones.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from driftline.comparison.verdict.sites import (
 from driftline.runs.sidecars.model_facts import tensor_path
 
 SiteCall: TypeAlias = tuple[str, int]
-"""Site and visit."""
+"""Site and visit of a call."""
 _Window: TypeAlias = tuple[Direction, str, int, int, int]
-"""Direction, container, rank, process, step."""
+"""Direction, container, rank, process and step."""
 
 
 class Transfer(NamedTuple):
-    """Something that a site's own code made, and what it was made of.
+    """A tensor that a site's own code computed, and the tensors from which it was computed.
 
     Attributes:
         role: What it has in common with its siblings in other layers.
         kind: What it has in common with everything of its class.
-        call: Its rows: what was made goes out, the worst of what it was made of goes in.
-        of_container: Whether a container made it, of its inputs and of what its parts gave.
-        is_same: Whether it is one of the tensors that it was made of, as far as numbers tell.
-        moved: Relative error that its parameters explain, which an optimizer has moved apart.
+        call: A call whose output is the result, and whose input is the worst of the tensors from
+            which it was computed.
+        of_container: Whether a container computed it from its inputs and its parts' results.
+        is_same: Whether it seems to be one of those tensors, because the figures agree.
+        moved: Relative error that is explained by parameters which an optimizer has moved apart.
     """
 
     role: tuple[str, ...]
@@ -69,22 +70,23 @@ class _Event(NamedTuple):
 
 
 _KINK = math.sqrt(2.0 / math.pi)
-"""Times the root of an activation's error that its gradient may be off by: where a rectifier's
-input has a normal distribution, such a share of its signs turns, and with them the gradient."""
+"""Factor on the root of an activation's error, for the error that its gradient may have. If a
+rectifier's input has a normal distribution, this fraction of its signs changes, and the gradient
+with them."""
 
 
 class MovedWeights:
     """How far apart an optimizer has moved the parameters of two models, site by site.
 
-    Parameters are inputs of a site that are mostly captured once, before training. What an
-    optimizer was given tells what became of them. A step that is a multiple of the gradient is off
-    as the gradient is. One that divides the gradient by its size moves an element the other way
-    where rounding turned its sign, and the share of such elements goes with the gradient's error:
-    the step is off by twice the root of that.
+    Parameters are mostly captured once, before training, but the gradients that an optimizer gets
+    show how they change. If the step is a multiple of the gradient, it has the gradient's relative
+    error. If the optimizer divides the gradient by its size, an element moves the other way if
+    rounding changed its sign. The fraction of such elements is proportional to the gradient's
+    error, and the step has an error of twice the root of that.
     """
 
     def __init__(self, sites: Mapping[Place, Site], strides: Mapping[str, Stride]) -> None:
-        # By the module, and by the process unless its ranks hold the parameter in parts.
+        # By module, and also by rank and process unless ranks hold parts of the parameter.
         self._learnt: dict[tuple[object, ...], list[tuple[Row, Stride | None]]] = {}
         gradients = [
             row
@@ -99,7 +101,7 @@ class MovedWeights:
         names = {place.site for place in sites if place.direction == "forward"}
         for row in gradients:
             key = row.key
-            # A module that was not captured is part of the code of the one around it.
+            # A module that was not captured belongs to the code of the one around it.
             outer = (key.site, *ancestors(key.site))
             if (holder := next((name for name in outer if name in names), None)) is not None:
                 stride = strides.get(tensor_path(key.site, key.slot))
@@ -107,7 +109,7 @@ class MovedWeights:
                 self._learnt.setdefault(owner, []).append((row, stride))
 
     def error(self, site: str, call: Call) -> float:
-        """Relative error that a call has because its parameters were moved apart before."""
+        """The relative error of a call that earlier updates of its parameters explain."""
         apart: dict[tuple[str, str], float] = {}
         own = self._learnt.get((site, call.rank, call.process), ())
         for row, stride in (*own, *self._learnt.get((site,), ())):
@@ -118,23 +120,24 @@ class MovedWeights:
 
 
 def _moved_apart(row: Row, stride: Stride | None, call: Call) -> float:
-    """What one step with two gradients adds to the error of what is computed with a parameter."""
-    # On the scale that it was judged on: what an optimizer makes of a bias without gradient is
-    # taken out of results by itself (`evidence/loose_bias.py`).
+    """The error that one update with different gradients adds to results of a parameter."""
+    # On the scale on which it was judged. The effect of a bias without a gradient is removed from
+    # results separately (`evidence/loose_bias.py`).
     error = min(error_of(row), 1.0)
     by_gradient = stride is not None and stride.by_gradient
-    # Gradients of which many elements are nothing but rounding turn more signs than that; a second
-    # look has counted them.
+    # If many elements of a gradient are only rounding, more signs change; a second look has counted
+    # them.
     turned = float(row.metrics.get(TURNED, 0.0))
     share = error if by_gradient else max(2.0 * math.sqrt(error), turned)
     if stride is None:
-        # A bias may have begun at zero and be small beside what it is added to: nothing says it.
+        # A bias may begin at zero and be small compared with what it is added to, so without a
+        # known step nothing is assumed.
         return 0.0 if is_bias(row.key.slot) else share
     length = stride.length
     if by_gradient:
         length *= float(row.metrics.get("reference_l2", 0.0))
     if not is_bias(row.key.slot):
-        # Weights that begin at zero are what the first step makes of them.
+        # A weight that begins at zero has the size of the first step.
         largest = max(stride.size, length)
         return share * length / largest if largest > 0.0 else 0.0
     made = max(call.outs, key=lambda out: float(out.metrics.get("reference_l2", 0.0)))
@@ -146,11 +149,11 @@ def _moved_apart(row: Row, stride: Stride | None, call: Call) -> float:
 def transfers_of(
     sites: Mapping[Place, Site], structure: Structure = NO_STRUCTURE
 ) -> dict[Place, list[Transfer]]:
-    """What the own code of every site made, call by call.
+    """The transfers of every site, call by call.
 
     Args:
-        sites: All of them.
-        structure: What the runs know of their model.
+        sites: All sites.
+        structure: Facts about the structure of the model.
     """
     weights = structure.weights
     names: dict[Direction, set[str]] = {}
@@ -169,7 +172,7 @@ def transfers_of(
             moment = (call.rank, call.process, call.step)
             inside = _inside(events.get((place.direction, place.site, *moment), ()), call, ended)
             level = levels.get((place.site, *moment), 0.0) if backward else 0.0
-            # A gradient is made of activations as well, and those carry the forward error.
+            # Gradients are computed from activations, too, which have the forward error.
             if inside or (place.site not in weights and not is_smooth(site.class_name)):
                 level = max(level, _KINK * math.sqrt(level))
             apart = moved.error(place.site, call)
@@ -189,10 +192,9 @@ def transfers_of(
 
 
 def makers_of_other_shapes(rows: Sequence[Row]) -> Mapping[str, str]:
-    """Parts that are handed a tensor of another shape → the container whose own code made it.
+    """For each part that gets a tensor of another shape, the container whose own code made it.
 
-    Shapes that one can be stretched to, or that hold as many elements, are the same thing in
-    another form.
+    Shapes that can be broadcast to each other, or that have as many elements, do not count.
     """
     handed = {
         row.key.site
@@ -211,7 +213,7 @@ def makers_of_other_shapes(rows: Sequence[Row]) -> Mapping[str, str]:
 
 
 def first_of_other_shape(rows: Sequence[Row]) -> Row | None:
-    """The first result of another shape of a module that was given the shapes of the reference."""
+    """The first result of another shape from a module whose inputs have the reference's shapes."""
     other: dict[tuple[object, ...], Row] = {}
     excluded: set[tuple[object, ...]] = set()
     for row in rows:
@@ -221,7 +223,7 @@ def first_of_other_shape(rows: Sequence[Row]) -> Row | None:
             continue
         if key.port == "output" and has_other_shape(row) and not _is_another_form(row):
             other.setdefault(call, row)
-        # What it was given explains it, or something else that it made was compared.
+        # An input explains the shape, or another output of the call was compared.
         elif row.compared == (key.port == "output") or row.status == "fail":
             excluded.add(call)
     makers = [row for call, row in other.items() if call not in excluded]
@@ -229,7 +231,7 @@ def first_of_other_shape(rows: Sequence[Row]) -> Row | None:
 
 
 def has_other_shape(row: Row) -> bool:
-    """Whether a tensor could not be compared because its shape is another one."""
+    """Whether a tensor could not be compared because the shapes differ."""
     shapes = row.reference_shape, row.candidate_shape
     return row.status == "incomparable" and None not in shapes and shapes[0] != shapes[1]
 
@@ -243,28 +245,28 @@ def _is_another_form(row: Row) -> bool:
 
 
 def _parent(place: Place, names: set[str]) -> str | None:
-    """The nearest captured site around another; modules in between were not captured."""
+    """The nearest captured site around another one."""
     return next((outer for outer in ancestors(place.site) if outer in names), None)
 
 
 def _events(
     sites: Mapping[Place, Site], parents: Mapping[Place, str | None]
 ) -> dict[_Window, list[_Event]]:
-    """What went into and came out of the parts of every container, in order of execution."""
+    """The inputs and outputs of the parts of every container, in order of execution."""
     events: dict[_Window, list[_Event]] = {}
     for place, site in sites.items():
         parent = parents[place]
-        # Weights and optimizers have no containers that compute something.
+        # Containers compute nothing for weights and optimizers.
         if parent is None or place.direction not in ("forward", "backward"):
             continue
         for call in site.calls:
             window = (place.direction, parent, call.rank, call.process, call.step)
             listed = events.setdefault(window, [])
-            # What ranks hold in parts was made on all of them; the first one's call tells of it.
+            # A tensor in parts was computed on several ranks; the first one's call represents it.
             listed += [
                 _Event(row.order, False, row) for row in call.ins if row.key.rank == call.rank
             ]
-            # A parameter's gradient is handed to nobody inside the model.
+            # The gradient of a parameter is not passed on inside the model.
             listed += [
                 _Event(row.order, True, row) for row in call.outs if row.key.port != "param_grad"
             ]
@@ -276,10 +278,10 @@ def _events(
 def _inside(
     events: Sequence[_Event], call: Call, ended: dict[tuple[int, int, int], int]
 ) -> Sequence[_Event]:
-    """Events of one call of a container."""
+    """The events of one call of a container."""
     moment = (call.rank, call.process, call.step)
     begin = call.begin
-    # Where a container was captured without inputs, its call begins after the one before it.
+    # If a container was captured without inputs, its call begins after the one before it.
     if not call.ins and not call.has_codes:
         begin = min(begin, ended.get(moment, -1) + 1)
     ended[moment] = call.order
@@ -292,7 +294,7 @@ def _inside(
 def _forward_levels(
     sites: Mapping[Place, Site], parents: Mapping[Place, str | None]
 ) -> dict[tuple[str, int, int, int], float]:
-    """Largest forward error at every site and its direct parts: gradients are made of these."""
+    """The largest forward error at every site and its direct parts, which gradients depend on."""
     levels: dict[tuple[str, int, int, int], float] = {}
     if not any(place.direction == "backward" for place in sites):
         return levels
@@ -323,7 +325,7 @@ def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float
 
     def add(row: Row, *part: str) -> None:
         of = _transfer(call, row, worst, level)
-        # Tokens that are sorted by other choices lie elsewhere: nothing is to be compared.
+        # If other choices sort tokens differently, the error of this input says nothing.
         if call.changed_codes and row.key.port == "input":
             of.error_in = math.inf
         tensor = (row.key.port, row.key.slot)
@@ -346,13 +348,13 @@ def _of_container(site: Site, call: Call, events: Sequence[_Event], level: float
 
 
 def _is_same(call: Call) -> bool:
-    """Whether all that a leaf gives is something it was given."""
+    """Whether all outputs of a leaf are among its inputs."""
     inputs = {identity_of(row) for row in call.ins}
     return bool(inputs) and all(identity_of(row) in inputs for row in call.outs)
 
 
 def identity_of(row: Row) -> tuple[object, ...]:
-    """Figures that two tensors have in common only if they are the same."""
+    """Figures that are equal for two tensors only if the tensors are the same."""
     metrics = row.metrics
     return (
         *(row.reference_shape or ()),
@@ -379,17 +381,18 @@ def _transfer(call: Call, row: Row, source: Row | None, level: float) -> Call:
     )
 
 
-# Share of the final output's error: an estimate from two energies.
+# Fraction of the final output's error, estimated from two squared errors.
 
 
 def final_error(
     sites: Mapping[Place, Site], floor: NoiseFloor | None, first: Place | None
 ) -> tuple[float, float]:
-    """Relative error of the final output, and how much of it noise explains."""
+    """The relative error of the final output, and the error that noise explains."""
     forward = [site for place, site in sites.items() if place.direction == "forward"]
     if not forward:
         return math.nan, math.nan
-    # The root is the end of the model even where a later output (of a loss, say) was captured.
+    # The root is the end of the model, even if a later output (such as that of a loss) was
+    # captured.
     last = max(forward, key=lambda site: (site.name in ROOTS, site.order))
     call = last.worst
     error = math.inf if call.one_sided else call.error
@@ -399,17 +402,18 @@ def final_error(
             return error, max(floors)
     if first is None or first.direction != "forward":
         return error, math.nan
-    # Rounding adds up along the depth as a random walk does: what was there before the first
-    # culprit, carried on to the end.
+    # Rounding errors add up like a random walk, so the error before the first culprit is
+    # extrapolated to the end.
     errors = [site.error for site in over_before(sites, first) if math.isfinite(site.error)]
     further = min(math.sqrt(len(forward) / max(len(errors), 1)), 4.0)
     return error, max(further * max(errors, default=0.0), call.unit)
 
 
 def explained(final: float, noise: float) -> float | None:
-    """Share of the final error's energy that the faults cause.
+    """The fraction of the final squared error that faults cause; None if it is unknown.
 
-    Noise and fault are unrelated, so their energies add up: what noise explains is subtracted.
+    Noise and faults are independent, so their squared errors add up, and that of noise is
+    subtracted.
     """
     if math.isnan(final) or math.isnan(noise):
         return None
@@ -420,11 +424,11 @@ def explained(final: float, noise: float) -> float | None:
     return round(min(max(1.0 - (noise / final) ** 2, 0.0), 1.0), 4)
 
 
-# --- calls that were missed
+# --- calls without a comparison
 
 
 class SeenTensor(NamedTuple):
-    """Where a tensor was first compared: the site and visit, and whether they gave it."""
+    """Where a tensor was first compared: the call, and whether the tensor is its output."""
 
     call: SiteCall
     is_given: bool
@@ -439,19 +443,19 @@ def in_short_stretches(
     *,
     ends: tuple[bool, bool],
 ) -> dict[str, float]:
-    """The share of leaves' calls in short stretches of execution between what was compared.
+    """The fraction of leaves' calls in short stretches of execution between compared calls.
 
-    What they made went into what was compared next, so that an error of theirs shows there; but not
-    into a call that takes only what was compared before they ran. That one is a branch beside
-    theirs, and what all branches left out goes into one result: one stretch. Where the output of
-    the container around them is missed, too, a stretch has not ended.
+    Their results go into the next compared call, so an error in them shows there. They do not go
+    into a call that takes only tensors which were compared before they ran: that call is in a
+    parallel branch. The branches lead to one result, so what they left out is one stretch. If the
+    output of the container around a stretch was not compared either, the stretch continues.
 
     Args:
         ordered: All calls of one side, in the order in which they ended.
         missed: Leaves that were not compared in all of their calls.
         compared: Calls whose output was compared.
-        sources: What compared calls took, by where it was first compared.
-        most: How many calls a short stretch has at most.
+        sources: The inputs of compared calls, and where each was first compared.
+        most: The largest number of calls in a short stretch.
         ends: Whether the model's inputs and its outputs were compared.
     """
     inside, all_missed = Counter[str](), Counter[str]()
@@ -483,9 +487,9 @@ def in_short_stretches(
 
 
 def _newest(sources: Sequence[SeenTensor] | None, times: Mapping[SiteCall, _Times]) -> float:
-    """When the newest was made of what a call took and no compared call gave.
+    """When the newest input of a call was computed, except outputs of compared calls.
 
-    What had gone into such a gift was behind it already.
+    The output of a compared call already covers what it was computed from.
     """
     if sources is None:
         return math.inf
@@ -497,14 +501,14 @@ def _newest(sources: Sequence[SeenTensor] | None, times: Mapping[SiteCall, _Time
 
 
 class _Times(NamedTuple):
-    """When a call began and ended, in calls that ended before."""
+    """When a call began and ended, in numbers of calls that ended before."""
 
     begin: float
     end: float
 
 
 class _Missed(NamedTuple):
-    """A call that was missed, when it ended, and whether something before it was compared."""
+    """A call without a comparison, when it ended, and whether something before it was compared."""
 
     site: str
     time: float
@@ -514,12 +518,12 @@ class _Missed(NamedTuple):
 def _divided(
     missed: Iterable[_Missed], newest: float, begin: float
 ) -> tuple[list[_Missed], list[_Missed]]:
-    """What may have gone into a compared call, and what cannot have.
+    """Divide missed calls into those that may have gone into a compared call, and the others.
 
     Args:
-        missed: Calls that were missed before it.
-        newest: When the newest of what it took was made.
-        begin: When it began; what ran inside a container goes into what that gives.
+        missed: The missed calls before it.
+        newest: When the newest of its inputs was computed.
+        begin: When it began. Calls inside a container go into the container's output.
     """
     parts: tuple[list[_Missed], list[_Missed]] = ([], [])
     for part in missed:
@@ -528,9 +532,9 @@ def _divided(
 
 
 def _times(ordered: Iterable[SiteCall]) -> dict[SiteCall, _Times]:
-    """When calls began and ended, of calls in the order in which they ended.
+    """When calls began and ended, from the order in which they ended.
 
-    A container began before the first of its parts that ended since its last call.
+    A container began before the first of its parts that ended after the container's last call.
     """
     times: dict[SiteCall, _Times] = {}
     begins: dict[str, float] = {}
@@ -543,7 +547,7 @@ def _times(ordered: Iterable[SiteCall]) -> dict[SiteCall, _Times]:
 
 
 def containers_around(site: str) -> Iterator[str]:
-    """The names of what may be around a site, the nearest first, the model itself last.
+    """The names of sites that may contain a site, the nearest first, the model itself last.
 
     >>> list(containers_around("layers.0.mlp/add"))
     ['layers.0.mlp', 'layers.0', 'layers', '(root)', '']

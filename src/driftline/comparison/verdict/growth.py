@@ -49,13 +49,13 @@ _NARROW = ("int", "uint", "float8", "float4")
 def structure_of(
     reference: Run, candidate: Run, plan: Plan, rows: Iterable[Row] | None = None
 ) -> Structure:
-    """What two runs know of their model, as far as judging their sites needs it.
+    """The facts about the structure of two models that judging their sites needs.
 
     Args:
-        reference: What is right.
+        reference: The run that is assumed to be right.
         candidate: The run to test.
-        plan: What is compared with what.
-        rows: The rows of all of it, where they are at hand: a long plan reads its pairs from runs.
+        plan: The alignment of the two runs.
+        rows: All rows, if they exist; reading the pairs of a long plan from the runs is slower.
     """
     with_outputs, with_inputs = set[str](), set[str]()
     places: set[tuple[int, int]] = set()
@@ -72,20 +72,20 @@ def structure_of(
     for record in plan.extra:
         classes.setdefault(record.class_name, set()).add(record.key.site)
     facts = module_facts(reference, places)
-    # Who feeds whom is asked only of sites that were captured without their inputs, and reading it
-    # takes long.
+    # The flow of tensors is needed only for sites that were captured without their inputs, and
+    # reading it is slow.
     flow: Flow = flow_of(reference, candidate, plan) if with_outputs - with_inputs else {}
     quantised = quantised_sites(reference, candidate, classes)
     for site, error in with_containers(rounded_sites(candidate, plan)).items():
         quantised[site] = max(quantised.get(site, 0.0), error)
     misread = misread_sites(reference, candidate, plan)
-    # Weights differ between steps only where gradients were given to an optimizer.
+    # Weights change between steps only if an optimizer gets gradients.
     strides = strides_of(reference, places) if learns else {}
     return Structure(flow, facts.weights, facts.inside, quantised, misread, strides)
 
 
 def _compared_sites(plan: Plan, rows: Iterable[Row] | None) -> Iterator[tuple[TensorKey, str, str]]:
-    """Of each pair: the reference's key, the candidate's class and its site."""
+    """For each pair, the reference's key, the candidate's class and the candidate's site."""
     if rows is None:
         for pair in plan.pairs:
             yield pair.reference.key, pair.candidate.class_name, pair.candidate.key.site
@@ -95,11 +95,14 @@ def _compared_sites(plan: Plan, rows: Iterable[Row] | None) -> Iterator[tuple[Te
 
 
 def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
-    """Sites of the candidate that read integers for other numbers than they were made of."""
+    """Sites of the candidate that decode integers to other numbers than were encoded.
+
+    The values are sentences that say how.
+    """
     graph, other = exported_graph(candidate), exported_graph(reference)
     if graph is None or not graph.misread:
         return {}
-    # What both files do is what their author wanted.
+    # What both files do is assumed to be intended.
     intended = {node.sentence for node in other.misread} if other is not None else set[str]()
     partner = {pair.candidate.key.site: pair.reference.key.site for pair in plan.pairs}
     compared = set(partner.values())
@@ -108,7 +111,7 @@ def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
         if node.sentence in intended:
             continue
         place = node.module if node.module in compared else partner.get(node.site)
-        # What the node makes may be compared nowhere, and what is computed of it is.
+        # The node's result may not be compared, but tensors computed from it are.
         after = [partner[module] for module in node.modules if module in partner]
         if place is not None or not after:
             sentences[place or node.module or node.site] = node.sentence
@@ -121,7 +124,7 @@ def misread_sites(reference: Run, candidate: Run, plan: Plan) -> dict[str, str]:
 
 
 def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
-    """Relative error that rounding of weights explains, by the reference's names of sites."""
+    """The relative error that the rounding of weights explains, by the reference's sites."""
     graph = exported_graph(candidate)
     if graph is None or not graph.rounded:
         return {}
@@ -132,10 +135,10 @@ def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
         if error := graph.rounded.get(pair.candidate.key.site):
             site = pair.reference.key.site
             errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
-    for (side, key), whole in plan.inside.items():
-        # What is inside a fusion rounds what the whole of it gives.
+    for (side, key), fused in plan.inside.items():
+        # A weight inside a fusion rounds the result of the fused node.
         error = graph.rounded.get(key.site, 0.0) if side == "reference" else 0.0
-        for site in compared_at.get(whole, ()) if error else ():
+        for site in compared_at.get(fused, ()) if error else ():
             errors[site] = max(errors.get(site, 0.0), ROUNDINGS * error)
     return errors
 
@@ -143,12 +146,12 @@ def rounded_sites(candidate: Run, plan: Plan) -> dict[str, float]:
 def quantised_sites(
     reference: Run, candidate: Run, classes: Mapping[str, AbstractSet[str]]
 ) -> dict[str, float]:
-    """Relative error allowed at each site that computes with integers; empty for most runs.
+    """The relative error allowed at each site that computes with integers; empty for most runs.
 
     Args:
-        reference: What is right.
+        reference: The run that is assumed to be right.
         candidate: The run to test.
-        classes: Class → its sites in the candidate.
+        classes: The candidate's sites of each class.
     """
     reference_nodes, candidate_nodes = _nodes(reference), _nodes(candidate)
     reference_weights = _weighted(reference_nodes)
@@ -157,31 +160,31 @@ def quantised_sites(
     for name, sites in classes.items():
         if any(word in name.lower() for word in _WORDS):
             quantised |= sites
-    # A graph keeps its weights beside its nodes: there none has disappeared.
+    # Weights of a graph are stored outside its nodes, so none of them has disappeared.
     if any(node.parameters for node in candidate_nodes) or scope_of(candidate).has_modules:
         gone = {
             site
             for site, count in reference_weights.items()
             if count and candidate_weights.get(site) == 0
         }
-        # A tied or lazily built weight may be missing too; packed ones go missing together.
+        # A tied or lazily built weight may be missing too, but if weights are packed, several are.
         if len(gone) >= 2:
             quantised |= gone
     return with_containers(dict.fromkeys(quantised, QUANTISED["int8"]))
 
 
 def with_containers(quantised: Mapping[str, float]) -> dict[str, float]:
-    """What sites that compute with integers may be off by, and what is around them."""
+    """The allowed errors of sites that compute with integers, and of the sites around them."""
     allowed = dict(quantised)
     for site, error in quantised.items():
         for outer in ancestors(site):
-            # A container adds up the errors of several such parts.
+            # Errors of several such parts add up in a container.
             allowed[outer] = max(allowed.get(outer, 0.0), 2.0 * error)
     return allowed
 
 
 def _packed(nodes: Sequence[ModuleNode]) -> set[str]:
-    """Modules that hold their weight as codes, or in a part that packs it."""
+    """The modules whose weight is stored as codes, or in a part that packs it."""
     sites: set[str] = set()
     for node in nodes:
         holds = any(
@@ -199,7 +202,7 @@ def _packed(nodes: Sequence[ModuleNode]) -> set[str]:
 
 
 def _weighted(nodes: Sequence[ModuleNode]) -> dict[str, int]:
-    """How many parameters every module holds, by the module tree; empty without one."""
+    """How many weights every module holds."""
     return {
         node.site: sum(parameter.name == "weight" for parameter in node.parameters)
         for node in nodes
@@ -207,7 +210,7 @@ def _weighted(nodes: Sequence[ModuleNode]) -> dict[str, int]:
 
 
 def _nodes(run: Run) -> list[ModuleNode]:
-    """Every module of the first process; none if the tree cannot be read."""
+    """All modules of the first process; empty if the module tree cannot be read."""
     tree = run.topology()
     if not tree:
         return []
@@ -221,30 +224,30 @@ def _nodes(run: Run) -> list[ModuleNode]:
 
 
 _SIBLINGS = 3
-"""Members a role needs before its median means anything."""
+"""A role needs at least this many members for its median to be meaningful."""
 _APART = 8.0
-"""Units by which right implementations of one function differ, without any sum."""
+"""Units of roundoff by which right implementations of one function differ without any sum."""
 _OWN_CODE = 4
-"""Operations that a container's own code is taken to have: an attention has about so many."""
-# Growth allowed without siblings to compare with, and beyond the usual growth of siblings.
+"""Assumed number of operations in a container's own code; an attention has about this many."""
 ALONE = 8.0
+"""Factor by which an error may grow if there are no siblings to compare with."""
 _LEAVES = (2.5, 1.45)
 _CONTAINERS = (3.0, 1.8)
-"""What the largest of three siblings, and of very many, may have over their median. Measured on
-clean models of 2 to 80 layers: leaves 1.0 to 1.2, the own code of attentions up to 2.2."""
+"""Factors over the median that the largest of three siblings, and of very many, may have. Measured
+on clean models of 2 to 80 layers: leaves 1.0 to 1.2, the own code of attentions up to 2.2."""
 _SPREAD = 0.5
-"""Largest spread of siblings, in logarithms, at which they have a usual growth. A larger one must
-not excuse everything, and narrows no limit."""
+"""Largest spread of siblings, in logarithms, at which they have a usual growth. A larger spread
+does not narrow a limit, and widens it only as much as this one does."""
 _QUIET, _LOUDEST = 1.0 / ALONE, 4
-"""The code of a container is compared with siblings that were given no more error than this, or
-than twice its own. A larger error cannot grow as errors do elsewhere: probabilities, gates and
-whatever else has bounds are off by their own size at most, and such siblings seem to grow less."""
+"""The code of a container is compared with siblings whose input error is at most this, or at most
+twice its own. Larger errors grow less than others, because probabilities, gates and everything
+else that is bounded can be off only by their own size."""
 _NEAR = 2
-"""Siblings before a site, and behind it, that run at its depth."""
+"""This many siblings before a site, and after it, are at its depth."""
 _Peers: TypeAlias = tuple[tuple[str, ...], int]
-"""A role or kind, and how loud its members are at most."""
+"""A role or kind, and the largest loudness of its members."""
 _ENOUGH = 64
-"""Elements from which on the relative error of a tensor has a usual size."""
+"""With fewer elements, the relative error of a tensor has no usual size."""
 FAULT = 0.2
 """Relative error of a fault that a comparison must be able to see."""
 
@@ -253,16 +256,16 @@ _NOTHING: Mapping[str, AbstractSet[int]] = {}
 
 
 class Growth(NamedTuple):
-    """A site's error compared with what its input lets expect.
+    """A site's error compared with the error that its input explains.
 
     Attributes:
-        call: The call that is furthest out.
-        expected: Relative error that was to be expected there.
-        excess: Error over its limit; above 1 is outside.
-        siblings: How many others the expectation rests on.
-        limit: Relative error that is still explained there.
-        hides: Whether a fault of `FAULT` could hide in what is explained.
-        drowns: Whether it could hide in it even if no steps of integers were allowed for.
+        call: The call that exceeds its limit most, or comes nearest to it.
+        expected: The expected relative error of that call.
+        excess: The error divided by its limit; above 1 is outside.
+        siblings: The number of siblings from which the expectation was derived.
+        limit: The largest relative error that is explained.
+        hides: Whether a fault of `FAULT` could stay within the limit.
+        drowns: Whether it could even without the error that is allowed for integers.
     """
 
     call: Call
@@ -275,16 +278,17 @@ class Growth(NamedTuple):
 
 
 def rounding(unit: float, parts: int, length: int = 1) -> float:
-    """Relative error that the arithmetic of a format explains in a site.
+    """The relative error that rounding explains in a site.
 
-    A leaf rounds its result once. Sums of n terms in two right orders differ by about the root of
-    n / 3 units (each partial sum is rounded); right functions differ by some units besides. Formats
-    of 16 bits and less add up in float32. Roundings of parts add up like a random walk.
+    A leaf rounds its result once. Sums of n terms in two orders differ by about the root of
+    n / 3 units, because each partial sum is rounded, and right implementations of a function differ
+    by some further units. Formats of 16 bits and less are summed in float32. The rounding errors of
+    parts add up like a random walk.
 
     Args:
-        unit: Unit roundoff of the coarsest format that takes part.
-        parts: How many sites lie in it.
-        length: Terms of its longest sum.
+        unit: Unit roundoff of the coarsest format involved.
+        parts: The number of sites inside.
+        length: The number of terms of its longest sum.
     """
     sums = min(unit, 2.0**-24) * math.sqrt(_APART**2 + length)
     once = unit if unit > FINE else 0.0
@@ -295,15 +299,15 @@ def growths(
     sites: Mapping[Place, Site],
     transfers: Mapping[Place, Sequence[Transfer]],
     structure: Structure = NO_STRUCTURE,
-    known: Mapping[str, AbstractSet[int]] = _NOTHING,
+    covered_steps: Mapping[str, AbstractSet[int]] = _NOTHING,
 ) -> dict[Place, Growth]:
-    """For every site, the worst of what its own code made against what was to be expected.
+    """For every site, the transfer whose error exceeds the expected one most.
 
     Args:
-        sites: All of them.
-        transfers: What their own code made, from `transfers_of`.
-        structure: What the runs know of their model.
-        known: Steps in which better evidence knows a site, by its name; the others are asked for.
+        sites: All sites.
+        transfers: The transfers of each site, from `transfers_of`.
+        structure: Facts about the structure of the model.
+        covered_steps: The steps of a site for which there is better evidence; other steps decide.
     """
     captured = parts_of(place.site for place in sites if place.direction == "forward")
     roles: dict[_Peers, list[tuple[int, float]]] = {}
@@ -315,18 +319,18 @@ def growths(
         logs: dict[tuple[tuple[str, ...], tuple[str, ...], int], list[float]] = {}
         for transfer in made:
             parts = uncaptured + (_OWN_CODE if transfer.of_container else 0)
-            # Gradients of a few units of roundoff cancel where nobody sees it: in a softmax, at a
-            # rectifier, near the smallest step of a format.
+            # Gradients of a few units of roundoff may cancel inside a softmax, at a rectifier or
+            # near the smallest step of a format, so there an allowance for the format is made.
             is_plain = is_known and place.direction != "backward"
             entry = _measured(transfer, parts, is_known=is_plain)
             own.append(entry)
-            # Weights that were moved apart add what no input brings.
+            # An error that is mostly due to weights that have diverged does not show usual growth.
             if math.isfinite(entry.grown) and not transfer.moved > entry.base:
                 for loud in range(entry.loudness, _LOUDEST + 1):
                     logs.setdefault((transfer.role, transfer.kind, loud), []).append(entry.grown)
         measured[place] = own
-        # The median of a site's calls stands for it, so that a site called often has no more
-        # weight than others.
+        # A site is represented by the median of its calls, so that one that is called often has
+        # no more weight than others.
         order = sites[place].order[1]
         for (role, kind, loud), values in logs.items():
             usual_of_site = (order, median(values) if len(values) > 1 else values[0])
@@ -337,7 +341,8 @@ def growths(
     worst: dict[Place, Growth] = {}
     for place, entries in measured.items():
         least = structure.quantised.get(place.site, 0.0)
-        asked = _asked(entries, known.get(place.site, ()) if place.direction == "forward" else ())
+        steps = covered_steps.get(place.site, ()) if place.direction == "forward" else ()
+        asked = _deciding_calls(entries, steps)
         results: list[Growth] = []
         for entry in asked:
             others = usual.get((entry.transfer.role, entry.loudness), _NO_SIBLINGS)
@@ -352,15 +357,16 @@ def growths(
     return worst
 
 
-def _asked(entries: Sequence[_Measured], steps: Collection[int]) -> Sequence[_Measured]:
-    """The calls whose growth counts: those in steps that nothing better knows, or else all."""
+def _deciding_calls(entries: Sequence[_Measured], steps: Collection[int]) -> Sequence[_Measured]:
+    """The calls whose growth counts: those in other steps than these, or else all."""
     return [entry for entry in entries if entry.transfer.call.step not in steps] or entries
 
 
 def _hides_somewhere(entries: Sequence[_Measured], hides: Sequence[bool]) -> bool:
-    """Whether a fault can hide in some of the code of a site, in all that it makes.
+    """Whether a fault could hide in all calls of some part of a site's code.
 
-    Code that is called again, in a later step with other weights, has shown its fault before.
+    If the fault would show in one call of that code, it is enough: a later call with other weights
+    need not show it again.
     """
     codes: dict[tuple[str, ...], bool] = {}
     for entry, hidden in zip(entries, hides, strict=True):
@@ -370,9 +376,9 @@ def _hides_somewhere(entries: Sequence[_Measured], hides: Sequence[bool]) -> boo
 
 
 def _interior(site: str, captured: Mapping[str, int], structure: Structure) -> tuple[int, bool]:
-    """How many modules lie in a site that were not captured; and whether that is known.
+    """The number of modules inside a site that were not captured, and whether all are known.
 
-    An operator has none. Of a site that the module tree does not know, nothing is known.
+    An operator has no modules inside. For a site that is not in the module tree, it is unknown.
     """
     if "/" in site:
         return 0, True
@@ -383,15 +389,16 @@ def _interior(site: str, captured: Mapping[str, int], structure: Structure) -> t
 
 
 class _Measured(NamedTuple):
-    """A transfer with what was there without a fault.
+    """A transfer with its errors.
 
     Attributes:
-        transfer: It.
-        base: What came in, and the site's own rounding.
-        error: What is to be explained of its error.
-        grown: Logarithm of its error over that.
-        own: What the site's own arithmetic explains.
-        flat: What is allowed for the format where nobody knows what lies in the site; else 0.
+        transfer: The transfer.
+        base: The error of its input, combined with half of the site's own rounding.
+        error: The error of its output.
+        grown: Logarithm of `error / base`.
+        own: The error that the site's own rounding explains.
+        flat: The error allowed for the number format if modules inside the site are unknown; else
+            0.
     """
 
     transfer: Transfer
@@ -403,19 +410,19 @@ class _Measured(NamedTuple):
 
     @property
     def loudness(self) -> int:
-        """How much came in: 0 where growth is one of the function and not of its bounds."""
-        # Leaves pass errors on as they are: a linear, a norm, an activation has no such bounds.
+        """How large the input's error is, in powers of two; 0 if it is too small to meet bounds."""
+        # Leaves such as linear layers, norms and activations do not bound errors in this way.
         if not self.transfer.of_container:
             return _LOUDEST
         if not self.base > _QUIET:
             return 0
-        # Powers of two, so that a role has a few groups however many members it has.
+        # Powers of two, so that a role has only a few groups, however many members it has.
         return min(math.ceil(math.log2(min(self.base / _QUIET, 1e9))), _LOUDEST)
 
 
 def _measured(transfer: Transfer, parts: int, *, is_known: bool) -> _Measured:
     call = transfer.call
-    # What has passed on a scale of its own is explained by more than its inputs.
+    # Errors that were judged on another scale are not explained by inputs alone.
     error = max((error_of(row) for row in call.outs if not is_on_another_scale(row)), default=0.0)
     own = rounding(call.unit, parts, call.length)
     went_in = 0.0 if math.isnan(call.error_in) else call.error_in
@@ -431,7 +438,7 @@ def _measured(transfer: Transfer, parts: int, *, is_known: bool) -> _Measured:
 
 
 def flat_limit(call: Call) -> float:
-    """The largest limit of the formats of what was made."""
+    """The largest of the limits of the outputs' number formats."""
     limits = [0.0]
     for row in call.outs:
         dtype = coarsest((row.reference_dtype, row.candidate_dtype))
@@ -441,14 +448,14 @@ def flat_limit(call: Call) -> float:
 
 
 class _Usual(NamedTuple):
-    """How errors grow at like sites.
+    """How errors grow at similar sites.
 
     Attributes:
         middle: Median of the growth, in logarithms.
-        spread: Its spread.
-        sites: How many sites there are.
+        spread: The spread of the growth, in logarithms.
+        sites: The number of sites.
         is_kin: Whether they have only their class in common.
-        members: When each of them ran, and its growth, in order of execution.
+        members: The order and the growth of each of them, in order of execution.
     """
 
     middle: float
@@ -458,11 +465,11 @@ class _Usual(NamedTuple):
     members: Sequence[tuple[int, float]] = ()
 
     def near(self, order: int) -> float:
-        """The usual growth at a depth of the model: at least that of the layers around it.
+        """The usual growth at a depth of the model; at least that of the layers around it.
 
-        What layers do changes along a model: tokens of the last ones may be so much alike that an
-        attention attends to all of them, and no error of its scores matters. A fault of one layer
-        is none of those before and behind it.
+        Layers behave differently along a model: in the last layers tokens may be so similar that an
+        attention attends to all of them, and errors of its scores do not matter. A fault of one
+        layer does not affect the growth in the layers around it.
         """
         if self.is_kin:
             return self.middle
@@ -472,7 +479,7 @@ class _Usual(NamedTuple):
         return max(self.middle, median(growth for _, growth in around)) if around else self.middle
 
     def beyond(self, *, of_container: bool) -> float:
-        """How many times the median a site may have."""
+        """The factor over the median that a site may have."""
         if self.is_kin:
             return _CONTAINERS[0]
         few, many = _CONTAINERS if of_container else _LEAVES
@@ -483,7 +490,7 @@ _NO_SIBLINGS = _Usual(0.0, 0.0, 0)
 
 
 def _usual(members: Sequence[tuple[int, float]], *, is_kin: bool = False) -> _Usual:
-    """How errors grow at like sites, from when each of them ran and what it has."""
+    """How errors grow at similar sites, from the order and the growth of each."""
     values = [growth for _, growth in members]
     middle = median(values)
     # 1.4826 turns a median absolute deviation into the standard deviation of a normal distribution.
@@ -501,51 +508,52 @@ def _judged(entry: _Measured, usual: _Usual, least: float, order: int) -> Growth
         expected = base * min(middle, ALONE)
         among = base * middle * math.exp(3.0 * min(usual.spread, _SPREAD))
         among *= usual.beyond(of_container=entry.transfer.of_container)
-        # Siblings narrow a limit, unless there is too little of a tensor for its error to have a
-        # usual size. They widen it up to the limit of the format only: what all of them add beyond
-        # that is an error of all of them.
+        # Siblings narrow a limit, unless a tensor has too few elements for its error to have a
+        # usual size. They widen it at most to the limit of the format: if all of them add more than
+        # that, all of them have a fault.
         if among >= limit:
             limit = max(limit, min(among, flat_limit(call)))
         elif usual.spread <= _SPREAD and _size(call) >= _ENOUGH:
             limit = among
-    # What moved weights bring is a bound, and not what siblings have measured.
+    # The error from diverged weights is an upper bound, so it is not part of the usual growth.
     without_steps = max(limit, 4.0 * entry.own, entry.flat, ALONE * entry.transfer.moved)
     limit = max(without_steps, least)
     siblings = max(count - 1, 0)
-    # NaN or Inf that did not come in was made here, whatever the sizes are.
+    # NaN or Inf that was not in the input was made here, whatever the sizes are.
     if call.one_sided and not call.one_sided_in:
         return Growth(call, expected, math.inf, siblings, limit)
     if not entry.grown > -math.inf:
         return Growth(call, expected, 0.0, siblings, limit)
     error = entry.error
-    # The same tensor under another name: nothing was computed, and nothing can hide in it.
+    # If the output is the same tensor as the input, nothing was computed, so nothing can hide.
     if entry.transfer.is_same:
         return Growth(call, expected, min(error / limit, 1.0) if limit else 0.0, siblings, limit)
     excess = error / limit if limit > 0.0 else (math.inf if error > 0.0 else 0.0)
-    # No further run makes the steps of integers smaller: these hide a fault, and are no noise.
+    # No further run makes the steps of integers smaller, so a fault that they hide is not counted
+    # as hidden by noise.
     hides, drowns = _can_hide(error, limit), not least and _can_hide(error, without_steps)
     return Growth(call, expected, excess, siblings, limit, hides, drowns)
 
 
 def _size(call: Call) -> int:
-    """Elements of the largest tensor that a call made."""
+    """The number of elements of the largest output of a call."""
     return max(math.prod(row.reference_shape or ()) for row in call.outs)
 
 
 def _can_hide(error: float, limit: float) -> bool:
-    """Whether a fault of `FAULT` beside an error stays within a limit."""
-    # Errors that have nothing to do with each other add up as energies.
+    """Whether a fault of `FAULT` together with an error stays within a limit."""
+    # The squares of independent errors add up.
     return math.hypot(min(error, limit), FAULT) <= limit
 
 
 class Jump(NamedTuple):
-    """Where along the depth of a model the error of one kind of module jumps.
+    """A jump of the error along the depth of a model, between two modules of one kind.
 
     Attributes:
-        site: The first one after the jump.
-        before: Relative error of the one before it.
-        after: Its own.
-        usual: By how much the error grows from one to the next elsewhere, as a factor.
+        site: The first module after the jump.
+        before: Relative error of the module before the jump.
+        after: Relative error of the module after it.
+        usual: The factor by which the error grows between other neighbours.
     """
 
     site: str
@@ -562,7 +570,7 @@ def jump_along_depth(sites: Mapping[Place, Site]) -> Jump | None:
             chains.setdefault(site.role, []).append(site)
     best: tuple[float, Jump] | None = None
     for chain in chains.values():
-        # Three layers have two steps, too few for a usual one.
+        # Three layers have only two steps, too few to know the usual one.
         if len(chain) < 4:
             continue
         logs = [math.log(max(site.error, 1e-12)) for site in chain if math.isfinite(site.error)]

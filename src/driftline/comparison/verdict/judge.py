@@ -1,7 +1,7 @@
-"""A measured table and a tolerance become statuses, a verdict and an exit code.
+"""Judge a measured table with a tolerance: statuses of rows, a verdict and an exit code.
 
-Pass is earned: a row passes because a number kept its limit, never because nothing spoke against.
-Reads no tensor; judging the same table again with another tolerance is cheap and pure.
+A row passes because a number is within its limit, never because a test is missing. This file reads
+no tensor, so judging the same table again with another tolerance is fast.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ from driftline.comparison.verdict.inheritance import (
     quantised_row,
     reference_norm,
 )
-from driftline.comparison.verdict.site_judgement import NO_EVIDENCE, SettledRows, SiteJudgement
-from driftline.comparison.verdict.status import Evidence
+from driftline.comparison.verdict.settled_rows import SettledRows
+from driftline.comparison.verdict.site_judgement import SiteJudgement
+from driftline.comparison.verdict.status import NO_EVIDENCE, Evidence
 from driftline.comparison.verdict.verdict import RowCounts
 from driftline.errors import BadFile, BadInput
 from driftline.numerics.dtypes import DTYPES, DType
@@ -75,7 +76,7 @@ _WRITTEN_INTO = (
 )
 
 _THRESHOLDS_NOTE = "thresholds: "
-"""Begins the notes of a table that are about thresholds."""
+"""Prefix of the notes of a table that are about thresholds."""
 _WHOSE = {"user": "asked for", "exact": "exact", "thresholds": "by its threshold"}
 
 
@@ -86,23 +87,23 @@ _EVIDENCE_COLUMNS = (
     Column(TURNED, "none", "relative L2 of a gradient of which only the signs are left"),
     Column(GIVEN, "none", "relative L2 of what a norm is given, normalised on both sides"),
 )
-"""Columns that a table has only where a row has them."""
+"""Columns that a table has only if one of its rows has them."""
 
 
 def judge(
     table: Table, tolerance: Tolerance | None = None, evidence: Evidence | None = None
 ) -> Table:
-    """The same table with every row's status decided, the verdict, and where the drift starts.
+    """Return the table with a status for every row, a verdict, and where the drift starts.
 
     Args:
-        table: What was measured.
-        tolerance: What is allowed; the limits of number formats, and what sites add, when not
-            given.
-        evidence: What is known of its sites besides; what the table keeps, when not given.
+        table: The measured table.
+        tolerance: The limits. By default those of the number formats, and sites are judged by the
+            error that they add.
+        evidence: Evidence about its sites; by default the evidence that the table contains.
 
     Raises:
-        BadInput: The tolerance has thresholds that fit no layer of this table.
-        BadFile: The evidence that the table keeps is damaged.
+        BadInput: The tolerance has thresholds, but for no layer of this table.
+        BadFile: The evidence in the table is damaged.
     """
     allowed = tolerance or Tolerance()
     if evidence is None:
@@ -120,10 +121,10 @@ def judge(
 
 
 def kept_evidence(table: Table) -> Evidence:
-    """What a table keeps of the experiments that it was judged by before.
+    """Return the evidence that a table contains from an earlier judgement.
 
     Raises:
-        BadFile: It is damaged.
+        BadFile: The evidence is damaged.
     """
     if not table.evidence:
         return NO_EVIDENCE
@@ -141,7 +142,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     quantised = Quantised(table.rows, table.structure.quantised) if ordered else None
     inherited = Unrelated() if quantised is None else Inherited(quantised, in_turn=in_turn)
     counts = RowCounts()
-    # Counted while they pass by: a long table is read from its file once.
+    # Rows are counted while they are judged, so that a long table is read from its file only once.
     rows = like_storage(table.rows, counts.watch(_judged(table.rows, allowed, columns, inherited)))
     if ordered and not allowed.explicit and counts.failing:
         from driftline.comparison.verdict.zero_gradient import (
@@ -151,7 +152,7 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
         excused = excuse_zero_gradients(rows)
         if excused is not rows:
             rows = excused
-            # Counted again: statuses have changed.
+            # Statuses have changed, so rows are counted again.
             counts = RowCounts(counts.calls)
             for row in rows:
                 counts.take(row)
@@ -161,13 +162,13 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
         if column.name not in columns and _has(rows, column.name):
             table = table.changed(columns=(*table.columns, column))
     judgement = certain = None
-    # Whoever asks for limits has them; tensors of a file have no sites that made them.
+    # Sites are not judged if the user set limits, or for files, whose tensors no sites computed.
     if quantised is not None and not allowed.explicit:
         structure = table.structure
         if integer_sites := quantised.sites():
             merged = {**with_containers(integer_sites)}
             for site, error in structure.quantised.items():
-                # Steps of what a site makes, and those of its weights.
+                # Combine the steps of a site's output with those of its weights.
                 merged[site] = math.hypot(merged.get(site, 0.0), error)
             structure = structure._replace(quantised=merged)
         settled = SettledRows(rows, structure, evidence)
@@ -201,14 +202,14 @@ def _reworded(
     judgement: SiteJudgement | None,
     certain: CertainFailure | None,
 ) -> Divergence:
-    """The finding, with what is known besides of where error is added and what would have shown."""
+    """Return the divergence with a finding that includes the judgement of sites."""
     if certain is not None:
         first = next((row for row in rows if row.key == certain.row.key), certain.row)
         return Divergence(first, certain.site, f"{certain.sentence}; {counts.failed}")
     if judgement is None:
         return divergence
     finding = divergence.finding
-    # Where nothing differs at all, anything would have shown.
+    # If nothing differs at all, any fault would have shown, so this need not be said.
     differs = counts.explained or (counts.closest is not None and counts.closest.severity > 0.0)
     if divergence.first is None and differs:
         finding += f"; {judgement.power}"
@@ -220,7 +221,7 @@ def _reworded(
 
 
 def _with_certain(rows: Iterable[Row], certain: CertainFailure | None) -> Iterator[Row]:
-    """The rows, of which the one that shows a certain failure fails."""
+    """Yield the rows; the one that shows the certain failure fails."""
     for row in rows:
         if certain is None or row.status != "pass" or row.key != certain.row.key:
             yield row
@@ -236,12 +237,12 @@ def _with_certain(rows: Iterable[Row], certain: CertainFailure | None) -> Iterat
 
 
 def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
-    """A judged table with notes about thresholds that are absent, unusable, or for other layers.
+    """Return a judged table with notes about thresholds that are missing, invalid or unused.
 
     Raises:
-        BadInput: They fit nothing of it.
+        BadInput: There is no threshold for any layer of the table.
     """
-    # Loaded only where there are thresholds: most comparisons use the limits of dtypes.
+    # Imported only if there are thresholds, because most comparisons use the limits of dtypes.
     from driftline.comparison.tolerance.thresholds import LayerNames
 
     name = thresholds.path or "the thresholds"
@@ -261,7 +262,7 @@ def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
             hint=f"it has '{thresholds.sites[0]}', the comparison "
             f"'{next(iter(row.key.site for row in judged.rows), '')}'",
         )
-    # A table may be judged again: what was noted of other thresholds goes.
+    # The table may have been judged before, so notes about other thresholds are removed.
     notes = [note for note in judged.notes if not note.startswith(_THRESHOLDS_NOTE)]
     notes += [f"{_THRESHOLDS_NOTE}{note}" for note in thresholds.notes]
     broken = [entry for entry in thresholds.entries if not entry.usable]
@@ -284,7 +285,7 @@ def _with_threshold_notes(judged: Table, thresholds: Thresholds) -> Table:
 
 
 def exit_code(table: Table) -> int:
-    """0: what was compared agrees; 1: numbers differ; 2: too little was compared to tell."""
+    """Return 0 for pass, 1 for fail, and 2 if too little was compared."""
     return EXIT_CODES[table.verdict]
 
 
@@ -296,18 +297,18 @@ def _has(rows: Sequence[Row], metric: str) -> bool:
 def _judged(
     rows: Iterable[Row], allowed: Tolerance, columns: dict[str, Column], inherited: Inherited
 ) -> Iterator[Row]:
-    """Rows come in execution order, so what was met so far is what is upstream."""
+    """Yield judged rows. They are in order of execution, so earlier rows are upstream."""
     for row in rows:
         own = coarsest((row.reference_dtype, row.candidate_dtype))
         working = inherited.format_of(row, own)
         if not row.compared or (row.basis == "digest" and not row.metrics):
-            yield row  # the engine has said all there is to say
+            yield row  # its status was decided when it was measured
         else:
             judged = _judge(row, allowed, columns, own, working, inherited)
             inherited.remember(judged)
             if row.by == "moment" and judged.status == "fail":
                 judged = row.judged("incomparable", f"{judged.reason}; {_WRITTEN_INTO}")
-            if row.status == "unjudged" and row.reason:  # what the engine has to say besides
+            if row.status == "unjudged" and row.reason:  # a remark from the measurement
                 judged = judged._replace(
                     reason="; ".join(filter(None, (judged.reason, row.reason)))
                 )
@@ -315,8 +316,8 @@ def _judged(
 
 
 def _fails_always(row: Row) -> Row | None:
-    """A row that no tolerance lets pass, judged; None for all others."""
-    # NaN or Inf on one side fails whatever limit was asked for.
+    """Return the failing row if it fails with any tolerance; else None."""
+    # NaN or Inf on one side only fails with any limit.
     one_sided = row.metrics.get("one_sided", 0)
     if one_sided:
         where = _place(row, "one_sided_at")
@@ -328,7 +329,7 @@ def _fails_always(row: Row) -> Row | None:
             limit_from="always",
             severity=math.inf,
         )
-    # Nothing was compared here, so nothing was shown.
+    # Without a finite element nothing was compared.
     if holds_nothing_finite(row):
         return row.judged(
             "fail",
@@ -338,7 +339,7 @@ def _fails_always(row: Row) -> Row | None:
             limit_from="always",
             severity=math.inf,
         )
-    # Copies of one tensor must agree among themselves, however near the reference they are.
+    # Copies of one tensor must agree with each other, however near the reference they are.
     gap = float(row.metrics.get(GAP, 0.0))
     if gap > (allowed_gap := SAME.get(row.candidate_dtype, 0.0)):
         return row.judged(
@@ -355,7 +356,7 @@ _ONE_SCALE = "the weights of one scale, in roundings to it"
 
 
 def _worst_place(row: Row) -> str:
-    """Which outputs and inputs of a weight are the worst: `(output 5, inputs 32 to 47)`."""
+    """Return the worst outputs and inputs of a weight, such as `(output 5, inputs 32 to 47)`."""
     ends = [row.metrics.get(name) for name in WORST_PLACE]
     if None in ends:
         return ""
@@ -374,20 +375,20 @@ def _judge(
     working: DType | None,
     inherited: Inherited,
 ) -> Row:
-    """One compared row, whatever was said of it before."""
-    # True where something may be seen, or zero where nothing is added: numbers cannot compare that.
+    """Return a compared row with a new judgement."""
+    # A mask is True or 0.0 where something may be seen, so the numbers cannot be compared.
     if not allowed.explicit and row.key.port == "input" and _is_mask_of_two_kinds(row):
         return row.judged("incomparable", "a mask of booleans on one side, of floats on the other")
     if (failing := _fails_always(row)) is not None:
         return failing
     exact = is_exact(row.reference_dtype), is_exact(row.candidate_dtype)
     codes = quantised_row(row)
-    # An explicit rtol asks for numbers, also of integers.
+    # With an explicit rtol, integers are compared as numbers, too.
     if all(exact) and not codes and not allowed.elementwise:
         return _exact(row)
     if allowed.explicit:
         judged = _explicit(row, allowed, columns)
-    # Steps of a scale, not of a float format, are what rounding is here.
+    # Integers with scales are rounded to the steps of a scale, not to those of a float format.
     elif codes:
         judged = _judge_codes(row, columns.get(METRIC, Column(METRIC, "lower")), codes)
     elif own is None or working is None:
@@ -403,15 +404,15 @@ def _judge(
 
 
 def _judge_codes(row: Row, column: Column, codes: str) -> Row:
-    """A row of integers with scales: held to what rounding to their steps does."""
-    # Error that came in is on top of the steps; what the site adds is judged by steps alone.
+    """Judge a row of integers with scales by the error of rounding to their steps."""
+    # The row's limit includes an arriving error. What the site adds is judged by its steps alone.
     limit = quantised_limit(row, codes)
     if row.key.port != "param":
         limit = max(QUANTISED[codes], limit)
     is_part = row.metrics.get(WORST_SCALE, 0.0) > WEIGHT_ROUNDINGS
     place = _worst_place(row) if is_part else ""
     judged = _held(row, column, limit, f"{codes} with scales{place}")
-    # One wrong scale or zero point among many is little of the whole weight.
+    # One wrong scale or zero point among many changes the whole weight only a little.
     if judged.status == "pass" and is_part:
         column = Column(WORST_SCALE, "lower")
         return _held(row, column, WEIGHT_ROUNDINGS, f"{_ONE_SCALE}{place}")
@@ -421,7 +422,7 @@ def _judge_codes(row: Row, column: Column, codes: str) -> Row:
 def _judge_by_format(
     row: Row, column: Column, own: DType, working: DType, inherited: Inherited
 ) -> Row:
-    """A row of floats: held to its format's limit, or to a wider one that it has a reason for."""
+    """Judge a row of floats by its format's limit, or by a wider one if there is a reason."""
     source = working.name if working.name == own.name else f"{working.name} upstream"
     limit = LIMITS[working.name]
     upstream = inherited.codes_of(row)
@@ -430,7 +431,7 @@ def _judge_by_format(
     judged = _held(row, column, limit, source)
     if judged.status != "fail" or not reference_norm(row):
         return judged
-    # The first reason that is enough is the one that is told.
+    # The first sufficient reason is reported.
     for limit, why in _wider(row, working, inherited):
         excused = _held(row, column, limit, f"{source}, {why}")
         if excused.status == "pass":
@@ -447,8 +448,8 @@ def _is_mask_of_two_kinds(row: Row) -> bool:
 
 
 def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritance]:
-    """Limits beyond the format's own that a row may have for a reason."""
-    # A candidate that is zero throughout is a finding, whatever its format can hold.
+    """Yield limits that are wider than the format's own, with their reasons."""
+    # If the candidate is zero everywhere, that is a finding, whatever its format can represent.
     if row.metrics.get("candidate_l2"):
         count = math.prod(row.reference_shape or ())
         steps = with_smallest_steps(working, count, reference_norm(row))
@@ -458,7 +459,7 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
     if row.metrics.get(CANCELLED):
         share = float(row.metrics[CANCELLED]) / reference_norm(row)
         yield Inheritance(share, WHAT_CANCELS)
-    # More was added up than is left: rounding is a share of the former.
+    # The terms of a sum are larger than the sum, and rounding is proportional to the terms.
     summed = float(row.metrics.get(SUMMED, 0.0))
     if summed > reference_norm(row) and row.metrics.get("candidate_l2"):
         from driftline.comparison.evidence.cancelling import CANCELLING_ROUNDINGS, is_cancelling
@@ -472,7 +473,7 @@ def _wider(row: Row, working: DType, inherited: Inherited) -> Iterator[Inheritan
 
 
 def _beyond_rounding(row: Row) -> Row:
-    """A failing row, unless it differs only where an optimizer made steps of rounding."""
+    """Pass a failing row if it differs only where an optimizer made steps from rounding."""
     left, limit = float(row.metrics.get(BEYOND_ROUNDING, math.inf)), row.limit
     if limit is None or not left <= limit:
         return row
@@ -488,9 +489,10 @@ def _beyond_rounding(row: Row) -> Row:
 
 
 def _exact(row: Row) -> Row:
-    """Integers and booleans: every element must be the same."""
+    """Judge integers and booleans, of which every element must be equal."""
     count = row.metrics.get("different")
-    if count is None:  # only summaries: a sketch that differs is proof, one that agrees is evidence
+    # Of summaries, a different sketch is proof, and an equal one is strong evidence.
+    if count is None:
         return _held(row, Column(METRIC, "lower"), 0.0, "exact")
     if count == 0:
         return row.judged("pass", decided_by="different", limit=0.0, limit_from="exact")
@@ -505,7 +507,7 @@ def _exact(row: Row) -> Row:
 
 
 def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
-    """Every limit must hold; the row shows the one that is furthest from holding."""
+    """Judge a row by all its given limits; the row shows the one that it exceeds most."""
     judged: list[Row] = []
     for limit, source in allowed.limits_of(row):
         column = columns.get(limit.metric, Column(limit.metric, "lower"))
@@ -519,7 +521,7 @@ def _explicit(row: Row, allowed: Tolerance, columns: dict[str, Column]) -> Row:
 
 
 def _unlimited(row: Row, column: Column, limit: float, source: str) -> Row:
-    """A threshold that is no number: no number can keep it, and NaN fails as under any other."""
+    """Judge a row by a threshold that is NaN: nothing can pass it, and NaN fails."""
     broken = f"the threshold of {column.name} is no number"
     value = row.metrics.get(column.name)
     if value is None or not math.isnan(float(value)):
@@ -535,7 +537,7 @@ def _unlimited(row: Row, column: Column, limit: float, source: str) -> Row:
 
 
 def _held(row: Row, column: Column, limit: float, source: str) -> Row:
-    """One limit on one metric of a row."""
+    """Judge a row by one limit on one metric."""
     value = row.metrics.get(column.name)
     if value is None:
         kept = row.basis
@@ -567,15 +569,15 @@ def _held(row: Row, column: Column, limit: float, source: str) -> Row:
 
 
 _LOUDEST = 6000.0
-"""Decibels beyond which a float has no factor for them."""
+"""Larger numbers of decibels are no finite factor in float64."""
 
 
 def _severity(column: Column, value: float, limit: float) -> float:
-    """Value over limit: 1 is the edge whatever the metric; NaN and a broken zero are inf."""
+    """Return value over limit; 1 is the limit for any metric, and NaN gives infinity."""
     if math.isnan(value):
         return math.inf
     if column.direction == "higher":
-        if column.unit == "dB":  # a share of noise, in steps of a factor of ten: 20 dB
+        if column.unit == "dB":  # 20 dB are a factor of ten in the noise
             return (
                 10.0 ** ((limit - min(value, _LOUDEST)) / 20.0) if value > -_LOUDEST else math.inf
             )
@@ -590,7 +592,7 @@ def _severity(column: Column, value: float, limit: float) -> float:
 
 
 def _place(row: Row, name: str, what: str = "first") -> str:
-    """`, first at (0, 3, 17)`: a flat index as a position in the tensor."""
+    """Return a flat index as a position in the tensor, such as `, first at (0, 3, 17)`."""
     flat = row.metrics.get(name)
     shape = row.reference_shape
     if flat is None or shape is None or row.basis != "values":

@@ -1,16 +1,20 @@
-"""The result of replaying one site by itself, as judging reads it and tables store it.
+"""The error that one site adds by itself, as measured by replay or by recomputation.
 
-`diagnosis.evidence.replay` measures it. This file reads no tensor.
+`diagnosis.evidence.replay` measures a `ReplayResult`, and `comparison.evidence.recomputed` the
+metrics from which an `AddedError` is read. This file reads no tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from driftline.comparison.evidence.error_stats import Effect
-from driftline.comparison.table.row import JSON, number_from_json, number_to_json
+from driftline.comparison.evidence.rules import ADDED_BY_OWN_WEIGHTS, ADDED_PROJECTION
+from driftline.comparison.table.row import JSON, Row, number_from_json, number_to_json
+from driftline.comparison.tolerance.defaults import LIMITS, coarsest
+from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED
 
 CHOICES = "choices inside it (of experts) may fall either way by rounding; its parts are judged"
 """Value of `trouble` for a site that makes discrete choices."""
@@ -126,3 +130,72 @@ def _shown(value: JSON) -> JSON:
 
 def _number(shown: JSON) -> Any:
     return number_from_json(shown)
+
+
+# The error that a leaf adds, by recomputing its output. The figures are metrics of the row of that
+# output, so that shards, merged parts and stored tables have them.
+
+
+Fault: TypeAlias = Literal["", "function", "weights", "format"]
+"""Fault of a leaf: it computes another function, or the same function with other weights, or its
+number format is too coarse."""
+_NEARLY_ALL = 0.5
+"""Fraction of the error that the candidate's own weights must explain to be called the fault."""
+
+
+class AddedError(NamedTuple):
+    """The error that a leaf adds by itself, measured on the candidate's input.
+
+    Attributes:
+        error: Error relative to the result of the reference's function on that input.
+        allowed: Error that correct arithmetic in the candidate's formats may have.
+        ratio: `error / allowed`; above 1 is outside.
+        projection: Error along the result: 0.05 for a result times 1.05.
+        fault: What is wrong with the leaf; empty if nothing is.
+        format: The coarsest number format of its output.
+    """
+
+    error: float
+    allowed: float
+    ratio: float
+    projection: float
+    fault: Fault
+    format: str
+
+    @property
+    def reason(self) -> str:
+        """Why the leaf is wrong, in words; empty if it is right."""
+        if self.fault == "weights":
+            return "it computes the reference's function with other weights"
+        if self.fault == "format":
+            return too_coarse(self.format, self.error)
+        if self.fault == "function":
+            return "the reference's function gives something else on the same input"
+        return ""
+
+
+def too_coarse(format_name: str, error: float) -> str:
+    """Return the sentence for a format in which even correct arithmetic has this error."""
+    return (
+        f"{format_name} is too coarse here: rounding alone adds {error:.2g}; "
+        "keep it in float32 here"
+    )
+
+
+def added_error(row: Row) -> AddedError | None:
+    """Return the error that the leaf of this output adds; None if it was not recomputed."""
+    error, allowed = row.metrics.get(ADDED), row.metrics.get(ADDED_ALLOWED)
+    if error is None or allowed is None:
+        return None
+    error, allowed = float(error), float(allowed)
+    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
+    fault: Fault = ""
+    ratio = error / allowed if allowed > 0.0 else (math.inf if error > 0.0 else 0.0)
+    if not ratio <= 1.0:
+        by_own = float(row.metrics.get(ADDED_BY_OWN_WEIGHTS, math.inf))
+        fault = "weights" if by_own <= max(allowed, _NEARLY_ALL * error) else "function"
+    # Rounding explains the error, but it exceeds the limit for any site of this format.
+    elif dtype is not None and error > LIMITS[dtype.name]:
+        fault, ratio = "format", max(ratio, error / LIMITS[dtype.name])
+    projection = float(row.metrics.get(ADDED_PROJECTION, math.nan))
+    return AddedError(error, allowed, ratio, projection, fault, dtype.name if dtype else "")

@@ -1,10 +1,9 @@
-"""The judgement of sites: which of them add error, and how rows are judged as a result.
+"""The judgement of sites, and the statuses of rows that follow from it.
 
 A row over the limit of its number format is not a fault if its inputs bring that error; a row
 within the limit is one if its site made the error. Sites are therefore judged by the error that
-they add, by the strongest evidence available for each (`status`). Rows follow: those of a site that
-adds error fail, those before it are explained, and those after it keep the status of their own
-limit. This file reads rows and evidence only, no tensor and no run.
+they add (`settled_rows.judge_sites`). Rows follow: those of a site that adds error fail, those
+before it are explained, and those after it keep the status of their own limit.
 """
 
 from __future__ import annotations
@@ -16,52 +15,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from driftline.comparison.evidence.rules import ADDED_BY_OWN_WEIGHTS, ADDED_PROJECTION
 from driftline.comparison.table.row import Row, Tensors, tensors_of
-from driftline.comparison.table.structure import NO_STRUCTURE, Structure
-from driftline.comparison.table.table import is_spooled
 from driftline.comparison.tolerance.defaults import METRIC
 from driftline.comparison.tolerance.tolerance import (
     ADDED,
     ADDED_ALLOWED,
     EXPLAINED,
-    GIVEN,
-    HALF,
-    INTEGER_STEP,
     MOVED_APART,
-    REST,
-    TURNED,
 )
 from driftline.comparison.verdict.certain_failures import CertainFailure, gradient_excess
 from driftline.comparison.verdict.dataflow import (
     Transfer,
     has_other_shape,
     identity_of,
-    transfers_of,
 )
-from driftline.comparison.verdict.growth import ALONE, FAULT, Growth, growths
+from driftline.comparison.verdict.growth import ALONE, FAULT, Growth
 from driftline.comparison.verdict.patterns import (
     Pattern,
-    like_sites,
-    scaled_before,
-    with_pattern,
-    with_source,
 )
 from driftline.comparison.verdict.sites import (
-    DIRECTIONS,
     ROOTS,
-    Call,
     Place,
     Site,
-    comparable_steps,
     error_of,
     innermost,
     is_given,
-    is_off,
     place_of,
-    sites_of,
 )
-from driftline.comparison.verdict.status import Evidence, SiteStatus, is_borne_out, site_statuses
+from driftline.comparison.verdict.status import NO_EVIDENCE, Evidence, SiteStatus, is_borne_out
 from driftline.comparison.verdict.verdict import execution
 
 _MOST_HIDING = 0.1
@@ -81,7 +62,6 @@ _JUMP = 2.0
 """Multiple of the first culprit's jump from which a larger jump elsewhere is mentioned."""
 _TIES = 0.25
 """Fraction of integer codes that may differ because rounding decided choices at near ties."""
-NO_EVIDENCE = Evidence()
 
 
 @dataclass(frozen=True)
@@ -278,13 +258,13 @@ class SiteJudgement:
             elif row.status != "fail" or (begins is not None and execution(row) >= begins):
                 yield row
             elif self.left_out is not None and row.key.step >= self.left_out:
-                yield _excused(row, self.note) if _is_by_format(row) else row
+                yield excused(row, self.note) if is_by_format(row) else row
             elif row.decided_by == "different":
                 yield _tie(row) if explained.made_before.largest("forward", row) > 0.0 else row
-            elif not _is_by_format(row):
+            elif not is_by_format(row):
                 yield row
             elif (brought := explained.error(row)) is not None:
-                yield _excused(row, _brought(brought))
+                yield excused(row, _brought(brought))
             else:
                 # A weight that a site takes as an input belongs to no site that could be a culprit,
                 # and it does not excuse what is computed from it.
@@ -414,200 +394,8 @@ def _moment(direction: str, row: Row) -> _Moment:
     return direction, row.key.rank, row.key.process, row.key.step
 
 
-class SettledRows:
-    """The rows of a table with the status that follows from its sites, and that judgement.
-
-    A long table is judged one step of one process at a time, to bound memory; siblings are then
-    those of one step.
-
-    Attributes:
-        judgement: The judgement of the sites. For a long table it is complete when all rows have
-            been read; it is that of the first step with a culprit, or else of the first step.
-    """
-
-    def __init__(self, rows: Sequence[Row], structure: Structure, evidence: Evidence) -> None:
-        self._rows = rows
-        self._structure = structure
-        self._evidence = evidence
-        self._in_groups = is_spooled(rows) and len(rows) > _AT_ONCE and rows.in_turn
-        self.judgement: SiteJudgement | None = None
-        if not self._in_groups:
-            held = [_slim(row) for row in rows] if is_spooled(rows) else rows
-            self.judgement = judge_sites(held, structure, evidence)
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether statuses may differ from those of the rows' own limits, though no row fails."""
-        return self._in_groups or (self.judgement is not None and bool(self.judgement.culprits))
-
-    def __iter__(self) -> Iterator[Row]:
-        if self._in_groups:
-            return self._by_step()
-        # If a certain failure decides, its consequences stay marked as over their limits.
-        if self.judgement is None or (self.judgement.certain and not self.judgement.culprits):
-            return iter(self._rows)
-        return self.judgement.rows(self._rows)
-
-    def overruled(self, certain: CertainFailure | None) -> CertainFailure | None:
-        """Let a certain failure decide, unless a site went wrong before it; return what decides."""
-        if self.judgement is None or certain is None:
-            return certain
-        self.judgement = self.judgement.overruled(certain)
-        return self.judgement.certain
-
-    def _by_step(self) -> Iterator[Row]:
-        begins: Moment | None = None
-        hidden = drowning = judged = 0
-        learnt: dict[tuple[int, int], int] = {}
-        groups = itertools.groupby(
-            self._rows, key=lambda row: (row.key.rank, row.key.process, row.key.step)
-        )
-        for (rank, process, step), group in groups:
-            rows = list(group)
-            if learnt.get((rank, process), step) < step:
-                # Weights that were updated with different gradients compute different numbers.
-                note = f"the gradients of step {learnt[rank, process]} differ"
-                yield from (
-                    _excused(row, note) if _is_excusable(row, begins) else row for row in rows
-                )
-                continue
-            judgement = judge_sites([_slim(row) for row in rows], self._structure, self._evidence)
-            if any(row.key.port == "optimizer_grad" and is_off(row) for row in rows):
-                learnt.setdefault((rank, process), step)
-            if judgement is None:
-                yield from rows
-                continue
-            hidden, judged = hidden + judgement.hiding[0], judged + judgement.hiding[1]
-            drowning += judgement.drowning
-            if self.judgement is None or (judgement.culprits and not self.judgement.culprits):
-                self.judgement = judgement
-            settled = list(judgement.rows(rows, begins))
-            red = [execution(row) for row in settled if row.status == "fail" and _is_by_format(row)]
-            begins = min(filter(None, (begins, judgement.begins, *red)), default=None)
-            yield from settled
-        if self.judgement is not None:
-            self.judgement = replace(self.judgement, hiding=(hidden, judged), drowning=drowning)
-
-
-_AT_ONCE = 1 << 16
-"""Number of rows up to which a table that is stored in a file is judged as a whole."""
-_NEEDED = frozenset(
-    {
-        *(METRIC, "reference_l2", "candidate_l2", "one_sided", "different", "projection"),
-        *("cosine", "max_rel_error", "reference_nan", "candidate_nan"),
-        *(HALF, REST, GIVEN, TURNED, MOVED_APART, INTEGER_STEP),
-        *(ADDED, ADDED_ALLOWED, ADDED_PROJECTION, ADDED_BY_OWN_WEIGHTS),
-    }
-)
-
-
-def _slim(row: Row) -> Row:
-    """Return a row with only the figures that judging sites reads: a third of its memory."""
-    metrics = row.metrics
-    return row._replace(metrics={name: metrics[name] for name in _NEEDED if name in metrics})
-
-
-def _is_excusable(row: Row, begins: Moment | None) -> bool:
-    is_after = begins is not None and execution(row) >= begins
-    return row.status == "fail" and _is_by_format(row) and not is_after
-
-
-def judge_sites(
-    rows: Sequence[Row], structure: Structure = NO_STRUCTURE, evidence: Evidence = NO_EVIDENCE
-) -> SiteJudgement | None:
-    """Judge the sites of rows that are judged by their own limits; None without sites.
-
-    Args:
-        rows: The rows.
-        structure: What the runs know about their model.
-        evidence: What is known besides the two runs.
-    """
-    everything = sites_of(rows, structure)
-    if not everything:
-        return None
-    sites, note, left_out = comparable_steps(everything, rows)
-    sites = _with_other_borders(sites, rows, evidence)
-    if not sites:
-        return None
-    transfers = transfers_of(sites, structure)
-    growth = growths(sites, transfers, structure, evidence.known_steps)
-    statuses = site_statuses(sites, transfers, growth, evidence, structure.quantised)
-    sites, statuses = with_source(sites, statuses, rows)
-    culprits = tuple(culprits_of(sites, statuses))
-    pattern = scaled_before(sites, statuses, culprits)
-    if pattern is not None:
-        # Too small to convict a single member, but the same in all of them.
-        statuses = with_pattern(statuses, pattern)
-        culprits = tuple(culprits_of(sites, statuses))
-    elif culprits:
-        # Trusted runs separate the sites that add error from those that receive it. The ratios of
-        # other evidence already measure only what a site adds.
-        excesses = {
-            place: entry.ratio
-            for place, entry in statuses.items()
-            if entry.by != "noise" or entry.status == "introduced"
-        }
-        pattern = like_sites(sites, excesses, culprits[0])
-    # Only growth is limited by the error that arrives, so hidden faults are counted for it alone.
-    seen_by_growth = [
-        growth[place]
-        for place, standing in statuses.items()
-        if standing.by == "growth" and place.direction == "forward"
-    ]
-    forward = sum(place.direction == "forward" for place in statuses)
-    return SiteJudgement(
-        sites,
-        transfers,
-        growth,
-        statuses,
-        culprits,
-        evidence,
-        note,
-        left_out,
-        (sum(entry.hides for entry in seen_by_growth), forward),
-        sum(entry.drowns for entry in (*seen_by_growth, *statuses.values())),
-        pattern,
-    )
-
-
-def _with_other_borders(
-    sites: dict[Place, Site], rows: Sequence[Row], evidence: Evidence
-) -> dict[Place, Site]:
-    """Add sites that an experiment convicts although their outputs have other shapes.
-
-    A tensor of another shape was compared with nothing, so rows alone do not make it a site.
-    """
-    convicted = {
-        name
-        for name, own in evidence.replayed.items()
-        if own.introduced and own.reason and Place("forward", name) not in sites
-    }
-    if not convicted:
-        return sites
-    more = dict(sites)
-    for row in rows:
-        key = row.key
-        if key.site in convicted and key.port == "output" and has_other_shape(row):
-            call = Call(key.step, key.rank, row.order, row.order, outs=[row], process=key.process)
-            call.error = math.inf
-            place = Place("forward", key.site)
-            more.setdefault(place, Site(place, row.class_name, row.candidate_class, [call]))
-    return dict(sorted(more.items(), key=lambda item: item[1].order))
-
-
-def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:
-    """Return the innermost sites that introduce error, in order of execution."""
-    guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
-    inner: list[Place] = []
-    for direction in DIRECTIONS:
-        names = innermost(place.site for place in guilty if place.direction == direction)
-        inner += [Place(direction, name) for name in names]
-    inner.sort(key=lambda place: sites[place].order)
-    return inner
-
-
-def _is_by_format(row: Row) -> bool:
-    """Whether the only fault of a failing row is that it exceeds the limit of its number format."""
+def is_by_format(row: Row) -> bool:
+    """Return whether a failing row only exceeds the limit of its number format."""
     return (
         row.decided_by == METRIC
         and row.limit_from not in ("exact", "user", "thresholds", "always")
@@ -638,7 +426,8 @@ def _tie(row: Row) -> Row:
     )
 
 
-def _excused(row: Row, why: str) -> Row:
+def excused(row: Row, why: str) -> Row:
+    """Return a row over the limit of its format as passed, with the reason why it passes."""
     value = float(row.metrics[METRIC])
     return row.judged(
         "pass",

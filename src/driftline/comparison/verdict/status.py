@@ -11,14 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from driftline.comparison.evidence.rules import ADDED_BY_OWN_WEIGHTS, ADDED_PROJECTION
-from driftline.comparison.table.row import JSON, Row
-from driftline.comparison.tolerance.defaults import LIMITS, coarsest
-from driftline.comparison.tolerance.tolerance import ADDED, ADDED_ALLOWED, HALF, REST
+from driftline.comparison.table.row import JSON
+from driftline.comparison.tolerance.tolerance import HALF, REST
 from driftline.comparison.verdict.dataflow import Transfer
 from driftline.comparison.verdict.growth import FAULT, Growth, flat_limit, rounding
 from driftline.comparison.verdict.noise import NoiseFloor
-from driftline.comparison.verdict.own_error import ReplayResult
+from driftline.comparison.verdict.own_error import AddedError, ReplayResult, added_error, too_coarse
 from driftline.comparison.verdict.sites import (
     DIRECTIONS,
     FINE,
@@ -56,77 +54,6 @@ Status: TypeAlias = Literal["introduced", "amplified", "inherited", "masked", "c
 
 ROUTING_NOISE = "off only where a router chose other experts, at a near tie: arithmetic noise"
 ROUTING_REACHES_ALL = "a router chose other experts at a near tie, and that reaches all of it"
-
-
-# Results of recomputing a leaf: whether it adds an error, and of which kind. The figures are
-# metrics of the row of its output (`evidence/recomputed.py`), so that shards, merged parts and
-# stored tables have them.
-
-
-Fault: TypeAlias = Literal["", "function", "weights", "format"]
-"""Fault of a leaf: it computes another function, or the same function with other weights, or its
-number format is too coarse."""
-
-_NEARLY_ALL = 0.5
-"""Fraction of the error that the candidate's own weights must explain to be called the fault."""
-
-
-class AddedError(NamedTuple):
-    """The error that a leaf adds by itself, measured on the candidate's input.
-
-    Attributes:
-        error: Error relative to the result of the reference's function on that input.
-        allowed: Error that correct arithmetic in the candidate's formats may have.
-        ratio: `error / allowed`; above 1 is outside.
-        projection: Error along the result: 0.05 for a result times 1.05.
-        fault: What is wrong with the leaf; empty if nothing is.
-        format: The coarsest number format of its output.
-    """
-
-    error: float
-    allowed: float
-    ratio: float
-    projection: float
-    fault: Fault
-    format: str
-
-    @property
-    def reason(self) -> str:
-        """Why the leaf is wrong, in words; empty if it is right."""
-        if self.fault == "weights":
-            return "it computes the reference's function with other weights"
-        if self.fault == "format":
-            return too_coarse(self.format, self.error)
-        if self.fault == "function":
-            return "the reference's function gives something else on the same input"
-        return ""
-
-
-def too_coarse(format_name: str, error: float) -> str:
-    """Return the sentence for a format in which even correct arithmetic has this error."""
-    return (
-        f"{format_name} is too coarse here: rounding alone adds {error:.2g}; "
-        "keep it in float32 here"
-    )
-
-
-def added_error(row: Row) -> AddedError | None:
-    """Return the error that the leaf of this output adds; None if it was not recomputed."""
-    error, allowed = row.metrics.get(ADDED), row.metrics.get(ADDED_ALLOWED)
-    if error is None or allowed is None:
-        return None
-    error, allowed = float(error), float(allowed)
-    dtype = coarsest((row.reference_dtype, row.candidate_dtype))
-    fault: Fault = ""
-    ratio = error / allowed if allowed > 0.0 else (math.inf if error > 0.0 else 0.0)
-    if not ratio <= 1.0:
-        by_own = float(row.metrics.get(ADDED_BY_OWN_WEIGHTS, math.inf))
-        fault = "weights" if by_own <= max(allowed, _NEARLY_ALL * error) else "function"
-    # Rounding explains the error, but it exceeds the limit for any site of this format.
-    elif dtype is not None and error > LIMITS[dtype.name]:
-        fault, ratio = "format", max(ratio, error / LIMITS[dtype.name])
-    projection = float(row.metrics.get(ADDED_PROJECTION, math.nan))
-    return AddedError(error, allowed, ratio, projection, fault, dtype.name if dtype else "")
 
 
 class SiteStatus(NamedTuple):
@@ -233,6 +160,9 @@ class Evidence(NamedTuple):
         return self.floor is not None and bool(self.floor.used)
 
 
+NO_EVIDENCE = Evidence()
+
+
 def site_statuses(
     sites: Mapping[Place, Site],
     transfers: Mapping[Place, Sequence[Transfer]],
@@ -256,7 +186,7 @@ def site_statuses(
     ):
         statuses |= _other_evidence(sites, statuses, growth, evidence)
     statuses |= _proven(sites, statuses, evidence)
-    guilty = _first(statuses, sites)
+    guilty = next(iter(culprits_of(sites, statuses)), None)
     # Without a culprit nothing can be inherited; such statuses are noise near the limit.
     if guilty is None:
         return {
@@ -300,7 +230,7 @@ def _own_evidence(
 ) -> dict[Place, SiteStatus]:
     """Return the status of every site by the best evidence available for it."""
     floor = evidence.floor
-    within = _within(sites, transfers, growth, evidence)
+    within = _passing_wrong_inputs(sites, transfers, growth, evidence)
     parts = parts_of(place.site for place in sites if evidence.replayed)
     statuses: dict[Place, SiteStatus] = {}
     for place, site in sites.items():
@@ -316,7 +246,7 @@ def _own_evidence(
             statuses[place] = _weights(site)
         elif (recomputed := _by_recomputation(site)) is not None:
             statuses[place] = recomputed
-        elif floor is not None and floor.used and _known(floor, site):
+        elif floor is not None and floor.used and _has_floor(floor, site):
             statuses[place] = _confirmed(_by_noise(_own_code(site, transfers[place]), floor))
         else:
             statuses[place] = _confirmed(_by_growth(growth[place]))
@@ -406,7 +336,7 @@ def _relative_to(
         or standing.by == "noise"
         or (standing.by in _BY_ITSELF and standing.status == "introduced")
         or standing.call.outs[0].key.port == "input"
-        else _handed_on(standing, level, parts.get(place.site, 0))
+        else _relative_status(standing, level, parts.get(place.site, 0))
         for place, standing in statuses.items()
     }
 
@@ -436,7 +366,7 @@ def _other_evidence(
             why = "it was replayed in other steps only"
         if not asked.calls:
             continue
-        if floor is not None and floor.used and _known(floor, asked):
+        if floor is not None and floor.used and _has_floor(floor, asked):
             standing = _confirmed(_by_noise(asked, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
@@ -472,7 +402,7 @@ def _not_replayed(site: Site, judgement: ReplayResult) -> list[Call]:
     return [call for call in site.calls if call.step not in judgement.steps]
 
 
-def _within(
+def _passing_wrong_inputs(
     sites: Mapping[Place, Site],
     transfers: Mapping[Place, Sequence[Transfer]],
     growth: Mapping[Place, Growth],
@@ -497,7 +427,7 @@ def _within(
         if not handed:
             continue
         passed = Site(place, site.class_name, site.candidate_class, handed)
-        if floor is not None and floor.used and _known(floor, passed):
+        if floor is not None and floor.used and _has_floor(floor, passed):
             standing = _confirmed(_by_noise(passed, floor))
         else:
             standing = _confirmed(_by_growth(growth[place]))
@@ -555,7 +485,7 @@ def _weights(site: Site) -> SiteStatus:
     return SiteStatus("clean", "weights", ratio, call.unit / math.sqrt(3.0), call)
 
 
-def _known(floor: NoiseFloor, site: Site) -> bool:
+def _has_floor(floor: NoiseFloor, site: Site) -> bool:
     return any(floor.errors.get(row.key) is not None for call in site.calls for row in call.outs)
 
 
@@ -576,7 +506,7 @@ def _by_noise(site: Site, floor: NoiseFloor) -> SiteStatus:
         noise = floor.errors[row.key]
         status = _by_excess(out, before)
         reason, leaning = "", False
-        lean, lean_in = _leans(call, floor)
+        lean, lean_in = _biases(call, floor)
         # The bias of an error reveals faults that are smaller than noise, such as a wrong epsilon.
         if status == "clean" and lean > LEAN and lean > 2.0 * lean_in:
             status, reason = "introduced", "its error leans to one side as no trusted run's does"
@@ -612,7 +542,7 @@ _WEIGHT: dict[Status, int] = {
 }
 
 
-def _leans(call: Call, floor: NoiseFloor) -> tuple[float, float]:
+def _biases(call: Call, floor: NoiseFloor) -> tuple[float, float]:
     return (
         max((floor.lean(row) for row in call.outs), default=0.0),
         max((floor.lean(row) for row in call.ins), default=0.0),
@@ -624,16 +554,15 @@ def _by_growth(growth: Growth) -> SiteStatus:
     return SiteStatus(status, "growth", growth.excess, growth.expected, growth.call)
 
 
-def _first(statuses: Mapping[Place, SiteStatus], sites: Mapping[Place, Site]) -> Place | None:
-    """Return the earliest of the innermost sites that introduce error; None without one."""
+def culprits_of(sites: Mapping[Place, Site], statuses: Mapping[Place, SiteStatus]) -> list[Place]:
+    """Return the innermost sites that introduce error, in order of execution."""
     guilty = [place for place, standing in statuses.items() if standing.status == "introduced"]
-    if not guilty:
-        return None
     inner: list[Place] = []
     for direction in DIRECTIONS:
         names = innermost(place.site for place in guilty if place.direction == direction)
         inner += [Place(direction, name) for name in names]
-    return min(inner, key=lambda place: sites[place].order)
+    inner.sort(key=lambda place: sites[place].order)
+    return inner
 
 
 def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
@@ -648,7 +577,7 @@ def _level(sites: Mapping[Place, Site], guilty: Place) -> float:
     return max(errors, default=0.0)
 
 
-def _handed_on(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
+def _relative_status(standing: SiteStatus, level: float, parts: int) -> SiteStatus:
     """Return the status of a site that is not convicted, from its input and output error.
 
     Args:

@@ -1,13 +1,13 @@
-"""Rows that fail only because a bias has no gradient; whoever looks at one alone cannot know.
+"""Excuse rows that fail only because a bias has no gradient.
 
-A gradient that is zero by construction (of an attention key's bias, of a bias in front of a batch
-norm) is rounding in every program, and two roundings have nothing in common. What it says of itself
-is how small it is beside the gradient of the same layer's weight, on *both* sides: a wrong gradient
-is small on one of them at most. What an optimizer makes of it is a number per channel on the
-layer's output (`loose_bias.py` has measured what is left without it), and whoever is given that
-output is given the difference, too.
+A gradient that is zero by construction (of an attention key's bias, or of a bias before a batch
+norm) is only rounding in every program, and two rounding errors have nothing in common. Such a
+gradient is recognised because it is small compared with the gradient of the same layer's weight, on
+*both* sides; a wrong gradient is small on one side at most. An optimizer turns it into a number per
+channel on the layer's output (`loose_bias.py` measures the error without it), and every tensor
+computed from that output has the difference, too.
 
-Reads judged rows only. A row that fails for another reason keeps its status.
+This file reads judged rows only. A row that fails for another reason keeps its status.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from driftline.comparison.tolerance.defaults import METRIC, coarsest
 from driftline.comparison.tolerance.tolerance import AS_GIVEN, BESIDE_WEIGHT, BEYOND
 
 _UNLIKE = 0.1
-"""Gradients this far apart are two roundings."""
+"""Two gradients with at least this relative error may be only rounding."""
 _SAME = 1e-3
-"""Differences whose norms agree this far are one difference."""
+"""Two differences whose norms agree to this fraction are the same difference."""
 
 _ATTENTION = "aten._scaled_dot_product_"
 
@@ -33,9 +33,9 @@ _Layer = tuple[int, int, str]
 
 
 def excuse_zero_gradients(rows: Sequence[Row]) -> Sequence[Row]:
-    """The judged rows of a table, without those failures."""
+    """Return the judged rows of a table, in which such failures are excused."""
     if is_spooled(rows):
-        # All of it is about one process at a time.
+        # Rows of one process suffice at a time.
         asked = rows.ports & {*GRADIENTS} or rows.has_operators
         return rows.changed_by_process(_without) if asked else rows
     return tuple(_without(rows))
@@ -43,7 +43,7 @@ def excuse_zero_gradients(rows: Sequence[Row]) -> Sequence[Row]:
 
 def _without(rows: Sequence[Row]) -> list[Row]:
     updated = list(rows)
-    # Nothing to excuse: most processes of a long run end here.
+    # Most processes of a long run have nothing to excuse.
     if not any(row.status == "fail" or BEYOND in row.metrics for row in rows):
         return updated
     _gradients(updated)
@@ -54,14 +54,14 @@ def _without(rows: Sequence[Row]) -> list[Row]:
 
 
 def _gradients(rows: list[Row]) -> None:
-    """Gradients of biases that are nothing but rounding on both sides."""
+    """Pass gradients of biases that are only rounding on both sides."""
     failing = [
         index for index, row in enumerate(rows) if row.status == "fail" and _is_gradient(row)
     ]
     if not failing:
         return
     layers = {_layer(rows[index]) for index in failing}
-    # Only of layers in question: a long process has as many weights as rows.
+    # Only the layers of failing rows, because a long process has very many weights.
     weights = {
         (_layer(row), row.key.step, row.key.visit, row.key.port): row
         for row in rows
@@ -78,7 +78,7 @@ def _gradients(rows: list[Row]) -> None:
             continue
         share = NO_MORE * dtype.unit_roundoff
         sides = ("reference_l2", "candidate_l2")
-        # On both sides: a gradient that one program lost is small on one of them only.
+        # Both sides must be small: a gradient that one program lost is small on one side only.
         if all(_number(row, side) <= share * _number(weight, side) for side in sides):
             size = _number(row, "reference_l2")
             limit = 2 * share * _number(weight, "reference_l2") / size if size else math.inf
@@ -93,13 +93,13 @@ def _gradients(rows: list[Row]) -> None:
 
 
 def _may_be_excused(row: Row) -> bool:
-    """Whether a row is an output after an update that is off, or excused by its bias before."""
+    """Whether a row is an output after an update that fails, or passes because of its bias."""
     is_off = row.status == "fail" or (row.status == "pass" and BEYOND in row.metrics)
     return is_off and row.key.port == "output" and row.key.step > 0 and row.decided_by == METRIC
 
 
 def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
-    """Judge outputs of layers whose bias may have moved by itself once more; gives the excused."""
+    """Judge outputs of layers with such a bias again; return the excused ones with their index."""
     far = [index for index, row in enumerate(rows) if _may_be_excused(row)]
     if not far:
         return []
@@ -115,7 +115,7 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
         before = [gradient for gradient in own_gradients if tells(gradient.key.step)]
         # Only rounding may be excused, never the consequence of a wrong gradient.
         if any(gradient.status == "fail" for gradient in before):
-            continue  # its bias was given a wrong gradient: no wonder that it moved
+            continue
         if BEYOND in rows[index].metrics:
             rows[index] = _beyond(rows[index])
         elif rows[index].basis != "values" and any(map(_is_loose, before)):
@@ -131,7 +131,7 @@ def _outputs(rows: list[Row]) -> list[tuple[int, Row]]:
 
 def _beyond(row: Row) -> Row:
     left, limit = _number(row, BEYOND), row.limit
-    # At least half of the error must be the bias's, or it explains little.
+    # The bias must explain at least half of the error.
     if limit is None or not left <= min(limit, 0.5 * _number(row, METRIC)):
         return row
     return row.judged(
@@ -146,10 +146,10 @@ def _beyond(row: Row) -> Row:
 
 
 def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[int, Row]]:
-    """Logarithms of attention's sums: a key that moved shifts them, and the shares stay.
+    """Pass logarithms of attention's sums that a changed key shifts.
 
-    Only the attention's own backward pass reads them. What the call gives must agree, and a key of
-    its module must have moved by rounding.
+    Such a shift does not change the attention's weights, and only its own backward pass reads the
+    logarithms. The output of the call must agree, and a key of its module must be excused.
     """
     passing: list[tuple[int, Row]] = []
     for index, row in enumerate(rows) if excused else ():
@@ -181,26 +181,26 @@ def _shifted(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> list[tuple[
 
 
 def _is_loose(gradient: Row) -> bool:
-    """Whether a bias was given gradients that have nothing in common, and that is no fault."""
+    """Whether the gradients of a bias have nothing in common on both sides, but pass."""
     return gradient.status == "pass" and _number(gradient, METRIC) >= _UNLIKE
 
 
 def _carriers(rows: list[Row], excused: Sequence[tuple[int, Row]]) -> None:
-    """Tensors that are such an output, whole or in part, in another shape."""
+    """Pass later tensors that have the same difference as an excused output."""
     if not excused:
         return
     moved: dict[tuple[int, int, int], list[tuple[int, Row]]] = {}
     for index, row in excused:
         moved.setdefault(_moment(row), []).append((index, row))
     for index, row in enumerate(rows):
-        # One within its format's limit, too: its site would be asked where the difference is from.
+        # Passing rows are included, or else their sites would be judged by that difference.
         if row.status not in ("fail", "pass") or row.decided_by != METRIC:
             continue
         if _moment(row) not in moved or row.key.port not in ("input", "output"):
             continue
         for before, source in moved[_moment(row)]:
             size = _difference(source)
-            # What carries a difference on comes after where it began.
+            # Only later tensors can have received the difference.
             if before < index and abs(_difference(row) - size) <= _SAME * size:
                 words = f"differs as '{source.key.site}' does, whose bias has no gradient"
                 if source.status == "incomparable":
@@ -228,7 +228,7 @@ def _moment(row: Row) -> tuple[int, int, int]:
 
 
 def _difference(row: Row) -> float:
-    """Norm of the difference; nan where it is not known."""
+    """Norm of the difference; NaN if it is unknown."""
     return _number(row, "rmse") * math.sqrt(math.prod(row.reference_shape or ()))
 
 

@@ -1,7 +1,7 @@
 """Names of the files that decoder commands write and read.
 
 Model, shape and number format are part of every name, so files of several runs can share a folder.
-Nothing is opened here.
+This file opens nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from driftline.errors import BadInput
 Side = Literal["cpu", "cuda", "aiu"]
 REFERENCE: Side = "cpu"
 CANDIDATE: Side = "cuda"
-"""The documented label of the candidate, also where it ran on something else."""
+"""The documented label of the candidate, even if it ran on another device."""
 DEVICE: Side = "aiu"
 """The documented label of the candidate of a validation, whatever the device is."""
 TOKEN_CSV_METRICS = ("ce", "diff_mean", "prob_mean", "prob_std")
-"""Scores of tokens that have a csv file each."""
+"""Token scores that have their own CSV files."""
 LAYER_CSV_METRICS = ("abs_diff", "cos_sim")
-"""Metrics of layers that have a csv file each."""
+"""Layer metrics that have their own CSV files."""
 TOKEN_TABLE = ".tokens.parquet"
 PROVENANCE = ".provenance.json"
-"""Suffix of the file that says how token metrics were made."""
+"""Suffix of the file with the provenance of token metrics."""
 LAYER_TABLE = ".layers"
 LAYER_PROVENANCE = ".layers.json"
-"""Suffix of the file that says how layer metrics were made, and in which order layers ran."""
+"""Suffix of the file with the provenance of layer metrics and the order of the layers."""
 LONGEST_NAME = 255
-"""Bytes of a file name, on every file system in use."""
+"""The largest number of bytes in a file name, on all common file systems."""
 ROOT = "(root)"
-"""The model itself, as runs call it."""
+"""The site of the model itself in runs."""
 
 _NAME = re.compile(
     r"(?P<model>.+)_max-new-tokens-(?P<new>\d+)_batch-size-(?P<batch>\d+)"
@@ -44,7 +44,7 @@ _NAME = re.compile(
 
 
 class FileName(NamedTuple):
-    """A parsed file name; `rest` is what follows the number format, its dot included."""
+    """A parsed file name; `rest` is the text after the number format, including its dot."""
 
     model: str
     new_tokens: int
@@ -66,21 +66,21 @@ def flat_name(model: str) -> str:
 def file_prefix(
     model: str, new_tokens: int, batch_size: int, length: int, dtype: str, attention: str = ""
 ) -> str:
-    """What all files of one model and shape begin with.
+    """The prefix of all files of one model and shape.
 
     Args:
-        model: Its id or path.
-        new_tokens: Per prompt.
-        batch_size: Prompts.
-        length: Of the prompts.
+        model: The id or path of the model.
+        new_tokens: Number of new tokens per prompt.
+        batch_size: Number of prompts.
+        length: Length of the prompts.
         dtype: The candidate's number format.
-        attention: The reference's; one in fp8 is named, because it gives other numbers than any
-            other attention.
+        attention: The reference's attention. It is part of the name if it is in fp8, because its
+            results differ from those of all others.
 
     >>> file_prefix("acme/tiny", 128, 1, 64, "fp16")
     'acme--tiny_max-new-tokens-128_batch-size-1_seq-length-64_dtype-fp16'
     """
-    # Only fp8 is named: names of other attentions never had it, and must be found again.
+    # Existing files of other attentions do not have it in their names, and must be found.
     kind = f"_attn-type-{attention}" if attention in FP8 else ""
     return (
         f"{flat_name(model)}_max-new-tokens-{new_tokens}_batch-size-{batch_size}"
@@ -89,12 +89,12 @@ def file_prefix(
 
 
 def parse_name(name: str) -> FileName | None:
-    """The parts of a file name, in either documented spelling of the length; None if it is none.
+    """Parse a file name, with either documented spelling of the length; None for other names.
 
     >>> parse_name("a--b_max-new-tokens-8_batch-size-1_seq-length64_dtype-fp16.ce.csv").length
     64
     """
-    # `.+` is greedy, so a model may itself have such words in its name.
+    # `.+` is greedy, so the name of a model may contain such words itself.
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -103,10 +103,10 @@ def parse_name(name: str) -> FileName | None:
 
 
 def hashed_prefixes(model: str, new_tokens: int, batch_size: int, length: int) -> list[str]:
-    """What newer versions of the documented tools name the files of a shape: digests.
+    """The digests that newer versions of the documented tools use as names of a shape's files.
 
-    A digest of every spelling that is known: of names and values in alphabetical order, as its two
-    scripts spell them, and of the readable name, as one version did.
+    There is one for every known spelling: names and values in alphabetical order, as two scripts
+    spell them, and the readable name, as in one version.
 
     >>> hashed_prefixes("acme/tiny", 8, 1, 64)[0][:16]
     'f7ab8ce0d69811a0'
@@ -129,11 +129,11 @@ def hashed_prefixes(model: str, new_tokens: int, batch_size: int, length: int) -
 
 
 def find_hashed(folder: Path, prefixes: Sequence[str], side: Side, seed: int) -> Path | None:
-    """The outputs of one side and round under a digest, of the newest version; None if there are
-    none."""
+    """The outputs of one side and round with a digest as name, of the newest version; None if there
+    are none."""
     ending = f".{side}_validation_info.{seed}.out"
     for prefix in prefixes:
-        # `{digest}_{version}`, and the digest alone in one version.
+        # The name is `{digest}_{version}`, or the digest alone in one version.
         hits = [*folder.glob(f"{prefix}_*{ending}"), *folder.glob(f"{prefix}{ending}")]
         if hits:
             return max(hits, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name[65:])])
@@ -181,7 +181,7 @@ def file_layer(site: str, library: str) -> str:
 
 
 def require_short(name: str) -> None:
-    """Refuse a name that no file system accepts, before hours of work are to be saved under it.
+    """Refuse a name that no file system accepts, before hours of work are spent on the file.
 
     Raises:
         BadInput: It is too long.

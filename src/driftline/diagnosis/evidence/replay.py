@@ -32,9 +32,8 @@ from driftline.comparison.evidence.routing_changes import sites_with_choices
 from driftline.comparison.pipeline import Comparison
 from driftline.comparison.verdict.growth import quantised_sites
 from driftline.comparison.verdict.module_kinds import attends
-from driftline.comparison.verdict.own_error import CHOICES, ReplayResult
+from driftline.comparison.verdict.own_error import CHOICES, ReplayResult, too_coarse
 from driftline.comparison.verdict.sites import FINE, ancestors, parts_of
-from driftline.comparison.verdict.status import too_coarse
 from driftline.diagnosis.evidence.files import Replay, ReplayedSite
 from driftline.diagnosis.evidence.other_function import FINEST, another_function
 from driftline.errors import BadInput

@@ -204,8 +204,8 @@ def _is_asked(kept: object, question: Mapping[str, Any]) -> bool:
     """Whether a stored question is this one, including its redacted parts."""
     if not isinstance(kept, dict):
         return False
-    found = cast("dict[str, object]", kept)
-    return found.get("digest") == _slow_digest(question, str(found.get("salt")))
+    stored = cast("dict[str, object]", kept)
+    return stored.get("digest") == _slow_digest(question, str(stored.get("salt")))
 
 
 def _slow_digest(question: Mapping[str, Any], salt: str) -> str:

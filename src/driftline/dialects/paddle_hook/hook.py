@@ -252,7 +252,7 @@ class _Tree:
         self.path = path
         self.engine = engine
         self.files = SavedFiles(lambda path, problem: self.stopped(path.stem, problem))
-        self._told = False
+        self._has_stopped = False
         self._seen: set[Path] = set()
         if any(isinstance(store, _Tree) and store.path == path for store in _STORES):
             print_to_stderr(
@@ -293,8 +293,8 @@ class _Tree:
 
     def stopped(self, name: str, problem: Exception) -> None:
         self.files.broken = True
-        if not self._told:
-            self._told = True
+        if not self._has_stopped:
+            self._has_stopped = True
             print_to_stderr(f"saving hook stopped at {name}: {problem}")
 
     def flush(self) -> None:
@@ -311,13 +311,13 @@ class _Run:
         self.path = path
         self.engine = engine
         self._writer: Any = None
-        self._told = False
+        self._has_stopped = False
         self._visits: dict[tuple[str, str, str, int], int] = {}
         begin_run(path)
         _STORES.add(self)
 
     def put(self, where: _Where, index: int, micro_step: int, shot: Snapshot) -> None:
-        if self._told:
+        if self._has_stopped:
             return
         writer = self._writer or self._open()
         site, step = where.site or "(root)", max(micro_step, 0)
@@ -355,8 +355,8 @@ class _Run:
             self.stopped("the end", OSError(self._writer.failure))
 
     def stopped(self, name: str, problem: Exception) -> None:
-        if not self._told:
-            self._told = True
+        if not self._has_stopped:
+            self._has_stopped = True
             print_to_stderr(f"saving hook stopped at {name}: {problem}")
 
     def flush(self) -> None:

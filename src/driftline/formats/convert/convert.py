@@ -358,9 +358,9 @@ def convert(
     Args:
         source: Anything that `open_run` opens.
         output: Folder of the result.
-        to: `run` for our format; `npy`, `pt` and `safetensors` for files of these formats with a
-            list of keys next to them; `ait` for the tree of `ait llm dump`, or that of ATB if the
-            source came from there.
+        to: `run` for Driftline's format; `npy`, `pt` and `safetensors` for files of these formats
+            with a list of keys next to them; `ait` for the tree of `ait llm dump`, or that of ATB
+            if the source came from there.
         force: Replace an earlier result of the same kind.
         progress: Called with the number of finished tensors and the total.
 

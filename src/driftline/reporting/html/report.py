@@ -122,7 +122,7 @@ def report(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Path | str:
-    """Write a comparison as one HTML file that opens offline, years later.
+    """Write a comparison as one HTML file that needs no network and no other file.
 
     Args:
         subject: A comparison (a result of `driftline.compare`, or its folder), a folder of
@@ -148,7 +148,7 @@ def report(
         The file, or the page's text if no file was named.
 
     Raises:
-        DriftlineError: It could not be made. Numbers that differ are no exception.
+        DriftlineError: The report could not be made. Numbers that differ raise nothing.
     """
     place = None if output is None else Path(output)
     # Checked before the work: a comparison may take minutes.

@@ -82,9 +82,9 @@ def view(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Serve a comparison with its tensors as a page on this machine, until it is interrupted.
+    """Serve a comparison with its tensors as a web page on this machine until it is interrupted.
 
-    The address is printed. Everybody who knows it can read the two runs, and nobody else.
+    The address is printed. Only those who know it can read the two runs.
 
     Args:
         subject: The reference; or, without a candidate, a comparison whose runs are still at their

@@ -359,8 +359,8 @@ def grid(table: Table, *, most: int | None = None) -> Grid:
             (
                 row.status,
                 _site(row),
-                _beside(row.port, row.candidate_port),
-                _beside(row.slot, row.candidate_slot),
+                _both_names(row.port, row.candidate_port),
+                _both_names(row.slot, row.candidate_slot),
                 *((row.step,) if steps else ()),
                 *((_rank(row),) if ranks else ()),
                 row.decided_by or row.reason,
@@ -418,7 +418,7 @@ def _site(row: Row) -> str:
     return f"{own} ~ {other}" if other else own
 
 
-def _beside(own: str, other: str) -> str:
+def _both_names(own: str, other: str) -> str:
     return f"{own} ~ {other}" if other else own
 
 

@@ -43,15 +43,16 @@ def assert_no_drift(
         reference: The trusted torch module.
         candidate: The module to test.
         inputs: One tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        allow_incomplete: Whether INCOMPLETE passes: what could be compared agrees.
-        **options: As for `compare_models`: `limits`, `rtol`, `thresholds`, `sites` …
+        allow_incomplete: Whether to accept a verdict of incomplete: the tensors that could be
+            compared agree, but they are too few for a pass.
+        **options: As for `compare_models`: `limits`, `rtol`, `thresholds`, `sites` and others.
 
     Returns:
         The comparison, for further inspection.
 
     Raises:
-        AssertionError: They differ, or too little was compared; the message names the layer and
-            shows its place.
+        AssertionError: The models differ, or too little was compared. The message names the layer
+            and its place.
     """
     __tracebackhide__ = True  # pytest shows the line of the test, not ours
     from driftline.comparison.live_models import compare_models

@@ -23,7 +23,7 @@ LEVELS: tuple[WatchLevel, ...] = ("operator", "module")
 
 
 class ErrorWatch:
-    """A watch that runs inside a `with` block; what it found is in `findings`."""
+    """An error check that runs inside a `with` block; its results are in `findings`."""
 
     def __init__(self, session: CaptureSession, reporter: Reporter) -> None:
         self.session = session
@@ -55,18 +55,19 @@ def watch_errors(
     allow: str | Iterable[str] = (),
     max_bytes: int = 256 << 20,
 ) -> ErrorWatch:
-    """Watch what runs inside a `with` block for values that are not finite, and who made them.
+    """Find the operators or modules inside a `with` block that produce NaN, Inf and the like.
 
     Args:
-        path: Folder of the findings and of a run with the tensors of each; made with the first.
+        path: Folder for the findings and for a run with the tensors of each. It is created with the
+            first finding.
         model: Watch the calls of this model only; None watches everything.
-        types: Any of overflow, nan, inf, saturation, underflow, all.
+        types: One or more of overflow, nan, inf, saturation, underflow, all.
         level: operator, or module, which is cheaper and less exact.
-        allow: Globs on sites and operators that may make what they like.
-        max_bytes: Keep no more tensor bytes than this.
+        allow: One or more globs on sites and operators that may produce any value.
+        max_bytes: The run stores at most this many bytes of tensors.
 
     Raises:
-        BadInput: A type or level that does not exist.
+        BadInput: There is no such type or level.
     """
     from driftline.runs.writer import RunWriter
 

@@ -1,10 +1,14 @@
 # pyright: reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The error check for tensors on a device: nothing is waited for while the program runs.
+"""The error check for tensors on a device.
 
-Kernels write the smallest and the largest element of a tensor, and how many of its elements are
-zero or nearly so, into batches on the device; a batch travels to the host in one copy. When its
-figures have arrived, the calls that needed them are judged by the same rule as on the host.
+It waits for the device only at the end, and to read the parameters of a module whose output is not
+finite.
+
+Kernels write the smallest and the largest element of each tensor into batches on the device, and
+for some operators also how many elements are zero or subnormal. A batch is copied to the host at
+once. When its numbers have arrived, the calls that needed them are judged by the same rules as on
+the host.
 """
 
 from __future__ import annotations
@@ -43,19 +47,19 @@ from driftline.captures.torch.errcheck.rules import (
 from driftline.captures.torch.operators.schema import WatchedOperator
 from driftline.numerics.dtypes import Pattern
 
-# More would delay verdicts, fewer would cost a copy for every few calls.
-TOGETHER = 512
-"""Readings that travel to the host in one copy."""
-# Types for which every device has a kernel for extremes.
+# A larger batch would delay the verdicts, and a smaller one would need a copy for every few calls.
+BATCH_SIZE = 512
+"""Number of readings that are copied to the host together."""
+# Types for which every device has a kernel that finds the extremes.
 _REDUCED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Count:
-    """Elements that are zero or below the normal numbers of their format.
+    """The number of elements of a tensor that are zero or subnormal.
 
     Attributes:
-        elements: Of how many; reals, for complex ones.
-        small: How many; -1 while the figure is on its way.
+        elements: The number of all elements; a complex one counts as two.
+        small: How many are zero or subnormal; -1 until the number has arrived.
     """
 
     __slots__ = ("elements", "small")
@@ -68,21 +72,24 @@ class Count:
         self.small = int(count)
 
     def put_into(self, reading: Reading) -> Reading:
-        """What was read of a tensor, with this count."""
+        """The reading of a tensor with this count added."""
         return reading._replace(elements=self.elements, zero=self.small, subnormal=0)
 
 
 def count_small(tensor: torch.Tensor, pattern: Pattern, out: torch.Tensor) -> None:
-    """Count into a cell on the same device; a NaN is not small."""
+    """Write the number of zero and subnormal elements to `out` on the same device.
+
+    NaN is not counted.
+    """
     small = tensor.abs() < pattern.value(pattern.normal)
     torch.sum(small, dim=tuple(range(small.dim())), dtype=torch.int64, out=out)
 
 
 class Flag:
-    """Whether a tensor is a mask, or positions; as `inspect.is_mask` has it.
+    """Whether a tensor is a mask or holds positions, by the rule of `inspect.is_mask`.
 
     Attributes:
-        up: False while the answer is on its way.
+        up: The answer; False until it has arrived.
     """
 
     __slots__ = ("up",)
@@ -95,20 +102,29 @@ class Flag:
 
 
 class Tests(NamedTuple):
-    """What is asked of a call's inputs besides their extremes, by argument."""
+    """What is read of a call's inputs besides their extremes, by argument."""
 
     counts: dict[str, Count]
     masks: dict[str, Flag]
 
 
 class Value:
-    """One state of a storage: its extremes, on the device and, later, here.
+    """One state of a tensor's storage, and its extremes once they have arrived from the device.
 
     Attributes:
-        call: Which call wrote it; -1 if nobody saw it.
-        version: The storage's count of changes; None where torch keeps none.
-        inner: The state of the same memory before it was read again: what something inside a
-            module gave, or what it held before code that nobody watches changed it.
+        pattern: The number format.
+        count: The number of real elements.
+        origin: What is known about the origin of its elements that are not finite.
+        before: The earlier state of a storage of which only a part was written; None once the
+            extremes have arrived.
+        asked: Whether the extremes were requested. False if the storage was only allocated, or
+            given to a collective.
+        reading: The extremes; None until they have arrived.
+        single: Whether it is a single number that takes no part in autograd.
+        call: The number of the call that wrote it; -1 if no watched call did.
+        version: torch's count of changes to the tensor; None if torch keeps none.
+        inner: The state of the same memory before it was read again: the result of an operation
+            inside the module, or the contents before unwatched code changed them.
     """
 
     __slots__ = (
@@ -147,19 +163,20 @@ class Value:
 
 
 class FigureBatch:
-    """Room for extremes on one device, in one type: kernels write straight into it."""
+    """Memory on one device for numbers of one type. Kernels write into it directly."""
 
     def __init__(self, place: Place, dtype: torch.dtype) -> None:
         self.place = place
-        # Allocated once: an allocation for each tensor would change the program's memory.
-        self.rows = place.empty((TOGETHER, 2), dtype)
+        # Allocated once: an allocation for each tensor would change how the program's memory is
+        # laid out.
+        self.rows = place.empty((BATCH_SIZE, 2), dtype)
         cells = self.rows.view(-1).unbind(0)
         self.places = list(zip(cells[0::2], cells[1::2], strict=True))
         self.values: list[Value | Count | Flag] = []
 
     @property
     def full(self) -> bool:
-        return len(self.values) >= TOGETHER
+        return len(self.values) >= BATCH_SIZE
 
     def take(self, tensor: torch.Tensor, value: Value) -> None:
         torch.aminmax(tensor, out=self.places[len(self.values)])
@@ -175,7 +192,7 @@ class FigureBatch:
 
 
 class FigureTransfer:
-    """Batches on their way to the host, and the calls that wait for them."""
+    """Batches that are being copied to the host, and the calls that wait for them."""
 
     def __init__(
         self, batches: list[FigureBatch], values: list[Value | Count | Flag], calls: list[Any]
@@ -187,7 +204,7 @@ class FigureTransfer:
         self.arrivals: list[Mark] = []
         for batch in batches:
             used = batch.rows[: len(batch.values)]
-            # Only a copy into pinned memory returns before it is done.
+            # Only copies into pinned memory are asynchronous.
             room = batch.place.pinned(used.numel() * used.element_size())
             host = room.view(used.dtype).view(used.shape)
             self.arrivals.append(batch.place.copy_here([(host, used)]))
@@ -209,32 +226,33 @@ class FigureTransfer:
 
 
 def reals_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in a type that every kernel has."""
+    """The same numbers as reals, in a type that the kernels of every device support."""
     shown = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return shown if shown.dtype in _REDUCED else shown.to(torch.float32)
 
 
-# The watch: from a call to its verdict.
+# From a call to its verdict.
 
 
-ASK_EVERY = 64
-"""Calls between two questions whether a copy has arrived."""
-HELD = 256 << 20
-"""Bytes of inputs that are held, at most, for calls whose readings are still on their way."""
+POLL_EVERY = 64
+"""Number of calls between two checks whether a copy has arrived."""
+MOST_HELD = 256 << 20
+"""At most this many bytes of inputs are kept for calls whose readings have not arrived yet."""
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class WatchedCall(NamedTuple):
-    """A call whose tensors are on a device, as the rule needs to know it.
+    """A call whose tensors are on a device, with what the rules need to know about it.
 
     Attributes:
-        call: For the report.
+        call: The call as the report describes it.
         name: The operator without its namespace; empty for a module.
-        numbers: Written into the call; None for a module.
-        allowed: The user allows it whatever it makes.
-        begun: For a module: how many calls there were when it began; those since are inside it.
-        module: For a module: itself, whose parameters are read where it gives what is not finite.
-        reason: What is said with a finding, instead of the rule's own words.
+        numbers: The numbers among the operator's arguments; may be None for a module.
+        allowed: Whether the user allows this call to produce any value.
+        begun: For a module, the number of calls when it began, so that later ones are inside it;
+            -1 for an operator.
+        module: The module itself. Its parameters are read when its output is not finite.
+        reason: The reason to report with a finding, in place of the rule's own.
     """
 
     call: Call
@@ -247,7 +265,7 @@ class WatchedCall(NamedTuple):
 
 
 class _Waiting:
-    """A call whose readings are on their way."""
+    """A call whose readings have not arrived yet."""
 
     __slots__ = ("about", "given", "held", "inputs", "made", "masks", "outputs", "size")
 
@@ -263,7 +281,7 @@ class _Waiting:
 
 
 class DeviceWatch:
-    """Readings of device tensors, from the call to the verdict."""
+    """Reads the tensors of calls on devices, and judges the calls when the readings arrive."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -282,11 +300,12 @@ class DeviceWatch:
         self._troubled = -1
 
     def unread(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Memory was allocated, or given to a collective: whoever reads it has to look at it."""
+        """Memory was allocated or given to a collective: it must be read when a call uses it."""
         pattern = pattern_of(tensor.dtype)
         if pattern is not None:
             before = self._values.get(tensor)
-            # What follows from a finding stays so, even if the memory is allocated anew.
+            # Values that follow from a finding keep that origin, even if the memory is allocated
+            # again.
             if before is None or before.origin is not Origin.MADE:
                 self._values.put(tensor, Value(pattern, tensor.numel(), origin, asked=False))
 
@@ -297,13 +316,13 @@ class DeviceWatch:
         outputs: Sequence[tuple[str, torch.Tensor]],
         before: Tests | None = None,
     ) -> None:
-        """A call has been made; its readings are sent for.
+        """Request the readings of a call that has been made.
 
         Args:
             watched: The call.
-            inputs: Name, position and tensor of what it read.
-            outputs: Slot and tensor of what it wrote.
-            before: What was asked of what it has overwritten since.
+            inputs: Name, position and tensor of each input.
+            outputs: Slot and tensor of each output.
+            before: What was requested, before the call, of the inputs that it overwrote.
         """
         name = watched.name
         with self._reporter.lock:
@@ -332,21 +351,21 @@ class DeviceWatch:
                         waiting.made[slot] = count
             self._calls.append(waiting)
             self._since += 1
-            # Inputs that are held for a report must not fill the device.
-            if len(self._gathering) >= TOGETHER or self._held > HELD // 2:
+            # Inputs that are kept for a report must not fill the device's memory.
+            if len(self._gathering) >= BATCH_SIZE or self._held > MOST_HELD // 2:
                 self._send()
-            if self._since >= ASK_EVERY:
+            if self._since >= POLL_EVERY:
                 self._since = 0
                 self._collect(wait=False)
 
     def step_may_be_over(self) -> None:
-        """A module call has ended: what has arrived is judged."""
+        """A module call has ended: judge the calls whose readings have arrived."""
         if self._transfers:
             with self._reporter.lock:
                 self._collect(wait=False)
 
     def finish(self) -> None:
-        """Judge everything; the only place where a device is waited for."""
+        """Wait for all readings and judge all calls."""
         with self._reporter.lock:
             self._send()
             self._collect(wait=True)
@@ -358,15 +377,15 @@ class DeviceWatch:
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel():
             return None
-        if value.is_cpu:  # a number beside device tensors
+        if value.is_cpu:  # an operator may combine a number on the host with device tensors
             state = Value(pattern, value.numel())
             state.reading = read(value, pattern)
             return state
         state = self._values.get(value)
-        # Between modules code runs that nobody watches. Not asked of operators: torch counts a
-        # change of theirs only after they have been seen.
+        # Unwatched code may change tensors between modules. Operators are not checked for this,
+        # because torch counts an operator's change only after the call has been observed.
         changed = state is not None and begun >= 0 and state.version != _version(value)
-        # A state that was never asked for has no figures on their way.
+        # A state whose extremes were never requested must be read now.
         if state is None or not state.asked or changed:
             earlier, origin = state, state.origin if state is not None else Origin.UNKNOWN
             state = self._ask(value, pattern, origin, None)
@@ -389,7 +408,7 @@ class DeviceWatch:
             state.inner = earlier
         if is_whole(value) or (before is not None and before.asked):
             self._values.put(value, state)
-        # Else the rest of the storage was never looked at: whoever reads it has to.
+        # Otherwise the rest of the storage was never read, so it is read when a call uses it.
         return state
 
     def _ask(
@@ -406,7 +425,7 @@ class DeviceWatch:
         return value
 
     def count(self, tensor: torch.Tensor) -> Count | None:
-        """How many elements are zero or nearly so, as they are now; None where nobody can say."""
+        """Request how many elements are zero or subnormal now; None if that cannot be read."""
         value = plain(tensor)
         pattern = pattern_of(value.dtype) if value is not None else None
         if value is None or pattern is None or not value.numel() or value.is_cpu:
@@ -421,7 +440,7 @@ class DeviceWatch:
         return count
 
     def mask(self, tensor: torch.Tensor) -> Flag | None:
-        """Whether it is a mask, as it is now; None where nobody can say."""
+        """Request whether the tensor is a mask now; None if that cannot be read."""
         value = plain(tensor)
         if value is None or pattern_of(value.dtype) is None or not value.numel() or value.is_cpu:
             return None
@@ -437,10 +456,10 @@ class DeviceWatch:
     def before(
         self, operator: WatchedOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tests:
-        """What is asked of what a call is about to overwrite: zeros are counted, masks told."""
+        """Request counts and masks of the inputs that a call is about to overwrite."""
         tests = Tests({}, {})
-        counting, telling = operator.short in self._counting, operator.short in LOGARITHMS
-        if not counting and not telling:
+        counting, masking = operator.short in self._counting, operator.short in LOGARITHMS
+        if not counting and not masking:
             return tests
         for index, name in operator.overwrites:
             value = args[index] if index < len(args) else kwargs.get(name)
@@ -448,7 +467,7 @@ class DeviceWatch:
                 count = self.count(tensor) if counting else None
                 if count is not None:
                     tests.counts[slot] = count
-                flag = self.mask(tensor) if telling else None
+                flag = self.mask(tensor) if masking else None
                 if flag is not None:
                     tests.masks[slot] = flag
         return tests
@@ -467,7 +486,7 @@ class DeviceWatch:
         if place is None:
             try:
                 place = place_of(device)
-            except (RuntimeError, NotImplementedError):  # it can only be waited for
+            except (RuntimeError, NotImplementedError):  # a device without asynchronous copies
                 place = HostPlace(device)
             self._places[device] = place
         return place
@@ -476,16 +495,16 @@ class DeviceWatch:
 
     def _hold(self, waiting: _Waiting, slot: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        # Without its tensors a finding is still reported, only not replayable.
-        if self._held + size > HELD or type(tensor) not in _ORDINARY:
+        # A finding without its tensors is still reported, but it cannot be replayed.
+        if self._held + size > MOST_HELD or type(tensor) not in _ORDINARY:
             return
         version = _version(tensor)
-        # The graph behind it must not live longer than it does without us.
+        # Detached, so that the autograd graph is not kept alive longer than the program keeps it.
         waiting.held[slot] = tensor if tensor.grad_fn is None else tensor.detach(), version
         waiting.size += size
         self._held += size
 
-    # --- on their way
+    # --- copies to the host
 
     def _send(self) -> None:
         values, self._gathering = self._gathering, []
@@ -498,7 +517,8 @@ class DeviceWatch:
         while self._transfers and self._transfers[0].arrived(wait=wait):
             transfer = self._transfers.popleft()
             extremes = transfer.extremes()
-            for value in transfer.values:  # in their order: one may be a part of the one before
+            # In order, because a state may depend on the one before it.
+            for value in transfer.values:
                 value.arrived(*extremes[id(value)])
             for batch in transfer.batches:
                 batch.values = []
@@ -558,7 +578,7 @@ class DeviceWatch:
             reporter.note(verdict, about.call.site)
 
     def _note_headroom(self, site: str, readings: Sequence[Reading]) -> None:
-        """Remember the largest finite value of a site."""
+        """Remember the largest magnitude at a site; readings that are not finite are left out."""
         peaks = self._reporter.device_peaks
         for reading in readings:
             if not reading.nonfinite:
@@ -567,7 +587,7 @@ class DeviceWatch:
                     peaks[key] = reading.peak
 
     def _judged_inputs(self, waiting: _Waiting) -> list[Input]:
-        """The inputs of a call as the rule takes them, with what has arrived of them."""
+        """The inputs of a call in the form that the rules take."""
         judged = [
             Input(
                 slot,
@@ -580,27 +600,26 @@ class DeviceWatch:
             for slot, _, _, _, value in waiting.inputs
             if value is not None and value.reading is not None
         ]
-        if waiting.made:  # whole numbers among its inputs may be a mask
+        if waiting.made:  # inputs without a reading, such as integers, may be masks
             judged += [Input(slot, UNREAD) for slot, *_, value in waiting.inputs if value is None]
         return judged
 
 
 def _inner_origin(output: tuple[str, torch.dtype, tuple[int, ...], Value]) -> Origin:
-    """What is known of an output because something inside the module gave it."""
+    """The origin that operations inside the module gave to one of its outputs."""
     inner = output[3].inner
     return Origin.UNKNOWN if inner is None else inner.origin
 
 
 def _origin(value: Value) -> Origin:
-    """What is known of an input; a change that nobody saw excuses nothing."""
+    """The known origin of an input. An unwatched change since then does not weaken it."""
     return value.origin if value.inner is None else max(value.origin, value.inner.origin)
 
 
 def _bad_parameters(module: torch.nn.Module | None) -> list[Part]:
-    """A module's own parameters that are not finite: they enter it like inputs.
+    """A module's own parameters that are not finite; they are judged like inputs.
 
-    Read when the module is judged, and only where it gave what is not finite: the device is waited
-    for then.
+    Reading them waits for the device, so it is done only for a module whose output is not finite.
     """
     parts: list[Part] = []
     for name, parameter in module.named_parameters(recurse=False) if module is not None else ():
@@ -621,7 +640,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _learn_origins(waiting: _Waiting, verdict: Verdict) -> None:
-    """Outputs of this call may be inputs of calls that are judged next."""
+    """Pass a verdict's origin on to the outputs, which calls judged later may take as inputs."""
     if verdict.origin is not Origin.UNKNOWN:
         for *_, value in waiting.outputs:
             if value.reading is not None and value.reading.nonfinite:
@@ -636,7 +655,7 @@ def _seen(value: Value | None) -> Reading | None:
 
 
 def _unchanged(held: tuple[torch.Tensor, int | None] | None) -> torch.Tensor | None:
-    """A tensor that was held, if nobody has written to it since."""
+    """A kept tensor, if it has not been changed since."""
     if held is None or held[1] is None:
         return None
     tensor, version = held

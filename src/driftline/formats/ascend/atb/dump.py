@@ -27,7 +27,7 @@ from driftline.formats.ascend.atb.folders import (
     TensorFile,
     Walk,
     locate,
-    torch_dumps_beside,
+    torch_dumps_next_to,
 )
 from driftline.formats.ascend.atb.tables import (
     OperationLine,
@@ -180,7 +180,7 @@ class AtbRun(TreeRun):
             {"kind": "note", "message": text + (f" ({count} tensors)" if count > 1 else "")}
             for text, count in self._notes.items()
         ]
-        for torch_dump in torch_dumps_beside(path.resolve(), place.root):
+        for torch_dump in torch_dumps_next_to(path.resolve(), place.root):
             text = f"{torch_dump} is a torch dump next to this one; open it by its own path"
             self._events.append({"kind": "note", "message": text})
 

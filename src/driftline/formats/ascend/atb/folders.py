@@ -155,7 +155,7 @@ def _generation(root: Path) -> str:
     return "G1" if any(_DEVICE_PID.fullmatch(name) for name in names) else "G0"
 
 
-def torch_dumps_beside(opened: Path, root: Path) -> Iterator[str]:
+def torch_dumps_next_to(opened: Path, root: Path) -> Iterator[str]:
     """Torch dumps of the same tool inside the opened folder, relative to it."""
     for name in ("", *folders_in(opened)) if opened in (root, root.parent) else ():
         # Only mentioned to the user, because another format reads them.
