@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS = 12
+Figure = dict[str, Any]
 
 
-def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
+def run(rounds: int = ROUNDS) -> list[Figure]:
     """Measure everything; empty without a device."""
     import torch
 
@@ -34,28 +35,35 @@ def run(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     model = llama()
     folder = Path(tempfile.mkdtemp(prefix="driftline-gpu-"))
     try:
-        return [
-            *summaries(model, folder, (8, 1024), 1.25, rounds),
-            *summaries(model, folder, (1, 512), 1.5, rounds),
-            *summaries(model, folder, (1, 1), 1.6, rounds),
-            *summaries(model, folder, (8, 1024), None, rounds, ports="output"),
-            *summaries(model, folder, (1, 1), None, rounds, ports="output"),
-            *summaries(model, folder, (8, 1024), 2.0, 3, levels="ops"),
-            *training(model, folder, rounds),
-            *whole_tensors(model, folder, rounds),
-            *comparison(),
-            *side_by_side(model),
-            *first_step(folder),
-            *replay(folder),
-            *several_processes(folder),
+        parts: list[Callable[[], list[Figure]]] = [
+            lambda: summaries(model, folder, (8, 1024), 1.25, rounds),
+            lambda: summaries(model, folder, (1, 512), 1.5, rounds),
+            lambda: summaries(model, folder, (1, 1), 1.6, rounds),
+            lambda: summaries(model, folder, (8, 1024), None, rounds, ports="output"),
+            lambda: summaries(model, folder, (1, 1), None, rounds, ports="output"),
+            lambda: summaries(model, folder, (8, 1024), 2.0, 3, levels="ops"),
+            lambda: training(model, folder, rounds),
+            lambda: whole_tensors(model, folder, rounds),
+            comparison,
+            lambda: side_by_side(model),
+            lambda: first_step(folder),
+            lambda: replay(folder),
+            lambda: several_processes(folder),
         ]
+        figures: list[Figure] = []
+        for part in parts:
+            # Shown at once, because the whole takes minutes and time on a device is scarce.
+            for row in part():
+                print(f"    {row['what']}: {row['value']:.3g} {row['unit']}", flush=True)
+                figures.append(row)
+        return figures
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def figure(
     what: str, value: float, goal: float | None, unit: str, note: str, better: str = "lower"
-) -> dict[str, Any]:
+) -> Figure:
     return {
         "what": what,
         "value": value,
@@ -132,7 +140,7 @@ def summaries(
     goal: float | None,
     rounds: int,
     **options: Any,
-) -> list[dict[str, Any]]:
+) -> list[Figure]:
     """Summaries of all inputs and outputs of modules, with the model's facts, or as asked for."""
     from benchmarks.gpu.model import tokens
 
@@ -147,7 +155,7 @@ def summaries(
     return [figure(row, value, goal, "x plain", note)]
 
 
-def training(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def training(model: Any, folder: Path, rounds: int) -> list[Figure]:
     """Forward and backward passes of 4 x 1024 tokens, without and with gradients."""
     import torch
 
@@ -171,7 +179,7 @@ def training(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
         "gradients": captured(model, folder, plain, levels=("modules", "gradients")),
     }
     times = in_turns(variants, max(3, rounds // 3))
-    rows: list[dict[str, Any]] = []
+    rows: list[Figure] = []
     for name, goal in (("modules", 1.35), ("gradients", None)):
         value, spread = ratio(times[name], times["plain"])
         note = f"plain {statistics.median(times['plain']) * 1e3:.1f} ms, {spread}"
@@ -179,7 +187,7 @@ def training(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
+def whole_tensors(model: Any, folder: Path, rounds: int) -> list[Figure]:
     """Full tensors of 1 x 512 tokens: until the last one is in pinned memory, then to the disk."""
     import torch
 
@@ -233,7 +241,7 @@ def whole_tensors(model: Any, folder: Path, rounds: int) -> list[dict[str, Any]]
     ]
 
 
-def comparison() -> list[dict[str, Any]]:
+def comparison() -> list[Figure]:
     """Two tensors of 0.5 GB on the device: all figures that the standard metrics need."""
     import torch
 
@@ -241,7 +249,7 @@ def comparison() -> list[dict[str, Any]]:
     return [row for dtype in dtypes for row in _pair_rate(dtype)]
 
 
-def _pair_rate(dtype: Any) -> list[dict[str, Any]]:
+def _pair_rate(dtype: Any) -> list[Figure]:
     import torch
 
     from driftline.numerics.gpu.pairs import pair_on_device
@@ -282,11 +290,18 @@ open(sys.argv[1], "w").write(str(time.perf_counter() - begin))
 """
 
 
+def _surroundings(folder: Path) -> dict[str, str]:
+    """The environment of a program that imports this folder, with a kernel cache of its own."""
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder / "kernels")}
+
+
 def _first_forward(folder: Path, shape: tuple[int, int], *command: str) -> float:
     """Seconds of the first forward pass of a program, run by a command of Driftline if given."""
     program = folder / "forward.py"
     program.write_text(_FORWARD)
-    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+    surroundings = _surroundings(folder)
     words = [sys.executable, str(program), str(folder / "took"), *map(str, shape)]
     if command:
         words = [sys.executable, "-m", "driftline", *command, "--", *words]
@@ -294,7 +309,7 @@ def _first_forward(folder: Path, shape: tuple[int, int], *command: str) -> float
     return float((folder / "took").read_text())
 
 
-def first_step(folder: Path) -> list[dict[str, Any]]:
+def first_step(folder: Path) -> list[Figure]:
     """What the first forward pass of a program takes longer for summaries of it."""
     shape = (8, 1024)
     plain = _first_forward(folder, shape)
@@ -309,7 +324,7 @@ def first_step(folder: Path) -> list[dict[str, Any]]:
     return [figure("first step, kernels in the cache", warm - plain, 0.5, "s more", note)]
 
 
-def replay(folder: Path) -> list[dict[str, Any]]:
+def replay(folder: Path) -> list[Figure]:
     """The forward pass of a program while each module is applied to a candidate's inputs, too."""
     shape, run = (1, 512), str(folder / "candidate")
     plain = _first_forward(folder, shape)
@@ -342,11 +357,11 @@ open(sys.argv[1], "w").write(str(took))
 """
 
 
-def several_processes(folder: Path, count: int = 4) -> list[dict[str, Any]]:
+def several_processes(folder: Path, count: int = 4) -> list[Figure]:
     """Programs that share one device at the same time, all captured or none."""
     program = folder / "steps.py"
     program.write_text(_STEPS)
-    surroundings = {**os.environ, "TRITON_CACHE_DIR": str(folder / "kernels")}
+    surroundings = _surroundings(folder)
 
     def together(name: str, *, captured: bool) -> float:
         begun = folder / f"{name}-begun"
@@ -380,7 +395,7 @@ def several_processes(folder: Path, count: int = 4) -> list[dict[str, Any]]:
     return [figure(what, captured / plain, None, "x plain", note)]
 
 
-def side_by_side(model: Any) -> list[dict[str, Any]]:
+def side_by_side(model: Any) -> list[Figure]:
     """Two models in step, against running one after the other."""
     import copy
 

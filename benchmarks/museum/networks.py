@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
-FRESH = ("contexts", "converters", "updates")
+FRESH = ("contexts", "converters", "updates", "fifth.mixers", "fifth.fields", "fifth.lessons")
 """Files of cases that no rule was tuned on: once one was, a file leaves this list for good."""
 FILES = (
     *("positions", "attention", "norms", "decoders", "ports", "training", "ranks", "compiled"),
@@ -70,7 +70,7 @@ class Case:
     @property
     def file(self) -> str:
         """The file of cases that it stands in."""
-        return self.program.__module__.rpartition(".")[2]
+        return self.program.__module__.partition(".cases.")[2]
 
 
 CASES: dict[str, Case] = {}

@@ -29,7 +29,7 @@ FLOATS = (
 )
 EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16)
 """Types that no kernel for pairs reads; float32 has all their numbers."""
-_MOST_PROGRAMS = 528
+_MOST_PROGRAMS = 1056
 _MOST_SHARES = 128
 """Number of programs that look up one position."""
 _ROW = 40
@@ -59,7 +59,7 @@ def _kernels(ours: torch.dtype, theirs: torch.dtype) -> _Kernels:
             warps=pair.WARPS,
             registers=128,
         ),
-        Kernel(pair.joined_pair, constants, warps=pair.WARPS),
+        Kernel(pair.joined_pair, constants, warps=pair.JOIN_WARPS),
     )
 
 

@@ -252,7 +252,7 @@ def _kernel(short: str, lowest: float) -> Kernel:
     if short in ("bf16", "f16", "u16", "i16"):
         from driftline.numerics.gpu.kernels.summary_16bit import summary_of_halves
 
-        return Kernel(summary_of_halves, constants, warps=WARPS, registers=64)
+        return Kernel(summary_of_halves, constants, warps=WARPS, registers=128)
     from driftline.numerics.gpu.kernels.summary import summary_rows
 
     return Kernel(summary_rows, constants, warps=WARPS, registers=96)

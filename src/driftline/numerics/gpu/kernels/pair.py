@@ -127,7 +127,9 @@ def left_pair(
 # Everything one pass over a pair of device tensors can know, as a Triton kernel.
 
 
-WARPS = 8
+WARPS = 4
+"""Number of warps of a program that reads a pair."""
+JOIN_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["count", "each", "rtol_bits", "atol_bits"])
@@ -505,18 +507,17 @@ def joined_pair(
     lane = tl.arange(0, 256)  # rows that are looked at together
     if what == 0:
         field = tl.arange(0, 64)[None, :]
-        line = tl.arange(0, 64)[:, None]
-        sums = tl.zeros([64, 64], tl.float64)
-        tops = tl.full([64, 64], float("-inf"), tl.float64)
-        lows = tl.full([64, 64], float("inf"), tl.float64)
-        for at in range(0, many, 64):
+        line = tl.arange(0, 128)[:, None]
+        # One table for all fields: three would not fit into registers.
+        figures = tl.where(field < 26, 0.0, tl.where(field < 31, float("-inf"), float("inf")))
+        figures = figures + tl.zeros([128, 64], tl.float64)
+        for at in range(0, many, 128):
             there = at + line < many
             places = rows + (at + line) * 40 + field
             found = tl.load(places, mask=there & (field < 33), other=0.0)
-            sums += tl.where(field < 26, found, 0.0)
-            tops = tl.maximum(tops, tl.where(there & (field < 31), found, float("-inf")))
-            lows = tl.minimum(lows, tl.where(there & (field > 30), found, float("inf")))
-        total = tl.sum(sums, 0)
+            extreme = tl.where(field < 31, tl.maximum(figures, found), tl.minimum(figures, found))
+            figures = tl.where(there, tl.where(field < 26, figures + found, extreme), figures)
+        total = tl.sum(tl.where(field < 26, figures, 0.0), 0)
         number = tl.arange(0, 64)
         # The spread around the common mean: that of each part, and how far their means are off.
         r_n = tl.sum(tl.where(number == 11, total, 0.0), 0)
@@ -537,7 +538,7 @@ def joined_pair(
         total += tl.where(number == 17, tl.sum(r_apart, 0), 0.0)
         total += tl.where(number == 18, tl.sum(c_apart, 0), 0.0)
         found = tl.where(
-            number < 26, total, tl.where(number < 31, tl.max(tops, 0), tl.min(lows, 0))
+            number < 26, total, tl.where(number < 31, tl.max(figures, 0), tl.min(figures, 0))
         )
         tl.store(out + number, found, mask=number < 33)
     else:

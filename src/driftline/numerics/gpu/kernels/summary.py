@@ -97,6 +97,20 @@ def largest_pair(most, word):
 
 
 @triton.jit
+def nearest_zero_pair(least, word, KIND: tl.constexpr):
+    """The element with the smaller size of two packed pairs, half by half; signs mean nothing."""
+    if KIND == "bf16":
+        result = tl.inline_asm_elementwise(
+            "min.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [least, word], tl.uint32, True, 1
+        )
+    else:
+        result = tl.inline_asm_elementwise(
+            "min.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [least, word], tl.uint32, True, 1
+        )
+    return result
+
+
+@triton.jit
 def greatest_pair(high, word, KIND: tl.constexpr):
     if KIND == "bf16":
         result = tl.inline_asm_elementwise(

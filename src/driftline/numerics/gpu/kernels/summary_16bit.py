@@ -19,9 +19,9 @@ from driftline.numerics.gpu.kernels.summary import (
     key,
     least_pair,
     mixed,
+    nearest_zero_pair,
     reduce_figures,
     signed,
-    smallest_pair,
     store_row,
 )
 
@@ -106,6 +106,26 @@ def eight_signs(address, LEVEL: tl.constexpr):
 
 
 @triton.jit
+def flip_of(thread_flips, tile, LEVEL: tl.constexpr):
+    """The entry of a thread's group in a tile."""
+    return flip_at(thread_flips + tile.to(tl.int64) * 64, LEVEL)
+
+
+@triton.jit
+def signs_of(thread_signs, tile, LEVEL: tl.constexpr):
+    """The signs of a thread's eight elements in a tile."""
+    return eight_signs(thread_signs + tile.to(tl.int64) * 256, LEVEL)
+
+
+@triton.jit
+def words_of(thread_data, vector, tile, flip, LEVEL: tl.constexpr):
+    """The four words of a thread in a tile."""
+    return four_words(
+        thread_data + tile.to(tl.int64) * 4096 + ((vector ^ ((flip >> 2) & 7)) << 4), LEVEL
+    )
+
+
+@triton.jit
 def in_order(w_0, w_1, w_2, w_3, flip):
     """The words of a thread in the order of the buckets."""
     by_one = (flip & 1) != 0
@@ -180,8 +200,9 @@ def summary_of_halves(
     full_end = tl.maximum(tl.minimum(end, count // CHUNK), begin)
     if count % TILE == 0:  # whole tiles only: the last chunk is read by the fast loop too
         full_end = end
-    first = begin * TILES
-    last = tl.minimum(full_end * CHUNK, count) // TILE
+    # Numbers of tiles have 32 bits, enough for 4e12 elements: arithmetic of 64 bits takes longer.
+    first = (begin * TILES).to(tl.int32)
+    last = (tl.minimum(full_end * CHUNK, count) // TILE).to(tl.int32)
 
     lane = (tl.arange(0, 32)[:, None] + tl.zeros([32, 8], tl.int32)).to(tl.int64)
     vector = tl.arange(0, 8)[None, :] + tl.zeros([32, 8], tl.int32)
@@ -214,23 +235,27 @@ def summary_of_halves(
 
     if last > first:
         final = last - 1
-        flip = flip_at(thread_flips + first * 64, LEVEL)
-        signs = eight_signs(thread_signs + first * 256, LEVEL)
-        next_flip = flip_at(thread_flips + tl.minimum(first + 1, final) * 64, LEVEL)
-        w_0, w_1, w_2, w_3 = four_words(
-            thread_data + first * 4096 + ((vector ^ ((flip >> 2) & 7)) << 4), LEVEL
-        )
+        second = tl.minimum(first + 1, final)
+        third = tl.minimum(first + 2, final)
+        flip = flip_of(thread_flips, first, LEVEL)
+        next_flip = flip_of(thread_flips, second, LEVEL)
+        far_flip = flip_of(thread_flips, third, LEVEL)
+        signs = signs_of(thread_signs, first, LEVEL)
+        next_signs = signs_of(thread_signs, second, LEVEL)
+        w_0, w_1, w_2, w_3 = words_of(thread_data, vector, first, flip, LEVEL)
+        n_0, n_1, n_2, n_3 = words_of(thread_data, vector, second, next_flip, LEVEL)
+        base = first
         for chunk in range(begin, full_end):
             a = tl.zeros([32, 8], tl.uint64)
             b = tl.zeros([32, 8], tl.uint64)
-            for tile in range(chunk * TILES, tl.minimum((chunk + 1) * TILES, last)):
-                # Load the next words now, and the table entries of the words after them.
-                after = tl.minimum(tile + 1, final)
-                n_0, n_1, n_2, n_3 = four_words(
-                    thread_data + after * 4096 + ((vector ^ ((next_flip >> 2) & 7)) << 4), LEVEL
-                )
-                far_flip = flip_at(thread_flips + tl.minimum(tile + 2, final) * 64, LEVEL)
-                next_signs = eight_signs(thread_signs + after * 256, LEVEL)
+            for at in tl.range(0, tl.minimum(last - base, TILES), loop_unroll_factor=4):
+                tile = base + at
+                # The words of the tile after the next one are loaded now. The compiler moves a load
+                # to the end of the loop, so one tile ahead would be too late to hide its latency.
+                far = tl.minimum(tile + 2, final)
+                f_0, f_1, f_2, f_3 = words_of(thread_data, vector, far, far_flip, LEVEL)
+                far_signs = signs_of(thread_signs, far, LEVEL)
+                farther_flip = flip_of(thread_flips, tl.minimum(tile + 3, final), LEVEL)
 
                 w_0, w_1, w_2, w_3 = in_order(w_0, w_1, w_2, w_3, flip)
                 a, b = hashed(a, b, w_0, w_1, w_2, w_3)
@@ -248,7 +273,7 @@ def summary_of_halves(
                         low = least_pair(low, word, KIND)
                         high = greatest_pair(high, word, KIND)
                     if RARE_ZEROS:
-                        smallest = smallest_pair(smallest, word & 0x7FFF7FFF)
+                        smallest = nearest_zero_pair(smallest, word, KIND)
                     word = turned(word, flip)
                     even = low_half(word, KIND)
                     odd = high_half(word, KIND)
@@ -276,10 +301,13 @@ def summary_of_halves(
                         s_7 += odd
                 sum_1 += tile_sum.to(tl.float64)  # float32 can sum eight elements of 16 bits
                 w_0, w_1, w_2, w_3 = n_0, n_1, n_2, n_3
-                flip, signs, next_flip = next_flip, next_signs, far_flip
+                n_0, n_1, n_2, n_3 = f_0, f_1, f_2, f_3
+                flip, next_flip, far_flip = next_flip, far_flip, farther_flip
+                signs, next_signs = next_signs, far_signs
             seed = mixed((thread + chunk * 256 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
             digest_a += mixed(a ^ seed)
             digest_b += mixed(b + seed)
+            base += TILES
 
     if PACKED:
         low = tl.minimum(low_half(low, KIND), high_half(low, KIND))
@@ -293,10 +321,12 @@ def summary_of_halves(
             suspect = suspect | (low <= LOWEST)
         bad = tl.max(tl.reshape(suspect.to(tl.int32), [256]), 0) > 0
     if RARE_ZEROS:
-        has_zero = ((smallest & 0xFFFF) == 0) | ((smallest >> 16) == 0)
+        has_zero = ((smallest & 0x7FFF) == 0) | ((smallest & 0x7FFF0000) == 0)
         if tl.max(tl.reshape(has_zero.to(tl.int32), [256]), 0) > 0:
             for tile in range(first, last):
-                w_0, w_1, w_2, w_3 = four_words(thread_data + tile * 4096 + (vector << 4), LEVEL)
+                w_0, w_1, w_2, w_3 = four_words(
+                    thread_data + tile.to(tl.int64) * 4096 + (vector << 4), LEVEL
+                )
                 for k in tl.static_range(4):
                     if k == 0:
                         word = w_0 & 0x7FFF7FFF
