@@ -1,4 +1,4 @@
-"""Operators of an ATB dump: which there are, their inputs, and their outputs.
+"""The operators of an ATB dump, with their inputs and outputs.
 
 Inputs are taken from before the execution if the dump has them, outputs from after it. What cannot
 be checked becomes a row with its reason. What an operator should compute is in `definitions`.

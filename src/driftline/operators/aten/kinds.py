@@ -1,4 +1,4 @@
-"""Kinds of aten operators: exact, rounded over so many terms, or without a checkable result.
+"""Kinds of aten operators: exact, rounded with a number of terms, or without a checkable result.
 
 Knows operators by name. Executes nothing.
 """
@@ -177,13 +177,13 @@ def _summed_terms(
     if name.endswith(("batch_norm", "batch_norm_backward")) or "group_norm" in name:
         return largest.numel() // max(1, largest.shape[1] if largest.dim() > 1 else 1)
     if "upsample" in name or "interpolate" in name or "grid_sample" in name:
-        # Places between elements are rounded numbers as large as the picture.
+        # Positions between elements are rounded, and may be as large as the picture.
         return (2 * max((int(size) for size in output.shape), default=1)) ** 2
     if "attention" in name:
         sizes = [named[n].shape for n in ("query", "key") if isinstance(named.get(n), torch.Tensor)]
         return max((max(shape[-2:]) for shape in sizes), default=4)
     if "backward" in name or "index_put" in name or "scatter" in name or "index_add" in name:
-        # A backward pass adds up over everything that its output was spread to.
+        # A backward pass adds up over all elements to which its output was broadcast.
         row = int(largest.shape[-1]) if largest.dim() else 1
         return largest.numel() // max(1, min(output.numel(), row))
     dims = next((named[n] for n in _OVER_DIM if named.get(n) is not None), None)

@@ -104,7 +104,7 @@ _KEY_ONLY, _TILED = 1, 2
 
 
 def kv_cache(call: Call) -> list[Result]:
-    """New tokens put behind the earlier ones of each sequence, in one layer of the cache."""
+    """One layer of the cache, with new tokens after the earlier ones of each sequence."""
     new, layer, cache = call.at(0, "new tokens"), call.at(1, "layer"), call.at(2, "cache")
     number = int(layer.values.reshape(-1)[0])
     values = cache_with(cache.values, new.values, number, call.at(3), call.at(4))
@@ -138,7 +138,7 @@ def cache_with(
 
 
 def reshape_and_cache(call: Call) -> list[Result]:
-    """Each token's keys and values at its slot of a cache in blocks; slot -1 is skipped."""
+    """A cache in blocks, with each token's keys and values in its slot; slot -1 is skipped."""
     fits(call.whole("compressType", 0) == 0, "a compressed cache is not defined here")
     # The two caches come as pairs of inputs whose positions depend on `kvCacheCfg`.
     form = call.whole("kvCacheCfg", 0)
@@ -212,7 +212,7 @@ Mask: TypeAlias = Callable[[int, slice], AnyArray]
 
 
 class _Piled(NamedTuple):
-    """Outputs of all sequences, one below the other, and the sizes of their terms."""
+    """The outputs of all sequences, concatenated, and the sizes of their terms."""
 
     values: list[AnyArray]
     scales: list[AnyArray]
@@ -259,7 +259,7 @@ def attend(
             raised = np.exp(scores - scores.max(-1, keepdims=True))
             shares = raised / raised.sum(-1, keepdims=True)
             attended[rows, head] = shares @ values
-            # A score is off by its own size times the roundoff, and so is its share.
+            # A score has a rounding error in proportion to its size, and so has its softmax.
             scale[rows, head] = np.sqrt((shares * size) ** 2 @ values**2)
     return attended, scale
 
@@ -324,7 +324,7 @@ class Masking(NamedTuple):
 
 
 def _masking(call: Call, place: int) -> tuple[Masking, int]:
-    """The mask at a position among the inputs, and the position behind it."""
+    """The mask at a position among the inputs, and the next position."""
     kind = call.whole("maskType", 0)
     if kind in (_NO_MASK, _CAUSAL):
         return Masking(kind), place

@@ -1,4 +1,4 @@
-"""Norms and softmaxes: alone, behind the addition of a residual, quantised, or packed."""
+"""Norms and softmaxes: alone, after the addition of a residual, quantised, or packed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _layer(
     gamma, beta = gamma.reshape(x.shape[axis:]), beta.reshape(x.shape[axis:])
     mean = x.mean(axes, keepdims=True)
     rstd = 1.0 / np.sqrt(((x - mean) ** 2).mean(axes, keepdims=True) + call.number("epsilon", 1e-5))
-    # x - mean cancels where both are large: their sizes count, not that of the difference.
+    # If both are large, x - mean cancels, so rounding is proportional to their sizes.
     scale = (size + np.abs(mean)) * rstd * np.abs(gamma) + np.abs(beta)
     return (x - mean) * rstd * gamma + beta, scale
 

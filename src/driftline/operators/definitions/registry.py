@@ -111,7 +111,7 @@ def definition_of(op_type: str) -> Definition | None:
 
 
 def tensor_of(raw: AnyArray, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Stored values as a definition wants them: floats in float64, integers as they are."""
+    """Stored values in the form for a definition: floats in float64, integers unchanged."""
     kind = DTYPES[dtype]
     # Four-bit numbers are packed in pairs and have to be decoded like floats.
     if kind.is_floating or kind.bits == 4:
@@ -154,7 +154,7 @@ def _rounded(result: Result) -> Result:
 
 
 def golden(op_type: str, param: Mapping[str, Any], inputs: Sequence[Any]) -> list[AnyArray]:
-    """What an operator should give for these inputs: its definition in float64, rounded once.
+    """The expected result of an operator: its definition in float64, rounded once.
 
         driftline.operators.golden("SoftmaxOperation", {"axes": [-1]}, [x])
 
