@@ -81,7 +81,7 @@ def left_pair(
     n, x_1, e_1, xx, xe, ee, ae_1, rel_1, out_1, dif_1, rn, cn, rx, cy, rxx, cyy, r_nan, c_nan,
     r_pos, c_pos, r_neg, c_neg, lone, ae_m, rel_m, ulp_m, r_top, c_top, r_low, c_low, shift_64,
 ):  # fmt: skip
-    """Leave the figures of a program in its row; see `pair_joining.joined_pair` for the fields."""
+    """Leave the figures of a program in its row; see `joined_pair` for the fields."""
     out = rows_at.to(tl.pointer_type(tl.float64)) + row * 40
     rr = xx + 2.0 * shift_64 * x_1 + n * shift_64 * shift_64
     re = xe + shift_64 * e_1
