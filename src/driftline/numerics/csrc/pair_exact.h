@@ -192,20 +192,22 @@ __attribute__((noinline)) static void look_up(Pair *s, const double *r, const do
   }
 }
 
-/* Computes the figures of a pair for one block. `masked` is a constant where this is inlined; it says that something
- * was left out of a side. `n` counts elements without the padding of the last step. */
-LANE void measure(Pair *s, const Block *own, int64_t base, int64_t n, int masked, UlpLimits *limits) {
-  const int64_t whole = padded(n);
-  const double *r_in = own[0].x, *c_in = own[1].x;
-  const D zero = d_set(0), atol = d_set(s->atol), rtol = d_set(s->rtol);
+/* Figures of a block's pairs that are finite on both sides; the others are counted as zeros that are inside. */
+typedef struct {
+  double rc, ee, abs_e, rel_e, max_abs_e, max_rel_e;
+  int64_t finite, different, inside;
+} Joint;
+
+/* `n` counts whole steps. `masked` is a constant where this is inlined: something was left out of a side. */
+LANE Joint joint_figures(const double *r_in, const double *c_in, int64_t n, double atol, double rtol, int masked) {
+  const D zero = d_set(0), absolute = d_set(atol), relative = d_set(rtol);
   D rc = zero, ee = zero, sum_ae = zero, sum_rel = zero, max_ae = zero, max_rel = zero;
-  Tally different = tally_none(), inside = different, joint = different;
-  Moments *m = &s->m;
-  for (int64_t i = 0; i < whole; i += LANES) {
+  Tally finite = tally_none(), different = finite, inside = finite;
+  for (int64_t i = 0; i < n; i += LANES) {
     D r = d_load(r_in + i), c = d_load(c_in + i);
     if (masked) {
       const M both = m_ordered(r, c);
-      joint = tally_add(joint, both);
+      finite = tally_add(finite, both);
       r = d_keep(both, r);
       c = d_keep(both, c);
     }
@@ -219,13 +221,32 @@ LANE void measure(Pair *s, const Block *own, int64_t base, int64_t n, int masked
     max_ae = d_max(max_ae, ae);
     max_rel = d_max(max_rel, rel);
     different = tally_add(different, differ);
-    inside = tally_add(inside, m_le(ae, atol + rtol * ar)); /* two roundings, as in numpy */
+    inside = tally_add(inside, m_le(ae, absolute + relative * ar)); /* two roundings, as in numpy */
   }
-  const int64_t finite = masked ? tally_total(joint) : n;
+  return (Joint){d_total(rc), d_total(ee), d_total(sum_ae), d_total(sum_rel), d_greatest(max_ae), d_greatest(max_rel),
+                 masked ? tally_total(finite) : n, tally_total(different), tally_total(inside)};
+}
+
+/* Functions of their own, so that the loops share registers neither with each other nor with what calls them. */
+__attribute__((noinline)) static Joint joint_finite(const double *r, const double *c, int64_t n, double atol,
+                                                    double rtol) {
+  return joint_figures(r, c, n, atol, rtol, 0);
+}
+__attribute__((noinline)) static Joint joint_masked(const double *r, const double *c, int64_t n, double atol,
+                                                    double rtol) {
+  return joint_figures(r, c, n, atol, rtol, 1);
+}
+
+/* Computes the figures of a pair for one block. `n` counts elements without the padding of the last step. */
+static void measure(Pair *s, const Block *own, int64_t base, int64_t n, UlpLimits *limits) {
+  const int64_t whole = padded(n);
+  const int masked = own[0].left_out || own[1].left_out || whole > n;
+  const Joint j = (masked ? joint_masked : joint_finite)(own[0].x, own[1].x, whole, s->atol, s->rtol);
   Squares squares = {own[0].squares, own[1].squares};
+  Moments *m = &s->m;
   if (masked) {
     /* The same elements are left out of both sides if each has as many as there are pairs. */
-    const int alike = own[0].finite == finite && own[1].finite == finite && own[0].left_out < ANYTHING &&
+    const int alike = own[0].finite == j.finite && own[1].finite == j.finite && own[0].left_out < ANYTHING &&
                       own[1].left_out < ANYTHING;
     double raw[2][BLOCK] __attribute__((aligned(64)));
     if (!alike) {
@@ -235,35 +256,23 @@ LANE void measure(Pair *s, const Block *own, int64_t base, int64_t n, int masked
     for (int side = 0; side < 2; side++)
       if (own[side].left_out) count_nonfinite(&s->side[side], &own[side], raw[side], base, n);
     /* A negative or NaN tolerance would count zero against zero as outside. */
-    if (!(0 <= s->atol + s->rtol * 0)) m->outside -= whole - finite;
+    if (!(0 <= s->atol + s->rtol * 0)) m->outside -= whole - j.finite;
   }
-  const int64_t differ = tally_total(different);
-  const double greatest = d_greatest(max_ae), greatest_rel = d_greatest(max_rel);
-  m->finite += finite;
+  m->finite += j.finite;
   add_block(&s->rr, squares.rr);
   add_block(&s->cc, squares.cc);
-  add_block(&s->rc, d_total(rc));
-  add_block(&s->ee, d_total(ee));
-  add_block(&s->abs_e, d_total(sum_ae));
-  add_block(&s->rel_e, d_total(sum_rel));
-  m->max_rel_e = fmax(m->max_rel_e, greatest_rel);
-  m->outside += whole - tally_total(inside);
-  m->different += differ;
-  const int new_first = differ && (m->first_different_at < 0 || m->first_different_at >= base);
-  const int new_greatest = greatest > m->max_abs_e, to_integer = !FORMATS[s->dtype[1]].is_float;
-  const int new_ulp = greatest_rel > limits->rel && greatest > limits->ae; /* perhaps of different elements */
+  add_block(&s->rc, j.rc);
+  add_block(&s->ee, j.ee);
+  add_block(&s->abs_e, j.abs_e);
+  add_block(&s->rel_e, j.rel_e);
+  m->max_rel_e = fmax(m->max_rel_e, j.max_rel_e);
+  m->outside += whole - j.inside;
+  m->different += j.different;
+  const int new_first = j.different && (m->first_different_at < 0 || m->first_different_at >= base);
+  const int new_greatest = j.max_abs_e > m->max_abs_e, to_integer = !FORMATS[s->dtype[1]].is_float;
+  const int new_ulp = j.max_rel_e > limits->rel && j.max_abs_e > limits->ae; /* perhaps of different elements */
   if (new_first | new_greatest | to_integer | new_ulp)
-    look_up(s, r_in, c_in, base, whole, masked, new_first, new_greatest ? greatest : 0, limits);
-}
-
-/* Separate functions, so that the two loops do not share registers. */
-__attribute__((noinline)) static void measure_finite(Pair *s, const Block *own, int64_t base, int64_t n,
-                                                     UlpLimits *limits) {
-  measure(s, own, base, n, 0, limits);
-}
-__attribute__((noinline)) static void measure_masked(Pair *s, const Block *own, int64_t base, int64_t n,
-                                                     UlpLimits *limits) {
-  measure(s, own, base, n, 1, limits);
+    look_up(s, own[0].x, own[1].x, base, whole, masked, new_first, new_greatest ? j.max_abs_e : 0, limits);
 }
 
 /* 64-bit integers beyond 2^53: differences are computed exactly, in 128 bits, one by one. */
@@ -328,8 +337,7 @@ static void pair(Pair *s, int64_t count) {
       join_block(&s->side[side], &own[side], n);
     }
     if (exceeds_float64(s, own)) integer_block(s, i, n);
-    else if (own[0].left_out || own[1].left_out || n % STEP) measure_masked(s, own, i, n, &limits);
-    else measure_finite(s, own, i, n, &limits);
+    else measure(s, own, i, n, &limits);
     i += n;
   }
 }
