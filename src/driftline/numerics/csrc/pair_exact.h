@@ -10,8 +10,8 @@
  *  - positions, in blocks that hold a new first or greatest one;
  *  - the sum of squares about the mean, by a second pass over a block where the sums of the first would lose digits.
  *
- * Chains of float32 were 1.6 to 3 times as fast on normal data and up to 4 times as slow on masked tensors, and a cosine
- * in bfloat16 could be off by 2e-2 (see Accuracy in docs/metrics.md). */
+ * Chains of float32 were 1.4 to 3.3 times as fast on normal data and 5 to 14 times as slow on masked tensors, and a
+ * cosine in bfloat16 could be off by 2e-2 (see Accuracy in docs/metrics.md). */
 
 typedef uint64_t U __attribute__((vector_size(8 * LANES)));
 typedef int64_t L __attribute__((vector_size(8 * LANES)));
