@@ -121,7 +121,8 @@ EXPORT void driftline_pair(const void *r, int r_dtype, const void *c, int c_dtyp
   Spread spread[2];
   for (int side = 0; side < 2; side++) {
     const int exponent = scale_exponent(&own[side], s.dtype[side]);
-    const Side scaled = exponent ? isa->scaled_side(&s, side, count, exponent) : own[side];
+    const Side scaled =
+      exponent ? isa->scaled(s.data[side], s.dtype[side], s.widen[side], s.floor[side], count, exponent) : own[side];
     spread[side] = spread_of(&scaled, exponent);
   }
 #define OWN(prefix, i)                                        \
@@ -148,7 +149,7 @@ EXPORT void driftline_summary(const void *data, int dtype, int64_t count, int ma
   FloatMode mode = exact_floats();
   isa->summary(&s, count);
   const int exponent = scale_exponent(&s.side, dtype), some = s.side.n > 0;
-  const Side scaled = exponent ? isa->scaled_summary(&s, count, exponent) : s.side;
+  const Side scaled = exponent ? isa->scaled(data, dtype, 0, s.floor, count, exponent) : s.side;
   const Spread spread = spread_of(&scaled, exponent);
   *out = (Summary){
     .count = count,

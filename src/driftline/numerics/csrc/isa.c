@@ -20,8 +20,8 @@
 #define WIDE 0
 #endif
 #define LANE static inline __attribute__((always_inline, unused))
-/* How float32 lanes are loaded. */
-enum { LANES_F32, LANES_BF16, LANES_F16 };
+/* How lanes are loaded. */
+enum { LANES_F32, LANES_BF16, LANES_F16, LANES_F64 };
 
 #include "formats.h"
 #include "moments.h"
@@ -30,6 +30,7 @@ enum { LANES_F32, LANES_BF16, LANES_F16 };
 #else
 #include "lanes_x86.h"
 #endif
+#include "block.h"
 #include "pair_exact.h"
 #include "summary.h"
 #include "hash.h"
@@ -39,4 +40,4 @@ enum { LANES_F32, LANES_BF16, LANES_F16 };
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 __attribute__((visibility("hidden"))) const Isa JOIN(driftline_isa_, ISA) = {
-  pair, scaled_side, summary, scaled_summary, hash_long, peak, score};
+  pair, summary, scaled, hash_long, peak, score};

@@ -46,6 +46,7 @@ LANE D d_pick(M m, D yes, D no) { return _mm512_mask_mov_pd(no, m, yes); }
 LANE M m_eq(D a, D b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
 LANE M m_le(D a, D b) { return _mm512_cmp_pd_mask(a, b, _CMP_LE_OQ); }
 LANE M m_lt(D a, D b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
+LANE M m_ordered(D a, D b) { return _mm512_cmp_pd_mask(a, b, _CMP_ORD_Q); }
 LANE M m_and(M a, M b) { return (M)(a & b); }
 LANE M m_or(M a, M b) { return (M)(a | b); }
 LANE M m_not(M a) { return (M)~a; }
@@ -65,6 +66,7 @@ LANE D d_pick(M m, D yes, D no) { return _mm256_blendv_pd(no, yes, m); }
 LANE M m_eq(D a, D b) { return _mm256_cmp_pd(a, b, _CMP_EQ_OQ); }
 LANE M m_le(D a, D b) { return _mm256_cmp_pd(a, b, _CMP_LE_OQ); }
 LANE M m_lt(D a, D b) { return _mm256_cmp_pd(a, b, _CMP_LT_OQ); }
+LANE M m_ordered(D a, D b) { return _mm256_cmp_pd(a, b, _CMP_ORD_Q); }
 LANE M m_and(M a, M b) { return _mm256_and_pd(a, b); }
 LANE M m_or(M a, M b) { return _mm256_or_pd(a, b); }
 LANE M m_not(M a) { return _mm256_xor_pd(a, _mm256_castsi256_pd(_mm256_set1_epi64x(-1))); }
@@ -133,14 +135,14 @@ LANE VF load_lanes(const uint8_t *p, int kind) {
   return AS_FLOAT(OP(slli_epi32)(OP(cvtepu16_epi32)(half), 16));
 }
 
-/* WIDTH elements as float64. */
-LANE void widen_lanes(VF v, double *out) {
+/* WIDTH elements as float64, in order. */
+LANE void widen_lanes(VF v, D out[2]) {
 #if WIDE
-  _mm512_storeu_pd(out, _mm512_cvtps_pd(_mm512_castps512_ps256(v)));
-  _mm512_storeu_pd(out + 8, _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)));
+  out[0] = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
+  out[1] = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
 #else
-  _mm256_storeu_pd(out, _mm256_cvtps_pd(_mm256_castps256_ps128(v)));
-  _mm256_storeu_pd(out + 4, _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  out[0] = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
+  out[1] = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
 #endif
 }
 

@@ -1,9 +1,9 @@
 /* What is gathered for one tensor and for a pair, and the steps that handle one number at a time. Included by api.c and
  * by every instruction set. */
 
-/* Elements that are measured at a time. Both sides in float64, and cleaned copies of them, fit into the first-level
- * cache. */
-enum { BLOCK = 512 };
+/* Elements that are measured at a time. Both sides in float64, the bytes that they come from and the bytes of the next
+ * block take 24 KB of the first-level cache. */
+enum { BLOCK = 768 };
 
 /* A sum over blocks, and the rounding error it has left out. Equal blocks all round the same way: without `rest`, a
  * tensor of 10^8 equal elements would lose five of sixteen digits, and the difference of two such sums would lose all.
@@ -36,7 +36,6 @@ typedef struct {
   Sum rr, cc, rc, ee, abs_e, rel_e;
   uint64_t ulp;    /* greatest distance so far, for float formats */
   double ulp_real; /* the same for integer formats */
-  int masked;      /* the last block held something that is not finite */
 } Pair;
 
 typedef struct {
@@ -89,10 +88,9 @@ INLINE void note_first(int64_t *place, int64_t index) {
 typedef struct ScoreJob ScoreJob;
 typedef struct {
   void (*pair)(Pair *, int64_t count);
-  /* Measures one side of a pair again, with values multiplied by 2^-exponent. */
-  Side (*scaled_side)(const Pair *, int side, int64_t count, int exponent);
   void (*summary)(Single *, int64_t count);
-  Side (*scaled_summary)(const Single *, int64_t count, int exponent);
+  /* Sums of one tensor with values multiplied by 2^-exponent. */
+  Side (*scaled)(const uint8_t *data, int dtype, int widen, double floor, int64_t count, int exponent);
   void (*hash_long)(const uint8_t *, size_t, uint64_t *sums);
   uint64_t (*peak)(const void *, int bits, int64_t count, uint64_t mask);
   void (*score)(ScoreJob *, int thread);

@@ -1,142 +1,23 @@
 /* A pair of tensors, block by block: both sides are decoded to float64, and every sum is float64.
  *
- * A block is first measured without masks; its sums show whether everything in it is finite. A block that holds a
- * non-finite value or a sentinel is measured by the same loop with masks: each pair that is not finite on both sides
- * is replaced by zero and zero, which adds nothing to any figure of the pair. The last vector of a tensor is padded
- * with -inf on both sides, so that the padding is masked as well.
+ * Each side of a block is gathered by itself (see block.h). A second loop takes both sides. If something was left out
+ * of one of them, this loop takes masks: each pair that is not finite on both sides is replaced by zero and zero, which
+ * adds nothing to any figure of the pair. Two loops, because one would need more than the sixteen registers of AVX2 and
+ * SSE2: a sum that is kept in memory waits seven cycles for itself at each step.
  *
  * Three figures are looked up only where they can change, because they cost more than all others together:
  *  - the greatest ULP distance, in blocks with an element that can exceed the greatest so far (see UlpLimits);
  *  - positions, in blocks that hold a new first or greatest one;
  *  - the sum of squares about the mean, by a second pass over a block where the sums of the first would lose digits.
  *
- * Chains of float32 were 2.4 to 3.3 times as fast on normal data and 4 to 5 times as slow on masked tensors, and a
- * cosine in bfloat16 could be off by 2e-2. Two tensors of 1 GiB take 0.2 s of processor time more (0.34 to 0.55 s). One
- * translation unit per instruction set takes 8 s of compiler time; one per dtype pair took 43. */
+ * Chains of float32 were 1.4 to 3.3 times as fast on normal data and 5 to 14 times as slow on masked tensors, and a
+ * cosine in bfloat16 could be off by 2e-2 (see Accuracy in docs/metrics.md). */
 
 typedef uint64_t U __attribute__((vector_size(8 * LANES)));
 typedef int64_t L __attribute__((vector_size(8 * LANES)));
 
 LANE U u_set(uint64_t v) { U o = {0}; for (int i = 0; i < LANES; i++) o[i] = v; return o; }
 LANE U u_pick(L mask, U yes, U no) { return (U)(((L)yes & mask) | ((L)no & ~mask)); }
-
-/* `n` rounded up to whole vectors. */
-INLINE int64_t padded(int64_t n) { return (n + LANES - 1) & -(int64_t)LANES; }
-
-/* Decodes elements of 16 or 32 bits with vectors: the compiler leaves most such loops scalar. */
-LANE void decode_lanes(const uint8_t *p, int dtype, int kind, int64_t n, double *out) {
-  const int size = kind == LANES_F32 ? 4 : 2;
-  int64_t i = 0;
-  for (; i + WIDTH <= n; i += WIDTH) widen_lanes(load_lanes(p + size * i, kind), out + i);
-  if (i < n) decode_double(p, dtype, i, n - i, out + i);
-}
-
-/* A block of one side as float64. Float64 data are returned in place. `first` and `n` count reals. */
-static const double *decoded(const uint8_t *data, int dtype, int widen, int64_t first, int64_t n, double *room) {
-  const int aligned = (uintptr_t)data % sizeof(double) == 0;
-  if (dtype == DTYPE_FLOAT64 && aligned && !widen && n % LANES == 0) return (const double *)(const void *)(data + 8 * first);
-  if (widen) {
-    double half[BLOCK / 2];
-    decode_double(data, dtype, first / 2, (n + 1) / 2, half); /* blocks begin at even indices */
-    for (int64_t i = 0; i < n; i++) room[i] = i & 1 ? 0.0 : half[i / 2];
-  } else {
-    switch (dtype) {
-      case DTYPE_FLOAT32: decode_lanes(data + 4 * first, dtype, LANES_F32, n, room); break;
-      case DTYPE_FLOAT16: decode_lanes(data + 2 * first, dtype, LANES_F16, n, room); break;
-      case DTYPE_BFLOAT16: decode_lanes(data + 2 * first, dtype, LANES_BF16, n, room); break;
-      default: decode_double(data, dtype, first, n, room); break;
-    }
-  }
-  for (int64_t i = n; i < padded(n); i++) room[i] = -INFINITY;
-  return room;
-}
-
-/* ---- one side ---- */
-
-/* Which lanes hold a finite number that is not a sentinel. `floor` is the sentinel, below which a format has only -inf,
- * or it is -inf itself. */
-LANE M finite_lanes(D v, D floor) { return m_and(m_lt(floor, v), m_le(v, d_set(DBL_MAX))); }
-INLINE int is_finite(double v, double floor) { return floor < v && v <= DBL_MAX; }
-
-/* Adds a block's sums to a side. The sum of squares about the mean is a difference of two sums; if more than four of
- * its sixteen digits would be lost, a second pass over the block computes it. */
-LANE void join_block(Side *s, const double *x, int64_t n, double floor, double scale, int64_t finite, double sum,
-                     double squares) {
-  if (finite == 0) return;
-  double count = (double)finite, mean = sum / count, m2 = squares - sum * mean;
-  if (!(m2 > 1e-4 * squares)) {
-    const D about = d_set(mean), by = d_set(scale), low = d_set(floor);
-    D drift = d_set(0), spread = d_set(0);
-    for (int64_t i = 0; i < n; i += LANES) {
-      D v = d_load(x + i), d = d_keep(finite_lanes(v, low), v * by - about);
-      drift += d;
-      spread = d_fma(d, d, spread);
-    }
-    double slip = d_total(drift); /* the rounding error of the mean */
-    m2 = d_total(spread) - slip * slip / count;
-    mean += slip / count;
-  }
-  join_spread(s, count, mean, m2);
-  add_block(&s->sum, sum);
-  add_block(&s->squares, squares);
-}
-
-/* Counts the non-finite values of a block that holds some. `only_low`: all of them are -inf or a sentinel. */
-static void count_nonfinite(Side *s, const double *x, int64_t base, int64_t n, double floor, int64_t finite,
-                            int only_low) {
-  int64_t nan = 0, pos_inf = 0;
-  if (!only_low) {
-    Tally numbers = tally_none(), high = numbers;
-    for (int64_t i = 0; i < n; i += LANES) {
-      D v = d_load(x + i);
-      numbers = tally_add(numbers, m_eq(v, v));
-      high = tally_add(high, m_lt(d_set(DBL_MAX), v));
-    }
-    nan = padded(n) - tally_total(numbers);
-    pos_inf = tally_total(high);
-  }
-  s->nan += nan;
-  s->pos_inf += pos_inf;
-  s->neg_inf += n - finite - nan - pos_inf;
-  if (s->nonfinite_at >= 0) return;
-  int64_t i = 0;
-  while (i < n - 1 && is_finite(x[i], floor)) i++;
-  s->nonfinite_at = base + i;
-}
-
-/* Measures one side of a block with masks. Sums are of values multiplied by `scale`; extremes are not. */
-static int64_t side_block(Side *s, const double *x, int64_t base, int64_t n, double floor, double scale) {
-  const D inf = d_set(INFINITY), by = d_set(scale), low = d_set(floor);
-  D sum = d_set(0), squares = sum, least = inf, most = -inf;
-  Tally finite = tally_none();
-  for (int64_t i = 0; i < n; i += LANES) {
-    D v = d_load(x + i);
-    M ok = finite_lanes(v, low);
-    finite = tally_add(finite, ok);
-    least = d_min(least, d_pick(ok, v, inf));
-    most = d_max(most, d_pick(ok, v, -inf));
-    v = d_keep(ok, v) * by;
-    sum += v;
-    squares = d_fma(v, v, squares);
-  }
-  const int64_t finite_n = tally_total(finite);
-  s->min = fmin(s->min, d_least(least));
-  s->max = fmax(s->max, d_greatest(most));
-  if (finite_n < n) count_nonfinite(s, x, base, n, floor, finite_n, 0);
-  join_block(s, x, n, floor, scale, finite_n, d_total(sum), d_total(squares));
-  return finite_n;
-}
-
-static Side scaled_side(const Pair *p, int which, int64_t count, int exponent) {
-  double room[BLOCK] __attribute__((aligned(64)));
-  Side s = empty_side();
-  for (int64_t i = 0; i < count; i += BLOCK) {
-    int64_t n = count - i < BLOCK ? count - i : BLOCK;
-    const double *x = decoded(p->data[which], p->dtype[which], p->widen[which], i, n, room);
-    side_block(&s, x, i, n, p->floor[which], ldexp(1.0, -exponent));
-  }
-  return s;
-}
 
 /* ---- units in the last place ---- */
 
@@ -201,6 +82,17 @@ COLD static UlpLimits ulp_limits(const Pair *s) {
   return limits;
 }
 
+/* Whether any element exceeds both limits. */
+static int exceeds(const double *r_in, const double *c_in, int64_t n, const UlpLimits *limits) {
+  const D rel = d_set(limits->rel), least = d_set(limits->ae);
+  M some = m_none();
+  for (int64_t i = 0; i < n; i += LANES) {
+    D r = d_load(r_in + i), ae = d_abs(d_load(c_in + i) - r);
+    some = m_or(some, m_and(m_lt(rel * d_abs(r), ae), m_lt(least, ae)));
+  }
+  return (m_bits(some) & LANE_BITS) != 0;
+}
+
 /* Whether every candidate is the reference rounded to its format, as after a mere conversion. This takes a quarter of
  * the time of computing distances. An error below half the distance of neighbouring numbers at r proves it; a tie does
  * not. */
@@ -224,25 +116,24 @@ static double greatest_step(const double *r, const double *c, int64_t n) {
 
 /* ---- both sides ---- */
 
-/* Sums and counts over a block's elements that are finite on one side only, for each side. */
-typedef struct { double sum[2], squares[2]; int64_t finite[2]; } Alone;
+/* Sums of squares of the pairs of a block that are finite on both sides. */
+typedef struct { double rr, cc; } Squares;
 
-/* Measures a block that holds pairs which are neither finite nor masked on both sides; rare, even in masked tensors. */
-__attribute__((noinline)) static Alone one_sided_block(Pair *s, const double *r_in, const double *c_in, int64_t base,
-                                                       int64_t n) {
-  const D zero = d_set(0), floors[2] = {d_set(s->floor[0]), d_set(s->floor[1])};
-  D sum[2] = {zero, zero}, squares[2] = {zero, zero};
-  Tally finite[2] = {tally_none(), tally_none()}, one_sided = tally_none();
+/* Measures a block that holds pairs which are neither finite nor masked on both sides; rare, even in masked tensors.
+ * `raw`: its elements as they are. */
+__attribute__((noinline)) static Squares one_sided_block(Pair *s, const Block *own, double raw[2][BLOCK], int64_t base,
+                                                         int64_t n) {
+  const D floors[2] = {d_set(s->floor[0]), d_set(s->floor[1])};
+  D squares[2] = {d_set(0), d_set(0)};
+  Tally one_sided = tally_none();
   Moments *m = &s->m;
-  for (int64_t i = 0; i < n; i += LANES) {
-    const D v[2] = {d_load(r_in + i), d_load(c_in + i)};
-    const M ok[2] = {finite_lanes(v[0], floors[0]), finite_lanes(v[1], floors[1])}, both = m_and(ok[0], ok[1]);
+  for (int64_t i = 0; i < padded(n); i += LANES) {
+    const D v[2] = {d_load(raw[0] + i), d_load(raw[1] + i)};
+    const D x[2] = {d_load(own[0].x + i), d_load(own[1].x + i)};
+    const M ok[2] = {m_eq(x[0], x[0]), m_eq(x[1], x[1])}, both = m_and(ok[0], ok[1]);
     for (int side = 0; side < 2; side++) {
-      M alone = m_and(ok[side], m_not(both));
-      D own = d_keep(alone, v[side]);
-      sum[side] += own;
-      squares[side] = d_fma(own, own, squares[side]);
-      finite[side] = tally_add(finite[side], alone);
+      D joint = d_keep(both, x[side]);
+      squares[side] = d_fma(joint, joint, squares[side]);
     }
     M nan = m_not(m_or(m_eq(v[0], v[0]), m_eq(v[1], v[1])));
     M low = m_and(m_le(v[0], floors[0]), m_le(v[1], floors[1])); /* -inf or a sentinel */
@@ -259,9 +150,7 @@ __attribute__((noinline)) static Alone one_sided_block(Pair *s, const double *r_
   m->one_sided += count;
   m->outside += count;
   m->different += count;
-  return (Alone){{d_total(sum[0]), d_total(sum[1])},
-                 {d_total(squares[0]), d_total(squares[1])},
-                 {tally_total(finite[0]), tally_total(finite[1])}};
+  return (Squares){d_total(squares[0]), d_total(squares[1])};
 }
 
 /* Looks up a block's figures that can change: the first difference, the position of the greatest error (`greatest` is 0
@@ -271,10 +160,9 @@ __attribute__((noinline)) static void look_up(Pair *s, const double *r, const do
   double clean[2][BLOCK] __attribute__((aligned(64)));
   Moments *m = &s->m;
   if (masked) {
-    const D r_floor = d_set(s->floor[0]), c_floor = d_set(s->floor[1]);
     for (int64_t i = 0; i < n; i += LANES) {
       D a = d_load(r + i), b = d_load(c + i);
-      M both = m_and(finite_lanes(a, r_floor), finite_lanes(b, c_floor));
+      M both = m_ordered(a, b);
       d_store(clean[0] + i, d_keep(both, a));
       d_store(clean[1] + i, d_keep(both, b));
     }
@@ -294,7 +182,7 @@ __attribute__((noinline)) static void look_up(Pair *s, const double *r, const do
   }
   const Format *f = &FORMATS[s->dtype[1]];
   if (f->is_float) {
-    if (s->ulp == 0 && is_rounded(r, c, n, f)) return;
+    if (s->ulp == 0 ? is_rounded(r, c, n, f) : !exceeds(r, c, n, limits)) return;
     uint64_t ulp = greatest_ulp(r, c, n, f);
     if (ulp <= s->ulp) return;
     s->ulp = ulp;
@@ -304,105 +192,87 @@ __attribute__((noinline)) static void look_up(Pair *s, const double *r, const do
   }
 }
 
-/* Computes every figure of a pair for one block of whole vectors. `masked` is a constant where this is inlined; it says
- * that something is not finite. Without it, a block that turns out to need masks returns 0 and changes nothing. `n`
- * counts elements without the padding of the last vector. */
-LANE int measure(Pair *s, const double *r_in, const double *c_in, int64_t base, int64_t n, int masked,
-                 UlpLimits *limits) {
-  const int64_t whole = padded(n);
-  const D zero = d_set(0), inf = d_set(INFINITY), top = d_set(DBL_MAX), atol = d_set(s->atol), rtol = d_set(s->rtol);
-  const D r_floor = d_set(s->floor[0]), c_floor = d_set(s->floor[1]);
-  const D rel_limit = d_set(limits->rel), ae_limit = d_set(limits->ae);
-  D sum_r = zero, sum_c = zero, rr = zero, cc = zero, rc = zero, ee = zero, sum_ae = zero, sum_rel = zero;
-  D max_ae = zero, max_rel = zero, r_min = inf, r_max = -inf, c_min = inf, c_max = -inf;
-  Tally same = tally_none(), inside = same, joint = same;
-  M far = m_none(), apart = m_none();
-  Moments *m = &s->m;
-  for (int64_t i = 0; i < whole; i += LANES) {
+/* Figures of a block's pairs that are finite on both sides; the others are counted as zeros that are inside. */
+typedef struct {
+  double rc, ee, abs_e, rel_e, max_abs_e, max_rel_e;
+  int64_t finite, different, inside;
+} Joint;
+
+/* `n` counts whole steps. `masked` is a constant where this is inlined: something was left out of a side. */
+LANE Joint joint_figures(const double *r_in, const double *c_in, int64_t n, double atol, double rtol, int masked) {
+  const D zero = d_set(0), absolute = d_set(atol), relative = d_set(rtol);
+  D rc = zero, ee = zero, sum_ae = zero, sum_rel = zero, max_ae = zero, max_rel = zero;
+  Tally finite = tally_none(), different = finite, inside = finite;
+  for (int64_t i = 0; i < n; i += LANES) {
     D r = d_load(r_in + i), c = d_load(c_in + i);
     if (masked) {
-      const M r_low = m_le(r, r_floor), c_low = m_le(c, c_floor);
-      const M r_ok = m_and(m_le(r, top), m_not(r_low)), c_ok = m_and(m_le(c, top), m_not(c_low));
-      const M both = m_and(r_ok, c_ok);
-      r_min = d_min(r_min, d_pick(r_ok, r, inf));
-      r_max = d_max(r_max, d_pick(r_ok, r, -inf));
-      c_min = d_min(c_min, d_pick(c_ok, c, inf));
-      c_max = d_max(c_max, d_pick(c_ok, c, -inf));
-      joint = tally_add(joint, both);
-      apart = m_or(apart, m_not(m_or(both, m_and(r_low, c_low))));
+      const M both = m_ordered(r, c);
+      finite = tally_add(finite, both);
       r = d_keep(both, r);
       c = d_keep(both, c);
-    } else {
-      r_min = d_min(r_min, r);
-      r_max = d_max(r_max, r);
-      c_min = d_min(c_min, c);
-      c_max = d_max(c_max, c);
     }
     D e = c - r, ae = d_abs(e), ar = d_abs(r);
-    M equal = m_eq(e, zero);
-    D rel = d_keep(m_not(equal), ae / ar);
-    sum_r += r;
-    sum_c += c;
-    rr = d_fma(r, r, rr);
-    cc = d_fma(c, c, cc);
+    M differ = m_lt(zero, ae);
+    D rel = d_keep(differ, ae / ar);
     rc = d_fma(r, c, rc);
     ee = d_fma(e, e, ee);
     sum_ae += ae;
     sum_rel += rel;
     max_ae = d_max(max_ae, ae);
     max_rel = d_max(max_rel, rel);
-    same = tally_add(same, equal);
-    inside = tally_add(inside, m_le(ae, atol + rtol * ar)); /* two roundings, as in numpy */
-    far = m_or(far, m_and(m_lt(rel_limit, rel), m_lt(ae_limit, ae)));
+    different = tally_add(different, differ);
+    inside = tally_add(inside, m_le(ae, absolute + relative * ar)); /* two roundings, as in numpy */
   }
-  double least[2] = {d_least(r_min), d_least(c_min)}, most[2] = {d_greatest(r_max), d_greatest(c_max)};
-  double squares[2] = {d_total(rr), d_total(cc)}, sums[2] = {d_total(sum_r), d_total(sum_c)};
-  if (!masked && (!(squares[0] + squares[1] <= DBL_MAX) || least[0] <= s->floor[0] || least[1] <= s->floor[1])) return 0;
-  const int64_t finite = masked ? tally_total(joint) : n;
-  Alone alone = {{0, 0}, {0, 0}, {0, 0}};
-  const int unlike = (m_bits(apart) & LANE_BITS) != 0; /* more than -inf or sentinels on both sides */
-  if (unlike) alone = one_sided_block(s, r_in, c_in, base, n);
-  for (int side = 0; side < 2; side++) {
-    Side *own = &s->side[side];
-    const double *x = side ? c_in : r_in;
-    const int64_t count = finite + alone.finite[side];
-    own->min = fmin(own->min, least[side]);
-    own->max = fmax(own->max, most[side]);
-    if (masked && count < n) count_nonfinite(own, x, base, n, s->floor[side], count, !unlike);
-    join_block(own, x, n, s->floor[side], 1.0, count, sums[side] + alone.sum[side], squares[side] + alone.squares[side]);
-  }
-  if (masked) {
-    /* A negative or NaN tolerance would count zero against zero as outside. */
-    if (!(0 <= s->atol + s->rtol * 0)) m->outside -= whole - finite;
-  }
-  const int64_t differ = whole - tally_total(same);
-  const double greatest = d_greatest(max_ae);
-  m->finite += finite;
-  add_block(&s->rr, squares[0]);
-  add_block(&s->cc, squares[1]);
-  add_block(&s->rc, d_total(rc));
-  add_block(&s->ee, d_total(ee));
-  add_block(&s->abs_e, d_total(sum_ae));
-  add_block(&s->rel_e, d_total(sum_rel));
-  m->max_rel_e = fmax(m->max_rel_e, d_greatest(max_rel));
-  m->outside += whole - tally_total(inside);
-  m->different += differ;
-  const int new_first = differ && (m->first_different_at < 0 || m->first_different_at >= base);
-  const int new_greatest = greatest > m->max_abs_e, to_integer = !FORMATS[s->dtype[1]].is_float;
-  if (new_first | new_greatest | to_integer | ((m_bits(far) & LANE_BITS) != 0))
-    look_up(s, r_in, c_in, base, whole, masked, new_first, new_greatest ? greatest : 0, limits);
-  s->masked = finite < n;
-  return 1;
+  return (Joint){d_total(rc), d_total(ee), d_total(sum_ae), d_total(sum_rel), d_greatest(max_ae), d_greatest(max_rel),
+                 masked ? tally_total(finite) : n, tally_total(different), tally_total(inside)};
 }
 
-/* Separate functions, so that the two loops do not share registers. */
-__attribute__((noinline)) static int measure_finite(Pair *s, const double *r, const double *c, int64_t base, int64_t n,
-                                                    UlpLimits *limits) {
-  return measure(s, r, c, base, n, 0, limits);
+/* Functions of their own, so that the loops share registers neither with each other nor with what calls them. */
+__attribute__((noinline)) static Joint joint_finite(const double *r, const double *c, int64_t n, double atol,
+                                                    double rtol) {
+  return joint_figures(r, c, n, atol, rtol, 0);
 }
-__attribute__((noinline)) static int measure_masked(Pair *s, const double *r, const double *c, int64_t base, int64_t n,
-                                                    UlpLimits *limits) {
-  return measure(s, r, c, base, n, 1, limits);
+__attribute__((noinline)) static Joint joint_masked(const double *r, const double *c, int64_t n, double atol,
+                                                    double rtol) {
+  return joint_figures(r, c, n, atol, rtol, 1);
+}
+
+/* Computes the figures of a pair for one block. `n` counts elements without the padding of the last step. */
+static void measure(Pair *s, const Block *own, int64_t base, int64_t n, UlpLimits *limits) {
+  const int64_t whole = padded(n);
+  const int masked = own[0].left_out || own[1].left_out || whole > n;
+  const Joint j = (masked ? joint_masked : joint_finite)(own[0].x, own[1].x, whole, s->atol, s->rtol);
+  Squares squares = {own[0].squares, own[1].squares};
+  Moments *m = &s->m;
+  if (masked) {
+    /* The same elements are left out of both sides if each has as many as there are pairs. */
+    const int alike = own[0].finite == j.finite && own[1].finite == j.finite && own[0].left_out < ANYTHING &&
+                      own[1].left_out < ANYTHING;
+    double raw[2][BLOCK] __attribute__((aligned(64)));
+    if (!alike) {
+      for (int side = 0; side < 2; side++) decode(s->data[side], s->dtype[side], s->widen[side], base, n, raw[side]);
+      squares = one_sided_block(s, own, raw, base, n);
+    }
+    for (int side = 0; side < 2; side++)
+      if (own[side].left_out) count_nonfinite(&s->side[side], &own[side], raw[side], base, n);
+    /* A negative or NaN tolerance would count zero against zero as outside. */
+    if (!(0 <= s->atol + s->rtol * 0)) m->outside -= whole - j.finite;
+  }
+  m->finite += j.finite;
+  add_block(&s->rr, squares.rr);
+  add_block(&s->cc, squares.cc);
+  add_block(&s->rc, j.rc);
+  add_block(&s->ee, j.ee);
+  add_block(&s->abs_e, j.abs_e);
+  add_block(&s->rel_e, j.rel_e);
+  m->max_rel_e = fmax(m->max_rel_e, j.max_rel_e);
+  m->outside += whole - j.inside;
+  m->different += j.different;
+  const int new_first = j.different && (m->first_different_at < 0 || m->first_different_at >= base);
+  const int new_greatest = j.max_abs_e > m->max_abs_e, to_integer = !FORMATS[s->dtype[1]].is_float;
+  const int new_ulp = j.max_rel_e > limits->rel && j.max_abs_e > limits->ae; /* perhaps of different elements */
+  if (new_first | new_greatest | to_integer | new_ulp)
+    look_up(s, own[0].x, own[1].x, base, whole, masked, new_first, new_greatest ? j.max_abs_e : 0, limits);
 }
 
 /* 64-bit integers beyond 2^53: differences are computed exactly, in 128 bits, one by one. */
@@ -421,18 +291,14 @@ INLINE __int128 integer_at(const uint8_t *base, int dtype, int64_t i) {
 INLINE int is_wide(int dtype) { return dtype == DTYPE_INT64 || dtype == DTYPE_UINT64; }
 
 /* Whether a block must be measured as integers. */
-static int exceeds_float64(const Pair *s, const double *r, const double *c, int64_t n) {
+static int exceeds_float64(const Pair *s, const Block *own) {
   if (!is_wide(s->dtype[0]) && !is_wide(s->dtype[1])) return 0;
   if (FORMATS[s->dtype[0]].is_float || FORMATS[s->dtype[1]].is_float || s->widen[0] || s->widen[1]) return 0;
-  double most = 0;
-  for (int64_t i = 0; i < n; i++) most = fmax(most, fmax(fabs(r[i]), fabs(c[i])));
-  return most >= 0x1p52;
+  return fmax(own[0].max, own[1].max) >= 0x1p52 || fmin(own[0].min, own[1].min) <= -0x1p52;
 }
 
-COLD static void integer_block(Pair *s, const double *r_in, const double *c_in, int64_t base, int64_t n) {
+COLD static void integer_block(Pair *s, int64_t base, int64_t n) {
   Moments *m = &s->m;
-  side_block(&s->side[0], r_in, base, n, -INFINITY, 1.0);
-  side_block(&s->side[1], c_in, base, n, -INFINITY, 1.0);
   for (int64_t i = base; i < base + n; i++) {
     __int128 ri = integer_at(s->data[0], s->dtype[0], i), ci = integer_at(s->data[1], s->dtype[1], i);
     double r = (double)ri, c = (double)ci, e = (double)(ci - ri), ae = fabs(e), ar = fabs(r);
@@ -461,13 +327,17 @@ COLD static void integer_block(Pair *s, const double *r_in, const double *c_in, 
 static void pair(Pair *s, int64_t count) {
   double room[2][BLOCK] __attribute__((aligned(64)));
   UlpLimits limits = ulp_limits(s);
+  Block own[2] = {{.left_out = NOTHING}, {.left_out = NOTHING}};
   for (int64_t i = 0; i < count;) {
     int64_t n = count - i < BLOCK ? count - i : BLOCK;
-    if (n > LANES) n -= n % LANES; /* the rest of a vector becomes a block of its own, with masks */
-    const double *r = decoded(s->data[0], s->dtype[0], s->widen[0], i, n, room[0]);
-    const double *c = decoded(s->data[1], s->dtype[1], s->widen[1], i, n, room[1]);
-    if (exceeds_float64(s, r, c, n)) integer_block(s, r, c, i, n);
-    else if (s->masked || n < LANES || !measure_finite(s, r, c, i, n, &limits)) measure_masked(s, r, c, i, n, &limits);
+    if (n > STEP) n -= n % STEP; /* the rest of a step becomes a block of its own, with masks */
+    for (int side = 0; side < 2; side++) {
+      own[side] = side_block(s->data[side], s->dtype[side], s->widen[side], i, n, s->floor[side], own[side].left_out,
+                             room[side]);
+      join_block(&s->side[side], &own[side], n);
+    }
+    if (exceeds_float64(s, own)) integer_block(s, i, n);
+    else measure(s, own, i, n, &limits);
     i += n;
   }
 }
