@@ -45,10 +45,11 @@ LIMIT = 500
 
 
 @pytest.fixture(scope="session")
-def warm_parallel() -> Iterator[str]:
+def warm_parallel(warm_python: str) -> Iterator[str]:
     """A Python that has imported what the programs import."""
     modules = ("tensor.parallel", "fsdp", "pipelining", "run")
-    with warm("torch", *(f"torch.distributed.{name}" for name in modules)) as python:
+    parallel = (f"torch.distributed.{name}" for name in modules)
+    with warm(*parallel, start=warm_python) as python:
         yield python
 
 
