@@ -150,8 +150,9 @@ def test_explain_says_what_reached_the_backend(
 ) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    config = place / "tiny" / "config.json"  # each layer is compiled, so there is one
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    config = place / "tiny" / "config.json"
+    text = config.read_text()  # each layer is compiled, so there is one
+    config.write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
     forward = LlamaRMSNorm.forward
     with aiu.installed(place / "packages", linear=1.5):
         said = validated("--explain", "--metrics_threshold", "0.1,0.00001", tokens=1)

@@ -94,6 +94,7 @@ SLOW = (
     "docs/users/port.md",
     "docs/users/quantise.md",
     "docs/users/compile.md",
+    "docs/users/shard.md",
     "docs/users/train.md",
     "docs/users/gate.md",
     "docs/users/revisions.md",
