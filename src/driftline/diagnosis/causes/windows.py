@@ -206,9 +206,10 @@ def _is_nearly_linear(rows: F64, values: F64) -> bool:
 
     The normal equations are less exact than a least-squares solution, and take a tenth of its time.
     """
-    squares = rows.T @ rows
-    squares = squares + 1e-12 * np.trace(squares) * np.eye(len(squares))
-    left = values - rows @ np.linalg.solve(squares, rows.T @ values)
+    squares: F64 = rows.T @ rows
+    squares = squares + 1e-12 * float(np.trace(squares)) * np.eye(len(squares))
+    kernel: F64 = np.linalg.solve(squares, rows.T @ values)
+    left = values - rows @ kernel
     return float(np.sum(left * left)) < _NEARLY * float(np.sum(values * values))
 
 
