@@ -208,7 +208,7 @@ def _is_nearly_linear(rows: F64, values: F64) -> bool:
     """
     squares: F64 = rows.T @ rows
     squares = squares + 1e-12 * float(np.trace(squares)) * np.eye(len(squares))
-    kernel: F64 = np.linalg.solve(squares, rows.T @ values)
+    kernel = np.asarray(np.linalg.solve(squares, rows.T @ values), dtype=np.float64)
     left = values - rows @ kernel
     return float(np.sum(left * left)) < _NEARLY * float(np.sum(values * values))
 
