@@ -204,7 +204,7 @@ def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
 def _is_nearly_linear(rows: F64, values: F64) -> bool:
     """Whether a linear map of the rows leaves little enough of the values.
 
-    The normal equations are less exact than a least-squares solution, and take a tenth of its time.
+    The normal equations are less exact than a least-squares solution, and take a fifth of its time.
     """
     squares: F64 = rows.T @ rows
     squares = squares + 1e-12 * float(np.trace(squares)) * np.eye(len(squares))
