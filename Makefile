@@ -11,13 +11,14 @@ ENGINE_PACKAGES := onnxruntime onnxscript paddlepaddle triton "ray[client]" s3fs
 BUILD_PACKAGES := "scikit-build-core>=0.10" cmake ninja "setuptools>=77"
 SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js' -o -name '*.css') compat/pyproject.toml
 
-.PHONY: help install demo dist first-hour test test-all lint chromium bench bench-faults bench-clean bench-museum bench-third-party mutants fuzz clean
+.PHONY: help install demo dist first-hour test test-all flakes lint chromium bench bench-faults bench-clean bench-museum bench-third-party mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
 	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make dist      an sdist and a wheel for any Linux, checked, in dist/"
 	@echo "make first-hour  play a new user's first hour from that wheel, write docs/first-hour.md"
+	@echo "make flakes    run 20 times what no seed fixes: drawn examples, processes, ports, clocks; ROUNDS=5"
 	@echo "make bench     print every speed figure against its goal"
 	@echo "make bench-faults  plant faults, print how many are found, where, and how they are called"
 	@echo "make bench-museum  run bugs that happened in public, print how many are found and explained"
@@ -89,7 +90,7 @@ chromium:
 	  } >/dev/null 2>&1 </dev/null || echo "no Chromium: tests that open a page will be skipped"; }
 
 # The workers fill the cores; threads that torch starts beside them would only wait for one, spinning.
-test test-all: export OMP_NUM_THREADS := 1
+test test-all flakes: export OMP_NUM_THREADS := 1
 # A file stays with one worker: what its tests share is made once. A worker that dies ends the run: started
 # again, it would wait for ever for files that were given to the dead one.
 SHARED := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -99,6 +100,17 @@ test: lint chromium
 
 test-all: lint chromium
 	$(BIN)/python -m pytest $(SHARED) -q
+
+# Tests that may end otherwise the next time: hypothesis draws other examples, and processes, threads,
+# ports, ranks and signals meet at other moments.
+ROUNDS ?= 20
+UNSEEDED := @given|RuleBased|subprocess|Popen|thread|multiprocessing|fork|signal|socket|serve\(|dump\(
+flakes: install
+	files=$$(grep -rlE '$(UNSEEDED)' tests --include='test_*.py'); \
+	for round in $$(seq $(ROUNDS)); do \
+	  echo "round $$round of $(ROUNDS)"; \
+	  $(BIN)/python -m pytest $(SHARED) -m "not slow" -q $$files || exit 1; \
+	done
 
 bench: install
 	$(BIN)/python -m benchmarks

@@ -54,16 +54,16 @@ def warm_python() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def warm_llama() -> Iterator[str]:
+def warm_llama(warm_python: str) -> Iterator[str]:
     """Path of a `python` that has also imported the Llama of transformers."""
-    with warm(*IMPORTED, "transformers.models.llama.modeling_llama") as python:
+    with warm("transformers.models.llama.modeling_llama", start=warm_python) as python:
         yield python
 
 
 @pytest.fixture(scope="session")
-def warm_compiler() -> Iterator[str]:
+def warm_compiler(warm_python: str) -> Iterator[str]:
     """Path of a `python` that has also imported torch.compile with its own backends."""
-    with warm(*IMPORTED, "torch._inductor.compile_fx") as python:
+    with warm("torch._inductor.compile_fx", start=warm_python) as python:
         yield python
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from driftline.cli.main import main
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "src" / "driftline" / "testing" / "demo"
 
@@ -80,21 +82,22 @@ def test_each_fault_the_demo_can_plant_is_named_at_its_module(
     )
 
 
-def test_the_tour_names_the_planted_fault(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "driftline", "demo"],
-        timeout=110,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The planted fault was named: layers.5.mlp.act_fn" in done.stdout
+def test_the_tour_names_the_planted_fault(
+    tmp_path: Path,
+    warm_python: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python)  # what the tour starts
+    code = main(["demo"])
+    said = capfd.readouterr()
+    assert code == 0, said.out + said.err
+    assert "The planted fault was named: layers.5.mlp.act_fn" in said.out
     assert "<html" in (tmp_path / "driftline-demo/driftline-diff/report.html").read_text()[:400]
     # What was said once is not said twice, and nothing inside the tour suggests another command.
-    assert done.stdout.count("What differs") == 1
-    assert "next: " not in done.stderr
+    assert said.out.count("What differs") == 1
+    assert "next: " not in said.err
 
 
 def test_every_page_the_readme_links_to_exists() -> None:

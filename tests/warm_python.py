@@ -49,8 +49,13 @@ os._exit(status)
 
 
 @contextlib.contextmanager
-def warm(*modules: str) -> Iterator[str]:
-    """Start a server that has imported these modules; yields the path that replaces `python`."""
+def warm(*modules: str, start: str = sys.executable) -> Iterator[str]:
+    """Start a server that has imported these modules; yields the path that replaces `python`.
+
+    Args:
+        modules: What the server imports.
+        start: The Python that starts it. Another warm one has imported its modules already.
+    """
     with tempfile.TemporaryDirectory(prefix="warm-") as name:
         place = Path(name)
         (place / "client.py").write_text(CLIENT)
@@ -60,7 +65,7 @@ def warm(*modules: str) -> Iterator[str]:
         )
         python.chmod(0o755)
         server = subprocess.Popen(
-            [sys.executable, __file__, str(place / "line"), *modules],
+            [start, __file__, str(place / "line"), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Processes that a compiler starts at its import would not exist in the forks.

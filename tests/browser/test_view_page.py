@@ -149,3 +149,4 @@ def test_what_is_new_in_a_run_appears_on_reload(page: Page, tmp_path: Path) -> N
             "h1"
         )
         writer.close()
+        page.goto("about:blank")  # it may still ask for the map, and its server ends now

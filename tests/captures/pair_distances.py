@@ -37,8 +37,8 @@ class Distances(NamedTuple):
 
 @triton.jit
 def _distances(ours, theirs, into, KIND: tl.constexpr, HALF: tl.constexpr):
-    """Of pairs of elements: each program looks at 256 words, and at one half of each."""
-    word = tl.program_id(0) * 256 + tl.arange(0, 256)
+    """Of pairs of elements: each program looks at 4096 words, and at one half of each."""
+    word = tl.program_id(0) * 4096 + tl.arange(0, 4096)
     r_pair = halves(tl.load(ours.to(tl.pointer_type(tl.uint16)) + word), KIND)
     c_pair = halves(tl.load(theirs.to(tl.pointer_type(tl.uint16)) + word), KIND)
     r = half_of(r_pair, HALF, KIND)
@@ -57,10 +57,10 @@ def _distances(ours, theirs, into, KIND: tl.constexpr, HALF: tl.constexpr):
 
 
 def distances_of_pairs(ours: Any, theirs: Any, kind: str) -> Distances:
-    """The distances of codes; a multiple of 512 of them."""
+    """The distances of codes; a multiple of 8192 of them."""
     into = torch.empty((ours.size, 4), dtype=torch.float32)
     for half in range(2):
-        _distances[(ours.size // 512,)](
+        _distances[(ours.size // 8192,)](
             torch.from_numpy(np.ascontiguousarray(ours)),
             torch.from_numpy(np.ascontiguousarray(theirs)),
             into,

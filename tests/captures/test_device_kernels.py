@@ -170,15 +170,13 @@ def test_of_8_bit_floats_every_pair_has_the_distance_of_the_definition(dtype: to
     for side, numbers_of in ((ours, found.reference), (theirs, found.candidate)):
         np.testing.assert_array_equal(numbers_of, values[side])
     both = np.isfinite(values[ours]) & np.isfinite(values[theirs])
-    wanted = [
-        definitions.max_ulp(values[[r]], values[[c]], described)
-        for r, c in zip(ours[both], theirs[both], strict=True)
-    ]
+    wanted = definitions.ulp_distances(values[ours[both]], values[theirs[both]], described)
     for distances in (found.by_numbers, found.by_patterns):
         np.testing.assert_array_equal(distances[both], wanted)
-    # The kernel itself, where all is finite and where it is not.
+    # The kernel itself, where all is finite and where it is not: of some pairs with every pattern
+    # on both sides, because the interpreter takes a second for ten thousand.
     for chosen in (both, np.ones_like(both)):
-        r, c = (torch.from_numpy(side[chosen]).view(dtype) for side in (ours, theirs))
+        r, c = (torch.from_numpy(side[chosen][::13]).view(dtype) for side in (ours, theirs))
         assert_same_moments(r, c)
 
 

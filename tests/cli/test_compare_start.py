@@ -15,6 +15,7 @@ import sys; sys.path[:] = {sys.path!r}
 from driftline.cli.main import main
 code = main(sys.argv[1:])
 slow = {{"pyarrow", "torch", "transformers", "rich.progress", "rich.markdown"}}
+slow.add("driftline.captures")
 print(sorted(slow & set(sys.modules)), code)
 """
 
@@ -22,7 +23,7 @@ print(sorted(slow & set(sys.modules)), code)
 @pytest.mark.parametrize(
     ("command", "code"), [("compare {ref} {cand}", 0), ("show {ref}", 0), ("--help", 0)]
 )
-def test_small_commands_load_neither_torch_nor_pyarrow(
+def test_small_commands_load_neither_torch_nor_pyarrow_nor_what_captures(
     command: str, code: int, reference: Path, clean: Path
 ) -> None:
     words = command.format(ref=reference, cand=clean).split()

@@ -101,7 +101,12 @@ def test_compile_dynamic_says_where_it_changes_nothing(metrics: Command) -> None
 
 
 @pytest.mark.parametrize("metrics", ["ours"], indirect=True)
-def test_compile_dynamic_is_not_remarked_on_where_a_side_is_compiled(metrics: Command) -> None:
+def test_compile_dynamic_is_not_remarked_on_where_a_side_is_compiled(
+    metrics: Command, place: Path
+) -> None:
+    config = place / "tiny" / "config.json"
+    text = config.read_text()  # each layer is compiled, so there is one
+    config.write_text(text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
     torch._dynamo.reset()
     compiled = metrics(
         "--compile_dynamic",

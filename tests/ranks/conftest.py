@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rank_processes import LIMIT, PROGRAM, run_ranks
 
 from warm_python import warm
 
-PROGRAM = Path(__file__).with_name("parallel_programs.py")
 ALONE = (
     *("one", "hand", "four_layers", "eight_layers", "shared_heads"),
     *("plain_4", "experts_2", "two_steps"),
@@ -41,14 +41,14 @@ IN_TWO = (
     *("gpipe", "alternating", "two_stages_each", "alternating_wrong"),
     *("experts", "experts_wrong", "zero", "zero_wrong"),
 )
-LIMIT = 500
 
 
 @pytest.fixture(scope="session")
-def warm_parallel() -> Iterator[str]:
+def warm_parallel(warm_python: str) -> Iterator[str]:
     """A Python that has imported what the programs import."""
     modules = ("tensor.parallel", "fsdp", "pipelining", "run")
-    with warm("torch", *(f"torch.distributed.{name}" for name in modules)) as python:
+    parallel = (f"torch.distributed.{name}" for name in modules)
+    with warm(*parallel, start=warm_python) as python:
         yield python
 
 
@@ -58,15 +58,6 @@ def alone(warm_parallel: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     subprocess.run([warm_parallel, str(PROGRAM), str(folder), *ALONE], check=True, timeout=LIMIT)
     return folder
-
-
-def run_ranks(python: str, folder: Path, ranks: int, programs: Sequence[str]) -> None:
-    """Programs one after the other, by the processes of one torchrun."""
-    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    program = ["--no-python", python, str(PROGRAM), str(folder), *programs]
-    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=LIMIT)
-    said = [line for line in done.stderr.splitlines() if "leaked" not in line]  # triton, forked
-    assert done.returncode == 0, "\n".join(said[-60:])
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rank_processes import PROGRAM, run_ranks
 
 import driftline
-from conftest import PROGRAM, run_ranks
 from driftline.cli.main import main
 
 

@@ -101,12 +101,22 @@ def max_ulp(reference: F64, candidate: F64, dtype: DType) -> float:
     """Greatest distance in the candidate's format, after the reference is rounded to it."""
     if not reference.size:
         return 0.0
-    name = dtype.component
-    if DTYPES[name].kind != "float":
+    if DTYPES[dtype.component].kind != "float":
         return float(np.max(np.abs(candidate - np.rint(reference))))
+    return float(np.max(ulp_distances(reference, candidate, dtype)))
+
+
+def ulp_distances(reference: F64, candidate: F64, dtype: DType) -> U64:
+    """Distance of each pair in a floating-point format, after the reference is rounded to it.
+
+    >>> one = np.array([1.0])
+    >>> ulp_distances(one, one + 2.0**-7, DTYPES["bfloat16"])
+    array([1], dtype=uint64)
+    """
+    name = dtype.component
     a, b = ordinals(np.abs(reference), name), ordinals(np.abs(candidate), name)
     same_side = np.signbit(reference) == np.signbit(candidate)
-    return float(np.max(np.where(same_side, np.maximum(a, b) - np.minimum(a, b), a + b)))
+    return np.where(same_side, np.maximum(a, b) - np.minimum(a, b), a + b)
 
 
 def _first(mask: Mask) -> int:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from cyclopts import Parameter
 
 from driftline.cli import python_script as script
-from driftline.cli.commands.dump_onnx import ModelPairOptions
 from driftline.cli.options import (
     ALIGNMENT,
     EVIDENCE,
     LIMITS,
+    ONNX,
     OUTPUT,
     SELECTION,
+    SEVERAL,
     SPEED,
     URLS,
     LimitOptions,
@@ -46,6 +47,61 @@ if TYPE_CHECKING:
     from driftline.alignment.plan import Plan
     from driftline.comparison.table.table import Table
     from driftline.runs.run import Run
+
+
+@Parameter(name="*", group=ONNX)
+@dataclass(frozen=True)
+class ModelPairOptions:
+    """How ONNX files are run if they are given instead of runs.
+
+    Attributes:
+        inputs: Inputs for the ONNX files: arrays by name, or a run that provides the model inputs.
+            Each file or run is a step. Default: the inputs of the other side, else random numbers.
+        seed: Seed of the random numbers.
+        optimize: How much ONNX Runtime optimizes the graphs. Default: all.
+        providers: Execution providers, the preferred one first, such as CUDA CPU. Default: CPU.
+    """
+
+    inputs: Annotated[list[str] | None, SEVERAL, Parameter(metavar="FILE.npz|RUN")] = None
+    seed: Annotated[int, Parameter(metavar="N")] = 0
+    optimize: Literal["none", "basic", "extended", "all"] = "all"
+    providers: Annotated[list[str] | None, SEVERAL, Parameter(metavar="NAME")] = None
+
+    def open_pair(self, paths: tuple[Path, Path]) -> tuple[Run, Run]:
+        """Both sides as runs; an ONNX file is run, and nothing of that run is written.
+
+        Raises:
+            BadInput: Options for models are given, and none is.
+        """
+        from driftline.formats.registry import open_run
+
+        is_model = [path.suffix == ".onnx" and path.is_file() for path in paths]
+        if not any(is_model):
+            if self != ModelPairOptions():
+                raise BadInput(
+                    "--inputs, --seed, --optimize and --providers are for .onnx files",
+                    hint="leave them out, or give an .onnx file",
+                )
+            return script.part(open_run, paths[0]), script.part(open_run, paths[1])
+        # The inputs of the side that is a run already are used for the other side.
+        if is_model[0] and not is_model[1]:
+            candidate = script.step("candidate", open_run, paths[1])
+            return self._run(paths[0], candidate), candidate
+        if is_model[0]:
+            reference = self._run(paths[0], None, companion=paths[1])
+        else:
+            reference = script.step("reference", open_run, paths[0])
+        return reference, self._run(paths[1], reference)
+
+    def _run(self, path: Path, other: Run | None, companion: Path | None = None) -> Run:
+        from driftline.captures.onnxruntime.api import run_onnx
+        from driftline.captures.onnxruntime.inputs import random_inputs
+
+        inputs: Any = self.inputs or other
+        if inputs is None:
+            inputs = script.part(random_inputs, path, self.seed, companion)
+        options: dict[str, Any] = {"optimize": self.optimize, "providers": self.providers or ()}
+        return script.step("candidate" if other else "reference", run_onnx, path, inputs, **options)
 
 
 _AS_USUAL = ModelPairOptions()

@@ -8,6 +8,7 @@ missing for fish, and `--help` and `--python` are missing.
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple, TypeAlias
@@ -59,7 +60,9 @@ def completion_script(shell: Shell) -> str:
     return "\n".join(writers[shell](_commands()))
 
 
+@functools.cache
 def _commands() -> dict[str, _Command]:
+    """Every command; cached for programs that write the scripts of several shells, as tests do."""
     # Late: `app` imports this module's function by its address.
     from driftline.cli.app import COMMANDS, arguments_of
 

@@ -185,8 +185,9 @@ def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
     if channels * taps <= _MOST_TAPS and count >= 2 * channels * taps:
         rows = places.transpose(0, 2, 1, 3).reshape(count, -1)
         values = by_output.transpose(0, 2, 1).reshape(count, made)
-        solution = solve(np.hstack([rows, ones])[::every], values[::every])[:-1]
-        yield solution.T.reshape(made, channels, taps)
+        rows, values = np.hstack([rows, ones])[::every], values[::every]
+        if _is_nearly_linear(rows, values):
+            yield solve(rows, values)[:-1].T.reshape(made, channels, taps)
     if channels == made > 1 and count >= 2 * taps:
         # The kernel of a depthwise convolution; all channels are solved for at once.
         rows = places.transpose(1, 0, 2, 3).reshape(channels, count, -1)
@@ -198,6 +199,18 @@ def _kernels(case: Case, x: F64, shape: _Window) -> Iterator[F64]:
         )
         if squares.any(axis=(1, 2)).all():
             yield np.linalg.solve(squares, rows.transpose(0, 2, 1) @ values)[..., 0]
+
+
+def _is_nearly_linear(rows: F64, values: F64) -> bool:
+    """Whether a linear map of the rows leaves little enough of the values.
+
+    The normal equations are less exact than a least-squares solution, and take a fifth of its time.
+    """
+    squares: F64 = rows.T @ rows
+    squares = squares + 1e-12 * float(np.trace(squares)) * np.eye(len(squares))
+    kernel = np.asarray(np.linalg.solve(squares, rows.T @ values), dtype=np.float64)
+    left = values - rows @ kernel
+    return float(np.sum(left * left)) < _NEARLY * float(np.sum(values * values))
 
 
 def _mistakes(case: Case, x: F64, right: _Window, kernel: F64 | None) -> Iterator[Clue]:
