@@ -146,6 +146,80 @@ class InceptionNet(nn.Module):
         return self.fc(torch.flatten(self.dropout(self.avgpool(x)), 1))
 
 
+class Excitation(nn.Module):
+    """Channels are scaled by what a small network makes of their means."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc1 = nn.Conv2d(channels, channels // 4, 1)
+        self.relu = nn.ReLU()
+        self.fc2 = nn.Conv2d(channels // 4, channels, 1)
+        self.gate = nn.Hardsigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(self.fc2(self.relu(self.fc1(self.pool(x)))))
+
+
+class GatedResidual(nn.Module):
+    """The block of mobilenet_v3: one activation is called twice."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        hidden = into * 3
+        self.around = stride == 1 and into == out
+        self.expand = nn.Conv2d(into, hidden, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(hidden)
+        self.act = nn.Hardswish()
+        self.depthwise = nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False)
+        self.bn2 = nn.BatchNorm2d(hidden)
+        self.excitation = Excitation(hidden)
+        self.project = nn.Conv2d(hidden, out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.bn1(self.expand(x)))
+        y = self.act(self.bn2(self.depthwise(y)))
+        y = self.bn3(self.project(self.excitation(y)))
+        return x + y if self.around else y
+
+
+class GatedNet(nn.Module):
+    """The graph of mobilenet_v3, with fewer blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish()
+        )
+        self.blocks = nn.Sequential(
+            GatedResidual(8, 8, 1), GatedResidual(8, 16, 2), GatedResidual(16, 16, 1)
+        )
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.flatten(self.pool(self.blocks(self.stem(x))), 1))
+
+
+class Tagger(nn.Module):
+    """A recurrent network of two layers in both directions; nobody reads its last states."""
+
+    def __init__(self, layer: type[nn.LSTM | nn.GRU] = nn.LSTM) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.rnn = layer(32, 24, 2, batch_first=True, bidirectional=True)
+        self.norm = nn.LayerNorm(48)
+        self.drop = nn.Dropout(0.1)
+        self.mid = nn.Linear(48, 24)
+        self.act = nn.Tanh()
+        self.head = nn.Linear(24, 7)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y, _ = self.rnn(self.embed(ids))
+        return self.head(self.act(self.mid(self.drop(self.norm(y)))))
+
+
 class Attention(nn.Module):
     """Self-attention with separate projections."""
 
@@ -234,9 +308,21 @@ def inception() -> tuple[nn.Module, Tensor]:
     return _alive(InceptionNet()), torch.randn(2, 3, 48, 48)
 
 
+def gated() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(4)
+    return _alive(GatedNet()), torch.randn(2, 3, 32, 32)
+
+
+def tagger() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(5)
+    return _alive(Tagger()), torch.randint(0, 50, (2, 11))
+
+
 NETWORKS = {
     "resnet18-shaped": resnet18,
     "mobilenet-shaped": mobilenet,
     "inception-shaped": inception,
     "encoder": encoder,
+    "mobilenet_v3-shaped": gated,
+    "LSTM tagger": tagger,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.engines.served_models import Served, original, plant, run_of
+from benchmarks.engines.served_models import FusedNorm, Served, original, plant, run_of
 
 import driftline
 
@@ -24,6 +24,20 @@ def test_a_served_model_passes_against_its_original(name: str) -> None:
     assert "sum" in rows["model.layers.2", "input", "hidden_states"].candidate_recipe
     # The activation that also multiplies is not the one of the same name.
     assert ("model.layers.1.mlp.act_fn", "output", "0") not in rows
+
+
+class RMS(FusedNorm):
+    """The same norm, under a name that does not call it one."""
+
+
+def test_a_norm_that_has_no_norm_in_its_name_adds_the_residual_too() -> None:
+    source = original("Llama")
+    served = Served(source).eval()
+    for module in served.modules():
+        if type(module) is FusedNorm:
+            module.__class__ = RMS
+    table = driftline.compare(run_of(source), run_of(served))
+    assert table.verdict == "pass", table.finding
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class Codes(torch.Tensor):
 
     def __init__(self, qdata: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor) -> None:
         self.qdata, self.scale, self.zero_point = qdata, scale, zero_point
+        self.target_dtype = torch.uint8
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["qdata", "scale", "zero_point"], None
@@ -148,10 +149,10 @@ def net() -> Net:
     return Net().eval()
 
 
-def run_of(model: nn.Module) -> Run:
+def run_of(model: nn.Module, levels: str = "modules,params") -> Run:
     sink = MemorySink()
     given = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), driftline.capture(model, sink, levels=("modules", "params")):
+    with torch.no_grad(), driftline.capture(model, sink, levels=levels.split(",")):
         model(given)
     return sink.run()
 
@@ -177,6 +178,7 @@ def quantised(way: str, fault: str = "") -> Net:
             if is_wrong and fault == "zero":
                 zero = zero + 1
             held = Codes(codes.to(torch.uint8), scale, zero)
+            held.target_dtype = torch.uint8 if way == "int8" else torch.uint4
             layer.weight = nn.Parameter(held, requires_grad=False)
             continue
         model.layers[number] = changed = PackedLinear(layer, way)
@@ -298,3 +300,81 @@ def test_weights_that_were_moved_to_make_up_for_rounding_pass() -> None:
     weights = [row for row in table.rows if row.key.slot == "weight"]
     assert [row.status for row in weights] == ["pass"] * 4
     assert all(1.0 < row.metrics["worst_scale"] < 2.5 for row in weights)
+
+
+class FloatCodes(torch.Tensor):
+    """A weight as torchao's `Float8Tensor` holds it: small floats and a scale for every output."""
+
+    @staticmethod
+    def __new__(cls, qdata: torch.Tensor, scale: torch.Tensor) -> Any:
+        del scale
+        return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=torch.float32)
+
+    def __init__(self, qdata: torch.Tensor, scale: torch.Tensor) -> None:
+        self.qdata, self.scale = qdata, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["qdata", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        plain = [a.qdata.float() * a.scale if isinstance(a, FloatCodes) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def small_floats(dtype: torch.dtype) -> Net:
+    model = net()
+    for layer in model.layers:
+        scale = layer.weight.data.abs().amax(1, keepdim=True) / torch.finfo(dtype).max
+        codes = (layer.weight.data / scale).to(dtype)
+        layer.weight = nn.Parameter(FloatCodes(codes, scale), requires_grad=False)
+    return model
+
+
+FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("levels", ["modules", "modules,params"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_of_small_floats_pass(dtype: torch.dtype, levels: str) -> None:
+    table = driftline.compare(run_of(net(), levels), run_of(small_floats(dtype), levels))
+    assert table.verdict == "pass", table.finding
+    # The least that says it: what rounding to the format does, with the allowance of all formats.
+    allowed = 4 * torch.finfo(dtype).eps / 2 / 3**0.5
+    outputs = [row for row in table.rows if row.key.port == "output" and row.compared]
+    assert all(row.limit is not None and row.limit <= 1.001 * allowed for row in outputs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("factor", [2.0, 1.5])
+def test_one_wrong_scale_of_small_floats_is_named_with_its_weights(
+    dtype: torch.dtype, factor: float
+) -> None:
+    model = small_floats(dtype)
+    weight: Any = model.layers[2].weight
+    weight.scale[5] *= factor
+    table = driftline.compare(run_of(net()), run_of(model))
+    assert table.verdict == "fail", table.finding
+    assert table.first_site == "layers.2", table.finding
+    assert "(output 5, inputs 0 to 63)" in table.finding
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "kernel"])
+def test_without_weights_a_sound_model_passes_and_a_note_names_the_level_that_sees_them(
+    way: str,
+) -> None:
+    table = driftline.compare(run_of(net(), "modules"), run_of(quantised(way), "modules"))
+    assert table.verdict == "pass", table.finding
+    assert any("--level modules,params" in note for note in table.notes)
+    table = driftline.compare(run_of(net()), run_of(quantised(way)))
+    assert not any("--level modules,params" in note for note in table.notes)
+
+
+@pytest.mark.parametrize("way", ["int8", "int4"])
+def test_without_weights_a_scale_that_is_off_by_two_is_named(way: str) -> None:
+    candidate = run_of(quantised(way, "scale"), "modules")
+    table = driftline.compare(run_of(net(), "modules"), candidate)
+    assert table.verdict == "fail"
+    assert table.first_site == "layers.2", table.finding

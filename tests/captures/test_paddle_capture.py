@@ -427,6 +427,20 @@ def test_a_static_graph_is_what_it_is_without_and_only_its_ends_are_seen(full_gr
     assert capture.keys[0].slot == "ids"
 
 
+def test_a_static_layer_that_is_called_as_it_was_written_shows_all_and_no_note():
+    paddle.seed(3)
+    static = paddle.jit.to_static(Transformer())
+    static.eval()
+    paddle.jit.enable_to_static(False)
+    try:
+        with Captured(static, levels="modules") as capture:
+            static(paddle.to_tensor([[1, 2, 3]]))
+    finally:
+        paddle.jit.enable_to_static(True)
+    assert len({key.site for key in capture.keys}) > 5
+    assert not capture.said("compiled")
+
+
 def test_two_static_programs_agree_in_nothing_but_their_ends(tmp_path):
     ids = paddle.to_tensor([[1, 2, 3]])
     for name in ("one", "other"):

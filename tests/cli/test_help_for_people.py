@@ -121,7 +121,7 @@ def test_show_takes_sites_ports_and_steps_of_a_run(driftline: Say, two_runs: Pat
     assert driftline("show", run, "--port", "output").out.count("layers.") == 6
     wrong = driftline("show", run, "--port", "outputs")
     assert wrong.code == 2 and "has no port 'outputs'" in wrong.err and "input, output" in wrong.err
-    assert "it has step 0, 1, 2" in driftline("show", run, "--step", "7").err
+    assert "it has steps 0, 1, 2" in driftline("show", run, "--step", "7").err
 
 
 def test_show_takes_sites_ports_and_steps_of_a_comparison(

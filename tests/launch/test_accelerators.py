@@ -199,6 +199,27 @@ def test_weights_on_a_device_are_told_apart_by_all_of_their_elements(
     assert "1.weight" in text and "different" in text and "0.weight" not in text, text
 
 
+def test_operators_of_a_device_pair_where_its_optimizer_is_told_what_to_call(
+    quick, said, on_accelerator: Path
+) -> None:
+    for device in ("cpu", "hostnpu"):
+        assert quick("-o", device, "--level", "ops", run=["net.py", device, "train"]).code == 0
+    code, text = said("compare", "cpu", "hostnpu")
+    assert code != 0 and "INCOMPLETE" in text, text
+    # Printed in lines of a terminal's width.
+    assert "foreach=False, fused=False in both programs" in " ".join(text.split()), text
+    program = on_accelerator / "net.py"
+    program.write_text(
+        program.read_text().replace("net.parameters())", "net.parameters(), foreach=False)")
+    )
+    for device in ("cpu", "hostnpu"):
+        dumped = quick("-o", device, "--force", "--level", "ops", run=["net.py", device, "train"])
+        assert dumped.code == 0, dumped.err
+    code, text = said("compare", "cpu", "hostnpu")
+    assert code == 0 and text.startswith("PASS"), text
+    assert "foreach=False" not in text
+
+
 @pytest.mark.parametrize("level", ["operator", "module"])
 def test_the_error_check_names_the_wrong_kernel_once(
     said, on_accelerator: Path, warm_python: str, monkeypatch: pytest.MonkeyPatch, level: str

@@ -215,8 +215,28 @@ def _match(reference: Run, candidate: Run, options: AlignOptions) -> Plan:
         from driftline.alignment.normalise.residuals import reassign_inputs, release_wider
 
         plan = release_wider(reassign_inputs(plan))
-    plan = plan._replace(notes=(*plan.notes, *context.notes))
+    plan = plan._replace(notes=(*plan.notes, *context.notes, *_operators_of_lists(plan)))
     return plan if plan.pairs else refuse_unrelated(plan)
+
+
+_OF_LISTS = ("aten._foreach_", "aten._fused_")
+"""Operators with which an optimizer updates all parameters at once."""
+
+
+def _operators_of_lists(plan: Plan) -> tuple[str, ...]:
+    """A note if only one side's optimizer updates its parameters in lists."""
+    found = [
+        next((r.class_name for r in records if r.class_name.startswith(_OF_LISTS)), "")
+        for _, records in plan.unpaired()
+    ]
+    if bool(found[0]) == bool(found[1]):
+        return ()
+    side, other = ("reference", "candidate") if found[0] else ("candidate", "reference")
+    return (
+        f"the optimizer of the {side} computes with lists of tensors (such as "
+        f"{found[0] or found[1]}), that of the {other} with single ones, so these "
+        "operators have no partner; foreach=False, fused=False in both programs makes them alike",
+    )
 
 
 def _differ_in_width(pair: Pair) -> bool:

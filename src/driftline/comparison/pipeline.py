@@ -255,14 +255,20 @@ class Comparison:
         from driftline.comparison.training.update_order import training_report
 
         differences = self.differences()
+        structure = self.structure(measured.rows)
+        notes = self.plan.notes
+        if structure is not NO_STRUCTURE:
+            from driftline.comparison.verdict.growth import unseen_codes
+
+            notes = (*notes, *unseen_codes(self.candidate, structure, measured.rows))
         return Table(
             rows=with_lone_rows(self.plan, measured.rows, measured.missing, measured.extra),
             columns=measured.columns,
             reference=reference,
             candidate=candidate,
-            notes=self.plan.notes,
+            notes=notes,
             differences=differences,
-            structure=self.structure(measured.rows),
+            structure=structure,
             training=training_report(self.reference, self.candidate, self.plan, differences),
         )
 

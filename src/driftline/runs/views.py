@@ -53,7 +53,9 @@ def _require(run: Run, what: str, wanted: Collection[int], existing: Collection[
         if number not in existing:
             have = ", ".join(str(n) for n in sorted(existing)[:8])
             have += ", ..." if len(existing) > 8 else ""
-            raise BadInput(f"run '{run.name}' has no {what} {number}", hint=f"it has {what} {have}")
+            plural = "s" if len(existing) > 1 else ""
+            hint = f"it has {what}{plural} {have}"
+            raise BadInput(f"run '{run.name}' has no {what} {number}", hint=hint)
 
 
 def only(run: Run, wanted: Callable[[Record], bool]) -> Run:

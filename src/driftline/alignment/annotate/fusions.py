@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from driftline.alignment.plan import Pair, Plan
 from driftline.alignment.sites.kinds import kind_of
-from driftline.graphs.sources.exported import ROOT, ExportedGraph, Place, Tensor
+from driftline.graphs.sources.exported import RECURRENT, ROOT, ExportedGraph, Place, Tensor
 from driftline.runs.records import Record
 
 _Call = tuple[int, int, int, str, int, str]
@@ -104,13 +104,13 @@ def _inside(
     enclosed: dict[int, tuple[Record, str, Pair]] = {}
     for place, node, tensors in (*_of_modules(graph), *_of_nodes(graph, lone)):
         for call, records in _calls(waiting, place, called):
-            # Two unpaired tensors of one port cannot be distinguished inside a fusion.
-            if len(records) != 1 or id(records[0]) in enclosed:
+            # Of two unpaired tensors of one port nothing says which is inside a fusion. A recurrent
+            # node computes all states of its layer.
+            if len(records) != 1 and graph.nodes.get(node, {}).get("class") not in RECURRENT:
                 continue
             pairs = [pair for w in tensors if (pair := wholes.get((*call[:3], *w))) is not None]
-            if pairs:
-                pair = min(pairs, key=_outputs_first)
-                enclosed[id(records[0])] = (records[0], node, pair)
+            for record in records if pairs else ():
+                enclosed.setdefault(id(record), (record, node, min(pairs, key=_outputs_first)))
     # Equal bytes connect one module's output with the next one's input. Norms are added after that,
     # and their outputs are spread in the same way.
     _add_by_bytes(lone, enclosed)

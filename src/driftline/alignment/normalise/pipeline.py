@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from driftline.alignment.normalise.view import AlignedView, Origin, excluded_of, origins_of
 from driftline.alignment.plan import Pair, Plan
+from driftline.alignment.sites.kinds import kind_of
 from driftline.errors import BadInput
 from driftline.runs.facts import first_records
 from driftline.runs.layout import GRAPHS
@@ -168,7 +169,7 @@ def _may_add_residuals(run: Run) -> bool:
     """Whether a norm has a second input, which it may add to the first."""
     return any(
         record.key.port == "input"
-        and "norm" in record.class_name.lower()
+        and kind_of(record.class_name).startswith("norm")
         and (record.alias == "1" or record.key.slot in ("1", "residual"))
         for record in run.records
     )

@@ -22,6 +22,7 @@ import numpy as np
 from driftline.alignment.annotate.fusions import with_fusions
 from driftline.alignment.plan import LONE_NODE, SAME_VALUE, Pair, Plan
 from driftline.alignment.reconcile.quantised import with_rectified
+from driftline.alignment.rules.enclosed_values import pair_enclosed
 from driftline.alignment.rules.exported_nodes import pair_calls, partner_values, with_absorbed
 from driftline.alignment.rules.leaves import align_sequences
 from driftline.alignment.rules.module_borders import (
@@ -33,6 +34,7 @@ from driftline.alignment.rules.module_borders import (
     digests_of_pairs,
     is_square,
     pair_by_bytes,
+    pair_last_states,
     pair_outputs,
     pair_time_first,
     signature,
@@ -233,8 +235,8 @@ _Bytes = tuple[int, int, int, str, tuple[int, ...]]
 
 def pair_exported(
     plan: Plan, reference: ExportedGraph | None, candidate: ExportedGraph | None
-) -> tuple[list[Pair], dict[tuple[str, TensorKey], str]]:
-    """Pairs for tensors that names left unpaired, and reasons for the others.
+) -> tuple[list[Pair], dict[tuple[str, TensorKey], str], list[Fusion]]:
+    """Pairs for tensors that names left unpaired, reasons for the others, and found fusions.
 
     Args:
         plan: The pairs made by names.
@@ -242,6 +244,7 @@ def pair_exported(
         candidate: The candidate's graph, likewise.
     """
     draft = Draft(plan)
+    fusions: list[Fusion] = []
     # Two graphs have names for their values; a model and a graph share only modules. In each
     # branch, names come before bytes.
     if reference is not None and candidate is not None:
@@ -258,8 +261,11 @@ def pair_exported(
         pair_outputs(draft, by_signature=True)
         pair_time_first(draft, exported_first=reference is not None)
         _folded_norms(draft, reference or candidate, exported_first=reference is not None)
+        if (graph := reference or candidate) is not None:
+            pair_last_states(draft, graph, exported_first=reference is not None)
+            fusions = pair_enclosed(draft, graph, exported_first=reference is not None)
         _same_bytes(draft, exported_first=reference is not None)
-    return draft.new_pairs, _reasons(draft, reference, candidate)
+    return draft.new_pairs, _reasons(draft, reference, candidate), fusions
 
 
 def pair_unnamed(
@@ -602,14 +608,16 @@ def align_exported(
     if graphs == (None, None) or not (structural or _names_fit(plan, *graphs)):
         return None
     plan = without_uncertain_pairs(plan, *graphs)
-    fusions: list[Fusion] = []
     if structural:
         pairs, reasons, fusions = pair_unnamed(plan, *graphs)
         if not pairs:
             return None
     else:
-        pairs, reasons = pair_exported(plan, *graphs)
+        pairs, reasons, hidden = pair_exported(plan, *graphs)
+        declared = [fusion for graph in graphs if graph is not None for fusion in graph.fusions]
+        fusions = [*declared, *hidden] if hidden else []
     plan = with_rectified(plan.with_pairs(pairs), *graphs)
+    # Fusions are found between a model and a graph only, so there is one graph to add them to.
     reference_graph, candidate_graph = (
         graph if graph is None or not fusions else graph._replace(fusions=fusions)
         for graph in graphs

@@ -16,9 +16,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from driftline.alignment.plan import NO_NODE, Pair, Plan, Rule
-from driftline.alignment.recipe import Recipe, Step, start
+from driftline.alignment.recipe import Recipe, Step, joined, start
 from driftline.alignment.sites.compiled_graphs import FARTHEST, RESHAPES, Graphs, Match, Matching
-from driftline.graphs.sources.exported import ROOT, ExportedGraph
+from driftline.graphs.sources.exported import RECURRENT, ROOT, ExportedGraph
 from driftline.graphs.sources.graph_files import Graph, GraphNode
 from driftline.runs.records import Record
 
@@ -223,6 +223,8 @@ MADE, SIGNATURE = 0.95, 0.9
 Twins = dict[tuple[int, str], set[str]]
 """Step and digest of a reference's tensor → digests of the candidate's tensors paired with it."""
 _RECURRENT = ("LSTM", "GRU", "RNN")
+_STATES = {"LSTM": 2, "GRU": 1, "RNN": 1}
+"""Number of last states that a recurrent layer returns."""
 CallKey = tuple[int, int, int, str, int]
 """Rank, process, step, site and visit."""
 
@@ -252,8 +254,9 @@ class Draft:
             pair = Pair(value, codes, "graph", 1.0, candidate_recipe=recipe)
         self.new_pairs.append(pair)
         self.pairs.append(pair)
-        self.missing.pop(id(pair.reference), None)
-        self.extra.pop(id(pair.candidate), None)
+        for record in pair.records:
+            self.missing.pop(id(record), None)
+            self.extra.pop(id(record), None)
 
 
 def without_tuple_positions(plan: Plan, graph: ExportedGraph, *, exported_first: bool) -> Plan:
@@ -346,7 +349,7 @@ def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
                 for option in values
                 if option.shape == turned and option.dtype == model.dtype
             ]
-            if not _is_recurrent(model) or is_square(model) or len(fitting) != 1:
+            if not is_recurrent(model) or is_square(model) or len(fitting) != 1:
                 continue
             if sum(option.shape == model.shape for option in outputs) == 1:
                 # Only the first two axes are exchanged: time and batch.
@@ -356,13 +359,46 @@ def pair_time_first(draft: Draft, *, exported_first: bool) -> None:
                 values.remove(fitting[0])
 
 
-def _is_recurrent(record: Record) -> bool:
+def pair_last_states(draft: Draft, graph: ExportedGraph, *, exported_first: bool) -> None:
+    """Pair the last states of recurrent layers: a model stacks those of its layers and directions.
+
+    ONNX has a node for each layer, with its sequence first and then its states.
+    """
+    graphs, models = (
+        (draft.missing, draft.extra) if exported_first else (draft.extra, draft.missing)
+    )
+    states: dict[CallKey, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in sorted(graphs.values(), key=lambda record: record.order):
+        node = graph.owner(record.key.site)
+        is_state = record.class_name in RECURRENT and len(record.shape) == 3
+        if record.key.port == "output" and is_state and node is not None:
+            module = record.key.site.rpartition("/")[0]
+            states[(*call_key(record)[:3], module, 0)][id(node)].append(record)
+    for call, outputs in _outputs_by_call(models.values()).items():
+        stacked = sorted((r for r in outputs if is_recurrent(r)), key=lambda r: r.order)
+        nodes = list(states.get(call, {}).values())
+        count = _STATES.get(stacked[0].class_name, 0) if stacked else 0
+        # An omitted state leaves no trace of which it was.
+        if not nodes or len(stacked) != count or any(len(node) != count for node in nodes):
+            continue
+        for model, parts in zip(stacked, zip(*nodes, strict=True), strict=True):
+            alike = all(part.shape[1:] == model.shape[1:] for part in parts)
+            if alike and sum(part.shape[0] for part in parts) == model.shape[0]:
+                if len(parts) == 1:
+                    draft.pair(*((parts[0], model) if exported_first else (model, parts[0])), MADE)
+                else:
+                    recipe = joined(parts, "concat", 0, model.shape)
+                    draft.pair_decoded(parts[0], model, recipe, exported_first)
+
+
+def is_recurrent(record: Record) -> bool:
+    """Whether a tensor is one of a batch that a recurrent layer of a model takes or gives."""
     return record.class_name in _RECURRENT and len(record.shape) == 3
 
 
 def is_square(record: Record) -> bool:
     """Whether batch and time have equal size, so that the shape does not show which comes first."""
-    return _is_recurrent(record) and record.shape[0] == record.shape[1]
+    return is_recurrent(record) and record.shape[0] == record.shape[1]
 
 
 def _is_output(record: Record, graph: ExportedGraph) -> bool:

@@ -62,6 +62,7 @@ _EXACT = {
     "Decoder_layer": "block",
     "Prefill_layer": "block",
     "MlpGateLayerV2": "mlp",
+    "RMS": "norm.rms",
     "Identity": "identity",
     "Softmax": "softmax",
     "Flatten": "flatten",

@@ -75,7 +75,9 @@ def scope_of(node: Node) -> Scope:
         return Scope(
             paths, kinds, names[-1], classes[-1] if classes else "", _line(node.about.get(_STACK))
         )
-    name = plain_name(node.name)
+    # A rewriter that replaced a node by several gives them no names, but the last of them makes the
+    # result, which the exporter had named after the node.
+    name = plain_name(node.name) or _OUTPUT.sub("", next(iter(node.outputs), ""))
     if "/" in name:
         return Scope(_around(name.split("/")[:-1]), operator=name.rpartition("/")[2])
     return NOWHERE
@@ -135,7 +137,7 @@ class Names:
         self.guessed: set[int] = set()
         if self.has_scopes or not any(scope.modules for scope in self.scopes):
             self._place_by_weights()
-        if self.has_scopes or self.placed_by_weight:
+        if any(scope.modules for scope in self.scopes):
             self._place_silent_nodes()
         self._sites: dict[str, str] = {}
         self._taken: set[str] = set()

@@ -245,11 +245,14 @@ def topology(
 
 
 def _reads(graph: Graph) -> list[list[Any]]:
-    """Every node of the exported graph: its name, what it reads, what it makes."""
+    """Every node of the exported graph: its name, what it reads, what it makes.
+
+    A node without a name is called after its result.
+    """
     return [
-        [plain_name(node.name), graph.data_inputs(node), [value for value in node.outputs if value]]
+        [plain_name(node.name) or made[0], graph.data_inputs(node), made]
         for node in graph.nodes
-        if node.name and node.op != "Constant"
+        if (made := [value for value in node.outputs if value]) and node.op != "Constant"
     ]
 
 

@@ -8,6 +8,7 @@ The file also reads the facts about Paddle's own state that are stored with a ru
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -67,6 +68,12 @@ STRUCTURE = PaddleStructure()
 
 def is_static(layer: Any) -> bool:
     """Whether calling this layer runs a static graph (`paddle.jit.to_static(layer)`)."""
+    # After `enable_to_static(False)` such a layer calls the forward that the program wrote.
+    translator = sys.modules.get("paddle.jit.dy2static.program_translator")
+    if translator is not None:
+        switch: Any = translator.ProgramTranslator()
+        if not getattr(switch, "enable_to_static", True):
+            return False
     # `to_static` replaces the forward of an instance, or of a class.
     forward = layer.__dict__.get("forward") or type(layer).forward
     return type(forward).__module__.startswith("paddle.jit.") or hasattr(

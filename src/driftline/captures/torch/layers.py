@@ -26,6 +26,7 @@ from driftline.captures.flatten import (
     binding_of,
 )
 from driftline.captures.naming import ROOT, ModuleNames, Place, Root
+from driftline.captures.torch.tensors import stored_dtype
 from driftline.graphs.module_tree import ModuleNode, ModuleTree, Parameter
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def _parameters(module: nn.Module) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(
             name,
-            str(tensor.dtype).removeprefix("torch."),
+            stored_dtype(tensor),
             # Asking a lazy parameter for its shape raises.
             tuple(tensor.shape) if not nn.parameter.is_lazy(tensor) else (),
             is_parameter and tensor.requires_grad,

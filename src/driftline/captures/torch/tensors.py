@@ -433,6 +433,24 @@ def _in_order(tensor: torch.Tensor, *, on_host: bool) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
 
 
+def stored_dtype(tensor: torch.Tensor) -> str:
+    """The type of the numbers that store a parameter: that of the codes of a quantised weight.
+
+    Codes of four bits may be kept in bytes, two or one in each. Only attributes are read.
+    """
+    if type(tensor) in _ORDINARY or getattr(tensor, "__tensor_flatten__", None) is None:
+        return str(tensor.dtype).removeprefix("torch.")
+    codes: Any = getattr(tensor, "qdata", None)
+    if type(codes) is not torch.Tensor:
+        return str(tensor.dtype).removeprefix("torch.")
+    name = str(codes.dtype).removeprefix("torch.")
+    declared = str(getattr(tensor, "target_dtype", "")).removeprefix("torch.")
+    if declared in ("int4", "uint4"):
+        return declared
+    halves = codes.dtype in (torch.int8, torch.uint8) and 2 * codes.numel() == tensor.numel()
+    return "int4" if halves else name
+
+
 def stored_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The named tensors that store a parameter, such as `weight.qdata` and `weight.scale`.
 

@@ -1,4 +1,4 @@
-"""Quantisation steps of weights that are stored as integers with many scales.
+"""Quantisation steps of weights stored as codes with many scales: integers or small floats.
 
 The recipe in a row contains a single scale, but only the name of a tensor of scales. The error that
 rounding explains follows from the mean square of the scales, which are read here. It is also
@@ -25,7 +25,7 @@ from driftline.comparison.measure.recipes import apply_recipe, made
 from driftline.comparison.table.row import Number, Row
 from driftline.comparison.tolerance.defaults import WEIGHT_ROUNDINGS
 from driftline.comparison.tolerance.tolerance import INTEGER_STEP, WORST_PLACE, WORST_SCALE
-from driftline.numerics.dtypes import DTYPES, to_float64
+from driftline.numerics.dtypes import DTYPES, DType, to_float64
 from driftline.runs.records import Record
 from driftline.runs.run import Run
 
@@ -58,15 +58,27 @@ class IntegerSteps:
         steps = [_step(run, recipe) for run, recipe in zip(runs, recipes, strict=True)]
         if not any(steps):
             return {}
-        evidence: dict[str, Number] = {INTEGER_STEP: max(steps)}
+        side = int(steps[1] > 0.0)
+        codes = _codes(recipes[side])
+        # Steps between small floats grow with the numbers, so a scale alone says nothing of them.
+        is_float = codes is not None and DTYPES[codes.dtype].is_floating
+        evidence: dict[str, Number] = {} if is_float else {INTEGER_STEP: max(steps)}
         # If both weights are quantised, neither was rounded from the other.
         if all(steps) or (values := self._context.values(pair)) is None:
             return evidence
-        side = int(steps[1] > 0.0)
-        return {**evidence, **_worst_scale(values[1] - values[0], runs[side], recipes[side])}
+        return {
+            **evidence,
+            **_worst_scale(values[1] - values[0], values[side], runs[side], recipes[side]),
+        }
 
 
-def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Number]:
+def _codes(recipe: Recipe | None) -> Record | None:
+    """Return the tensor of codes that a recipe multiplies with scales; None for packed ones."""
+    source = recipe.sources[0] if recipe is not None else None
+    return None if isinstance(source, Recipe) else source
+
+
+def _worst_scale(errors: F64, values: F64, run: Run, recipe: Recipe | None) -> dict[str, Number]:
     """Return the error of the worst part of a weight over its rounding error, and its place.
 
     The parts are the elements of one scale, of one output channel, and of one input. Each is
@@ -88,7 +100,14 @@ def _worst_scale(errors: F64, run: Run, recipe: Recipe | None) -> dict[str, Numb
     parts = [(ones, DTYPES["uint8"]), (numbers, DTYPES["float32"])]
     spread = fold((Step("dequantise", step.axis), *recipe.steps[1:]), parts, apply_step)[0]
     numbered = spread.reshape(-1).astype(np.intp)
-    weight = _Weight(numbered, scales, _channels(words.shape, codes.shape), recipe.shape)
+    record = _codes(recipe)
+    code_type = DTYPES[record.dtype] if record is not None else None
+    is_float = code_type is not None and code_type.is_floating
+    rounding = np.square(scales[numbered]) / 12.0
+    if code_type is not None and is_float:
+        rounding = _float_rounding(values, scales[numbered], code_type)
+    channels = _channels(words.shape, codes.shape)
+    weight = _Weight(numbered, scales, rounding, not is_float, channels, recipe.shape)
     worst = max(_worst_parts(errors, weight), key=lambda part: part.excess)
     if worst.excess <= WEIGHT_ROUNDINGS:
         return {WORST_SCALE: worst.excess} if worst.excess else {}
@@ -101,12 +120,16 @@ class _Weight(NamedTuple):
     Attributes:
         numbered: Index of each element's scale.
         scales: The scales.
+        rounding: Mean square of the rounding error of each element.
+        has_zeros: Whether its codes are integers, which have a zero point.
         channels: Output channel of each scale; None without channels.
         shape: Shape of the weight.
     """
 
     numbered: npt.NDArray[np.intp]
     scales: F64
+    rounding: F64
+    has_zeros: bool
     channels: npt.NDArray[np.intp] | None
     shape: tuple[int, ...]
 
@@ -121,14 +144,22 @@ def _place_of_fault(errors: F64, weight: _Weight) -> dict[str, Number]:
     return {}
 
 
+def _float_rounding(values: F64, scales: F64, dtype: DType) -> F64:
+    """Return the mean square of the error of rounding each element to small floats with a scale."""
+    sizes = np.abs(np.divide(values, scales, out=np.zeros_like(values), where=scales != 0.0))
+    exponents = np.frexp(sizes)[1] - 1
+    exponents = np.maximum(exponents, dtype.smallest_normal_exponent) - dtype.mantissa
+    return np.square(np.ldexp(scales, exponents)) / 12.0
+
+
 def _worst_parts(errors: F64, weight: _Weight) -> Iterator[_WorstPart]:
-    numbered, scales, channels, shape = weight
-    yield _of_one_scale(errors, numbered, scales)
-    yield _of_a_wrong_zero(errors, numbered, scales)
-    if len(shape) == 2:
-        yield _of_one_input(errors, numbered, scales, shape)
-    if channels is not None:
-        yield _of_one_channel(errors, numbered, scales, channels)
+    yield _of_one_scale(errors, weight)
+    if weight.has_zeros:
+        yield _of_a_wrong_zero(errors, weight.numbered, weight.scales)
+    if len(weight.shape) == 2:
+        yield _of_one_input(errors, weight)
+    if weight.channels is not None:
+        yield _of_one_channel(errors, weight, weight.channels)
 
 
 class _WorstPart(NamedTuple):
@@ -143,10 +174,11 @@ def _worst_part(excess: F64, parts: npt.NDArray[np.intp]) -> _WorstPart:
     return _WorstPart(float(excess[worst]), parts == worst)
 
 
-def _of_one_scale(errors: F64, numbered: npt.NDArray[np.intp], scales: F64) -> _WorstPart:
-    counts = _sums(numbered, np.ones(errors.size), scales.size)
-    squares = _sums(numbered, np.square(errors), scales.size)
-    excess = _beside(squares, counts * np.square(scales) / 12.0)
+def _of_one_scale(errors: F64, weight: _Weight) -> _WorstPart:
+    numbered, size = weight.numbered, weight.scales.size
+    counts = _sums(numbered, np.ones(errors.size), size)
+    squares = _sums(numbered, np.square(errors), size)
+    excess = _beside(squares, _sums(numbered, weight.rounding, size))
     return _worst_part(excess / (1.0 + _FEW / np.maximum(counts, 1.0)), numbered)
 
 
@@ -160,27 +192,20 @@ def _of_a_wrong_zero(errors: F64, numbered: npt.NDArray[np.intp], scales: F64) -
     )
 
 
-def _of_one_input(
-    errors: F64, numbered: npt.NDArray[np.intp], scales: F64, shape: tuple[int, ...]
-) -> _WorstPart:
+def _of_one_input(errors: F64, weight: _Weight) -> _WorstPart:
     """Groups elements by input; a wrong order of groups gives an input another scale."""
-    outputs, inputs = shape
+    outputs, inputs = weight.shape
     columns = np.tile(np.arange(inputs), outputs)
     squares = _sums(columns, np.square(errors), inputs)
-    excess = _beside(squares, _sums(columns, np.square(scales[numbered]) / 12.0, inputs))
+    excess = _beside(squares, _sums(columns, weight.rounding, inputs))
     return _worst_part(excess / (_UNEVEN * (1.0 + _FEW_OUTPUTS / outputs)), columns)
 
 
-def _of_one_channel(
-    errors: F64,
-    numbered: npt.NDArray[np.intp],
-    scales: F64,
-    channels: npt.NDArray[np.intp],
-) -> _WorstPart:
+def _of_one_channel(errors: F64, weight: _Weight, channels: npt.NDArray[np.intp]) -> _WorstPart:
     size = int(channels.max()) + 1
-    own = channels[numbered]
+    own = channels[weight.numbered]
     squares = _sums(own, np.square(errors), size)
-    return _worst_part(_beside(squares, _sums(own, np.square(scales[numbered]) / 12.0, size)), own)
+    return _worst_part(_beside(squares, _sums(own, weight.rounding, size)), own)
 
 
 def _place(elements: npt.NDArray[np.bool_], shape: tuple[int, ...]) -> dict[str, Number]:

@@ -223,7 +223,7 @@ class RecomputedLeaf:
             return {}
         own = _stored(candidate, [pair.candidate for pair in pairs])
         # A weight that the candidate has packed is quantised, which is another function on purpose.
-        if own is None:
+        if own is None or any(map(_is_coded, pairs)):
             return {}
         coarsest = max((weight.dtype.unit_roundoff for weight in own.values()), default=0.0)
         added = _measured(leaf, call.candidate, weights, block, coarsest)
@@ -307,6 +307,12 @@ def _is_plain(pair: Pair) -> bool:
     return (
         not pair.trouble and not has_recipe(pair) and pair.reference.shape == pair.candidate.shape
     )
+
+
+def _is_coded(pair: Pair) -> bool:
+    """Return whether a weight is stored as codes with scales, integers or small floats."""
+    recipe = pair.candidate_recipe
+    return recipe is not None and any(step.kind == "dequantise" for step in recipe.steps)
 
 
 def _outer(name: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ _NO_FLOW: Flow = {}
 _NO_SHAPES: Mapping[str, Shape] = {}
 _NO_COUNTS: Mapping[str, int] = {}
 _NO_ERRORS: Mapping[str, float] = {}
-_NO_SENTENCES: Mapping[str, str] = {}
+_NO_WORDS: Mapping[str, str] = {}
 
 
 class Stride(NamedTuple):
@@ -54,14 +54,16 @@ class Structure(NamedTuple):
         quantised: Relative error allowed for integer arithmetic behind a float interface.
         misread: Sites that decode integers differently from how they were encoded, and how.
         strides: How far an optimizer moves each parameter in a step, by `site.slot`.
+        codes: Type of the codes that a module stores its weight as, such as int8.
     """
 
     flow: Flow = _NO_FLOW
     weights: Mapping[str, Shape] = _NO_SHAPES
     inside: Mapping[str, int] = _NO_COUNTS
     quantised: Mapping[str, float] = _NO_ERRORS
-    misread: Mapping[str, str] = _NO_SENTENCES
+    misread: Mapping[str, str] = _NO_WORDS
     strides: Mapping[str, Stride] = _NO_STRIDES
+    codes: Mapping[str, str] = _NO_WORDS
 
     def as_json(self) -> dict[str, JSON]:
         """Return the known facts as JSON values.
@@ -85,6 +87,8 @@ class Structure(NamedTuple):
             shown["misread"] = [[site, sentence] for site, sentence in self.misread.items()]
         if self.strides:
             shown["strides"] = [[path, *stride] for path, stride in self.strides.items()]
+        if self.codes:
+            shown["codes"] = [[site, code_type] for site, code_type in self.codes.items()]
         return shown
 
     @classmethod
@@ -113,6 +117,7 @@ class Structure(NamedTuple):
                 str(path): Stride(float(length), float(size), bool(by_gradient))
                 for path, length, size, by_gradient in shown.get("strides", ())
             },
+            {str(site): str(code_type) for site, code_type in shown.get("codes", ())},
         )
 
 

@@ -81,7 +81,8 @@ def structure_of(
     misread = misread_sites(reference, candidate, plan)
     # Weights change between steps only if an optimizer gets gradients.
     strides = strides_of(reference, places) if learns else {}
-    return Structure(flow, facts.weights, facts.inside, quantised, misread, strides)
+    codes = _code_types(_nodes(candidate)) if quantised else {}
+    return Structure(flow, facts.weights, facts.inside, quantised, misread, strides, codes)
 
 
 def _compared_sites(plan: Plan, rows: Iterable[Row] | None) -> Iterator[tuple[TensorKey, str, str]]:
@@ -170,7 +171,8 @@ def quantised_sites(
         # A tied or lazily built weight may be missing too, but if weights are packed, several are.
         if len(gone) >= 2:
             quantised |= gone
-    return with_containers(dict.fromkeys(quantised, QUANTISED["int8"]))
+    types = _code_types(candidate_nodes)
+    return with_containers({site: QUANTISED[types.get(site, "int8")] for site in quantised})
 
 
 def with_containers(quantised: Mapping[str, float]) -> dict[str, float]:
@@ -199,6 +201,35 @@ def _packed(nodes: Sequence[ModuleNode]) -> set[str]:
         if holds or packs:
             sites.add(node.site)
     return sites
+
+
+UNSEEN_CODES = (
+    "weights are stored as codes with scales, and were not compared: what a wrong zero point, or "
+    "one wrong scale of many, does to outputs may be within limits; dumps with "
+    "--level modules,params on both sides show it"
+)
+
+
+def unseen_codes(candidate: Run, structure: Structure, rows: Iterable[Row]) -> tuple[str, ...]:
+    """A note if the candidate has quantised weights, and none of them was compared."""
+    graph = exported_graph(candidate)
+    if not structure.codes and (graph is None or not graph.rounded):
+        return ()
+    seen = any(
+        row.key.port == "param" and "dequantise" in f"{row.reference_recipe} {row.candidate_recipe}"
+        for row in rows
+    )
+    return () if seen else (UNSEEN_CODES,)
+
+
+def _code_types(nodes: Sequence[ModuleNode]) -> dict[str, str]:
+    """Module → type of the codes that its weight is stored as, where a limit for it is known."""
+    return {
+        node.site: parameter.dtype
+        for node in nodes
+        for parameter in node.parameters
+        if parameter.name in _WEIGHTS and parameter.dtype in QUANTISED
+    }
 
 
 def _weighted(nodes: Sequence[ModuleNode]) -> dict[str, int]:

@@ -15,7 +15,7 @@ Limits are only widened, never narrowed: a row within its own limit is within an
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from driftline.comparison.evidence.rules import GRADIENTS, is_bias
@@ -26,6 +26,7 @@ from driftline.comparison.tolerance.defaults import (
     QUANTISED,
     ROUNDINGS,
     WEIGHT_ROUNDINGS,
+    float_rounding,
     rounding_to_steps,
     step_of,
 )
@@ -167,6 +168,8 @@ def reference_norm(row: Row) -> float:
 _CODES = ("int8", "int4", "uint4")
 """Integer types that are codes when compared with floats; wider ones may be ids and lengths."""
 
+_NO_TYPES: Mapping[str, str] = {}
+
 _Call = tuple[int, int, int, str]
 _Sizes = tuple[int, ...]
 _Codes = dict[_Call, list[tuple[_Sizes, str]]]
@@ -175,7 +178,7 @@ _Floats = dict[_Call, set[_Sizes]]
 
 
 def quantised_row(row: Row) -> str:
-    """Return the integer type that a recipe converted to numbers; empty if there is none."""
+    """Return the type of the codes that a recipe converted to numbers; empty if there are none."""
     for dtype, recipe in (
         (row.reference_dtype, row.reference_recipe),
         (row.candidate_dtype, row.candidate_recipe),
@@ -188,10 +191,14 @@ def quantised_row(row: Row) -> str:
 
 
 def quantised_limit(row: Row, code_type: str) -> float:
-    """Return the relative error that rounding to integers explains in a row.
+    """Return the relative error that rounding to codes explains in a row.
 
     With a single scale it follows from that scale; with several, from the width of the integers.
+    Small floats have relative steps, which no scale changes.
     """
+    roundings = WEIGHT_ROUNDINGS if row.key.port == "param" else ROUNDINGS
+    if DTYPES[code_type].is_floating:
+        return roundings * float_rounding(DTYPES[code_type])
     step = max(
         step_of(row.reference_recipe),
         step_of(row.candidate_recipe),
@@ -199,7 +206,6 @@ def quantised_limit(row: Row, code_type: str) -> float:
     )
     count = math.prod(row.reference_shape or ())
     if step and count and (norm := reference_norm(row)):
-        roundings = WEIGHT_ROUNDINGS if row.key.port == "param" else ROUNDINGS
         return roundings * rounding_to_steps(step, count, norm)
     return QUANTISED[code_type]
 
@@ -208,7 +214,7 @@ def _explained_by_codes(row: Row, code_type: str) -> float:
     """Return the operator error that the codes of its output or weight explain; else 0.0."""
     if row.key.port == "output" and step_of(row.candidate_recipe):
         return quantised_limit(row, code_type)
-    if row.key.port == "param" and row.metrics.get(INTEGER_STEP):
+    if row.key.port == "param" and (row.metrics.get(INTEGER_STEP) or DTYPES[code_type].is_floating):
         # The part of a weight that was rounded away is missing in every result of that weight.
         error = float(row.metrics.get(METRIC, math.inf))
         return ROUNDINGS * min(error, quantised_limit(row, code_type))
@@ -218,9 +224,21 @@ def _explained_by_codes(row: Row, code_type: str) -> float:
 class Quantised:
     """The reference's sites that are quantised on one side, by step."""
 
-    def __init__(self, rows: Sequence[Row], rounded: Collection[str] = ()) -> None:
-        """rounded: Sites that compute with integers but have floats as inputs and outputs."""
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        rounded: Collection[str] = (),
+        types: Mapping[str, str] = _NO_TYPES,
+    ) -> None:
+        """Find the sites.
+
+        Args:
+            rows: All rows.
+            rounded: Sites that compute with codes but have floats as inputs and outputs.
+            types: Types of the codes of these sites, where they are known.
+        """
         self._rounded = rounded
+        self._types = types
         self._known: dict[_Call, str] = {}
         self._explained: dict[_Call, float] = {}
         # The counts taken while the rows were written show that no row has codes.
@@ -285,9 +303,9 @@ class Quantised:
         return allowed
 
     def at(self, row: Row) -> str:
-        """Return the integer type of a row's own site; empty for an ordinary site."""
+        """Return the type of the codes of a row's own site; empty for an ordinary site."""
         if row.key.site in self._rounded:
-            return self._known.get(_ours(row), "int8")
+            return self._known.get(_ours(row)) or self._types.get(row.key.site, "int8")
         return self._known.get(_ours(row), "") if self._known else ""
 
 

@@ -15,6 +15,8 @@ from driftline.runs.records import Record
 from driftline.runs.run import Run
 
 ROOT = "(root)"
+RECURRENT = frozenset({"LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"})
+"""Operators that compute a sequence and the last states of a layer."""
 # A scale of 0 means that nothing is known.
 _NO_INTEGERS = ("", 0, "", "", 0.0, 0.0)
 _REPEATED = re.compile(r"_(\d+)$")
