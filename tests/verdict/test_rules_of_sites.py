@@ -19,6 +19,7 @@ from driftline.comparison.verdict import (
     status,
     zero_gradient,
 )
+from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.divergence import find_divergence
 from driftline.comparison.verdict.noise import NoiseFloor, margin_of
 from driftline.comparison.verdict.own_error import ReplayResult
@@ -164,6 +165,16 @@ def test_the_more_siblings_there_are_the_closer_to_their_median_a_site_must_stay
     assert many.beyond(of_container=True) == pytest.approx(1.8, rel=1e-2)
     assert few.beyond(of_container=False) == pytest.approx(2.5)
     assert many.beyond(of_container=False) == pytest.approx(1.45, rel=1e-2)
+
+
+@pytest.mark.parametrize(("given", "hides"), [(0.5, False), (0.49, True)])
+def test_no_fault_can_hide_in_a_site_that_gives_the_tensor_it_was_given(
+    given: float, hides: bool
+) -> None:
+    sites = sites_of([measured("input", given), measured("output", 0.5)])
+    (grown,) = growth.growths(sites, transfers_of(sites)).values()
+    assert grown.excess < 1.0
+    assert grown.hides is hides
 
 
 # --- weights
