@@ -65,6 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/training",
         "tests/execution",
         "tests/cli/test_compare_command.py",
+        "tests/diagnosis/test_choices.py",
         "tests/ranks",
     ),
     "comparison/verdict": (

@@ -177,6 +177,14 @@ def test_no_fault_can_hide_in_a_site_that_gives_the_tensor_it_was_given(
     assert grown.hides is hides
 
 
+def test_a_gradient_at_the_output_is_explained_by_an_output_that_was_compared() -> None:
+    figures = {"reference_max": 0.5}
+    gradient = measured("grad_output", 0.5, figures=figures)
+    assert certain_failures.gradient_excess(gradient, None) == 0.0
+    assert certain_failures.gradient_excess(gradient, measured("output", 2.0)) < 1.0
+    assert certain_failures.gradient_excess(gradient, measured("output", 0.01)) > 1.0
+
+
 # --- weights
 
 
