@@ -102,6 +102,7 @@ MOST_SECONDS = 60.0
 PATIENCE = 30.0
 """Seconds that are added to three times that total; after them a mutant counts as never ending."""
 MAP_SECONDS = 1500
+_FIRST_FILES = 3
 LONGEST_TEST = 60
 """Seconds after which a test is no longer one that is asked."""
 
@@ -528,9 +529,7 @@ class Map:
         seconds: dict[str, float] = {}
         reached: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for path in _test_files(paths):
-            content = (copy.place / path).read_bytes()
-            kept = copy.place.parent / "maps" / f"{path.replace('/', '.')}.json"
-            digest = hashlib.sha256(content).hexdigest()
+            kept, digest = record_of(copy, path)
             noted: dict[str, Any] = {}
             if kept.is_file() and not again:
                 noted = json.loads(kept.read_text())
@@ -582,6 +581,17 @@ class Map:
                 break
             chosen.append(name)
         return chosen
+
+
+def record_of(noting: Copy, path: str) -> tuple[Path, str]:
+    """The file that records what a file of tests reaches, and the digest it must have."""
+    kept = noting.place.parent / "maps" / f"{path.replace('/', '.')}.json"
+    return kept, hashlib.sha256((noting.place / path).read_bytes()).hexdigest()
+
+
+def is_recorded(noting: Copy, path: str) -> bool:
+    kept, digest = record_of(noting, path)
+    return kept.is_file() and json.loads(kept.read_text()).get("of") == digest
 
 
 def _test_files(paths: Iterable[str]) -> Iterator[str]:
@@ -659,6 +669,19 @@ def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Pat
     return Outcome("noticed", failed_test(log.read_text(errors="replace"), tests))
 
 
+def in_two_parts(tests: list[str]) -> Iterator[list[str]]:
+    """First the tests of the few files that have the fastest ones: importing many files is slow."""
+    files: list[str] = []
+    for name in tests:
+        file = name.partition("::")[0]
+        if file not in files and len(files) < _FIRST_FILES:
+            files.append(file)
+    first = [name for name in tests if name.partition("::")[0] in files]
+    yield first
+    if len(first) < len(tests):
+        yield [name for name in tests if name not in first]
+
+
 def failed_test(log: str, tests: Iterable[str]) -> str:
     """The test that failed first, by what pytest printed; empty if a file was not imported."""
     for line in log.splitlines():
@@ -714,6 +737,16 @@ def summary(package: str, entries: list[dict[str, Any]], known: dict[str, str]) 
     )
 
 
+def turns_of(noting: Copy, paths: Iterable[str], *, again: bool) -> list[list[str]]:
+    """Files of tests in the order in which they are asked, together or one turn after another."""
+    folders = [list(_test_files([path])) for path in paths]
+    recorded = [
+        file for files in folders for file in files if not again and is_recorded(noting, file)
+    ]
+    rest = ([file for file in files if file not in recorded] for files in folders)
+    return [files for files in (recorded, *rest) if files]
+
+
 class Workplace(NamedTuple):
     """The two copies, and the folder they are in."""
 
@@ -731,7 +764,8 @@ def tried_in_turn(
 ) -> list[dict[str, Any]]:
     """The outcome of each mutant.
 
-    Folders of tests are asked one after another, each only about the mutants that are still alive.
+    Folders of tests are asked in turn, each only about the mutants that are still alive, so that
+    most folders need not be recorded for a few mutants. What is recorded already is asked first.
     """
     same = equivalent()
     entries: dict[str, dict[str, Any]] = {}
@@ -743,16 +777,19 @@ def tried_in_turn(
             entries[mutant.key] = entry
     left = [mutant for mutant in mutants if mutant.key not in entries]
     lived: dict[str, str] = {}
-    folders = options.tests or TESTS[package]
-    for folder in folders:
+    turns = turns_of(place.noting, options.tests or TESTS[package], again=options.again)
+    for turn, files in enumerate(turns, 1):
         if not left:
             break
-        asked = Map.of(place.noting, [folder], again=options.again)
+        asked = Map.of(place.noting, files, again=options.again)
         for number, mutant in enumerate(list(left), 1):
             tests = asked.tests_of(mutant)
             seconds = sum(asked.seconds[name] for name in tests)
-            outcome = tried(place.copy, mutant, tests, seconds, place.folder / "last.log")
-            said = f"{package}: {folder} {number}, {len(left)} left"
+            for some in in_two_parts(tests):
+                outcome = tried(place.copy, mutant, some, seconds, place.folder / "last.log")
+                if outcome.word != "survived":
+                    break
+            said = f"{package}: turn {turn} of {len(turns)}, mutant {number}; {len(left)} left"
             print(said, end="    \r", file=sys.stderr, flush=True)
             if outcome.word in ("survived", "not reached"):
                 if lived.get(mutant.key) != "survived":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from driftline.comparison.tolerance.tolerance import AS_GIVEN, BEYOND, HALF, RES
 from driftline.comparison.verdict import (
     certain_failures,
     coverage,
+    decision,
     growth,
     status,
     zero_gradient,
@@ -183,6 +185,19 @@ def test_a_gradient_at_the_output_is_explained_by_an_output_that_was_compared() 
     assert certain_failures.gradient_excess(gradient, None) == 0.0
     assert certain_failures.gradient_excess(gradient, measured("output", 2.0)) < 1.0
     assert certain_failures.gradient_excess(gradient, measured("output", 0.01)) > 1.0
+
+
+def test_too_noisy_is_said_with_the_sites_at_which_errors_hide_a_fault_and_all_judged() -> None:
+    evidence = SimpleNamespace(has_noise=False)
+    judgement: Any = SimpleNamespace(
+        is_too_noisy=True, hiding=(5, 9), drowning=4, evidence=evidence
+    )
+    facts: Any = SimpleNamespace(judgement=judgement)
+    (sentence,) = decision._too_noisy(facts)
+    assert "too noisy to tell from two runs" in sentence
+    assert "at 4 of 9 sites" in sentence
+    judgement.is_too_noisy = False
+    assert not list(decision._too_noisy(facts))
 
 
 # --- weights
