@@ -93,7 +93,7 @@ def test_mistakes_have_names_of_their_own_and_stay_python(tool: Any) -> None:
 def test_the_table_of_tests_names_what_is_there(tool: Any) -> None:
     for package, paths in tool.TESTS.items():
         assert (ROOT / tool.SOURCE / package).is_dir()
-        assert all((ROOT / path).exists() for path in paths)
+        assert all((ROOT / path).exists() for path in (tool.EXAMPLES, *paths))
 
 
 def test_tests_are_those_that_reach_the_statement_the_quickest_first(tool: Any) -> None:

@@ -94,6 +94,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 """The tests of each package of `src/driftline`, in the order in which they are asked."""
 
+EXAMPLES = "tests/test_doctests.py"
+"""The examples in docstrings, which are tests of every package."""
 PRELOADED = ("numpy", "torch", "transformers", "hypothesis", "pyarrow", "safetensors", "fsspec")
 """Packages imported before the processes that run tests are forked; never driftline itself."""
 MOST_TESTS = 150
@@ -780,7 +782,9 @@ def tried_in_turn(
             entries[mutant.key] = entry
     left = [mutant for mutant in mutants if mutant.key not in entries]
     lived: dict[str, str] = {}
-    turns = turns_of(place.noting, options.tests or TESTS[package], again=options.again)
+    turns = turns_of(
+        place.noting, options.tests or (EXAMPLES, *TESTS[package]), again=options.again
+    )
     for turn, files in enumerate(turns, 1):
         if not left:
             break

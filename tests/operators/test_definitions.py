@@ -165,6 +165,16 @@ def test_packed_attention_keeps_sequences_apart_and_hides_what_comes_later() -> 
     close(causal[3:], attention(q[3:], k[3:], v[3:], later))
 
 
+@pytest.mark.parametrize("shape", [(7, 4, 8), (7, 32), (1, 7, 32), (1, 7, 4, 8)])
+def test_packed_attention_gives_tokens_in_the_shape_of_its_queries(shape: tuple[int, ...]) -> None:
+    q, k, v = draw(7, 4, 8), draw(7, 2, 8), draw(7, 2, 8)
+    param = {"calcType": 3, "headNum": 4, "kvHeadNum": 2, "qkScale": 0.5}
+    given_all = [q.reshape(shape), k, v, np.array([3, 4], np.int32)]
+    (found,) = golden("SelfAttentionOperation", param, given_all)
+    assert found.shape == shape
+    close(found.reshape(7, 4, 8)[:3], attention(q[:3], k[:3], v[:3]))
+
+
 def test_a_mask_of_ones_hides_and_a_small_one_stands_for_the_triangle() -> None:
     q, k, v = draw(4, 2, 8), draw(4, 2, 8), draw(4, 2, 8)
     lengths = np.array([4], np.int32)
