@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,9 @@ def f(x, y=True):
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        return importlib.import_module("mutants")
 
 
 def planted(tool: Any) -> list[Any]:
@@ -95,7 +93,7 @@ def test_mistakes_have_names_of_their_own_and_stay_python(tool: Any) -> None:
 def test_the_table_of_tests_names_what_is_there(tool: Any) -> None:
     for package, paths in tool.TESTS.items():
         assert (ROOT / tool.SOURCE / package).is_dir()
-        assert all((ROOT / path).exists() for path in paths)
+        assert all((ROOT / path).exists() for path in (tool.EXAMPLES, *paths))
 
 
 def test_tests_are_those_that_reach_the_statement_the_quickest_first(tool: Any) -> None:
@@ -120,19 +118,62 @@ def test_a_mistake_knows_the_statement_that_runs_it(tool: Any) -> None:
     assert statements == {1: None, 5: 4, 8: 7}
 
 
-def test_notes_are_the_lines_a_test_reaches(tool: Any, tmp_path: Path) -> None:
-    path = tmp_path / "src" / "driftline" / "sample.py"
-    path.parent.mkdir(parents=True)
-    path.write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
-    spec = importlib.util.spec_from_file_location("sample_of_lines", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    notes = tool.Notes(path.parent)
-    before = sys.gettrace()
-    sys.settrace(notes._call)
-    try:
-        module.f(False)
-    finally:
-        sys.settrace(before)
-    assert notes._by_file() == {"src/driftline/sample.py": {1, 2, 4}}
+def test_what_a_test_reaches_is_recorded_in_its_subprocesses_too(tool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "src" / "sample.py"
+    path.parent.mkdir()
+    text = '''"""Two parts."""
+
+from __future__ import annotations
+
+import functools
+
+
+@functools.cache
+def f(x):
+    """A docstring."""
+    if x:
+        return 1
+    return 2
+
+
+class C:
+    """Another."""
+
+    def g(self):
+        try:
+            raise ValueError
+        except ValueError:
+            pass
+'''
+    path.write_text(text)
+    lines = tool.ReachedLines(tmp_path, "src")
+    assert path.read_text() == text
+
+    def run(call: str) -> dict[str, list[int]]:
+        subprocess.run(
+            [sys.executable, "-c", f"import sample; sample.{call}; print(sample.f.__doc__)"],
+            cwd=path.parent,
+            check=True,
+            capture_output=True,
+        )
+        return dict(lines.taken())
+
+    assert run("f(False)") == {"src/sample.py": [8, 11, 13]}
+    assert run("f(1)") == {"src/sample.py": [8, 11, 12]}
+    assert run("C().g()") == {"src/sample.py": [19, 20, 21, 23]}
+    assert lines.taken() == {}
+
+
+def test_the_test_that_noticed_is_read_from_what_pytest_prints(tool: Any) -> None:
+    tests = ["t/a.py::f[1 - 2]", "t/a.py::f", "t/b.py::g"]
+    assert tool.failed_test("..F\nFAILED t/a.py::f[1 - 2] - assert 1 == 2\n", tests) == tests[0]
+    assert tool.failed_test("FAILED t/a.py::f\nFAILED t/b.py::g", tests) == tests[1]
+    assert tool.failed_test("ERROR t/b.py::g - OSError", tests) == tests[2]
+    assert tool.failed_test("ERROR t/b.py", tests) == ""
+
+
+def test_tests_that_never_end_are_counted_and_said(tool: Any) -> None:
+    outcomes = ["noticed", "never ended", "survived", "not reached", "survived"]
+    entries = [{"key": str(key), "outcome": word} for key, word in enumerate(outcomes)]
+    said = tool.summary("runs", entries, {"4": "a reason"})
+    assert said.startswith("runs: 2 of 4 noticed (50%), 1 of them because tests never ended; 1 ")

@@ -4,9 +4,12 @@
 
 A mistake (a mutant) is, for example, a changed comparison, a constant that is off by one, `and`
 instead of `or`, a condition that always holds, or a removed statement. Tests notice it if they fail
-or no longer end. A mutant with which all tests pass is a survivor. It shows a gap in the tests, or
-that the code has no visible effect; in the latter case it is listed as equivalent, with the reason,
-in `equivalent_mutants.txt`.
+or no longer end; how many never ended is said. A mutant with which all tests pass is a survivor. It
+shows a gap in the tests, or that the code has no visible effect; in the latter case it is listed as
+equivalent, with the reason, in `equivalent_mutants.txt`.
+
+The tests that noticed something are run once more without any mutant. What they noticed does not
+count if they fail then, too.
 
 Selection of tests: `TESTS` has the folders of each package. These tests are run once, and the lines
 of `src` that each test reaches are recorded. A mutant is tested by the tests that reach its
@@ -33,14 +36,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
+
+from reached_lines import Notes, ReachedLines
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "src/driftline"
@@ -55,14 +58,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "alignment": ("tests/alignment", "tests/ranks"),
     "comparison": (
-        "tests/comparison",
         "tests/evidence",
         "tests/tolerance",
-        "tests/execution",
-        "tests/ranks",
         "tests/verdict",
+        "tests/comparison",
         "tests/training",
+        "tests/execution",
         "tests/cli/test_compare_command.py",
+        "tests/diagnosis/test_choices.py",
+        "tests/ranks",
     ),
     "comparison/verdict": (
         "tests/verdict",
@@ -88,16 +92,21 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "runs/stores": ("tests/stores",),
 }
-"""The tests of each package of `src/driftline`."""
+"""The tests of each package of `src/driftline`, in the order in which they are asked."""
 
+EXAMPLES = "tests/test_doctests.py"
+"""The examples in docstrings, which are tests of every package."""
 PRELOADED = ("numpy", "torch", "transformers", "hypothesis", "pyarrow", "safetensors", "fsspec")
 """Packages imported before the processes that run tests are forked; never driftline itself."""
 MOST_TESTS = 150
-MOST_SECONDS = 60.0
+MOST_SECONDS = 25.0
 """Largest total time of one mutant's tests, measured without the mutant."""
-PATIENCE = 30.0
+PATIENCE = 45.0
 """Seconds that are added to three times that total; after them a mutant counts as never ending."""
 MAP_SECONDS = 1500
+_FIRST_FILES = 3
+LONGEST_TEST = 60
+"""Seconds after which a test is no longer one that is asked."""
 
 
 @dataclass(frozen=True)
@@ -365,10 +374,16 @@ def mutants_of(path: Path) -> list[Mutant]:
 
 
 class Copy:
-    """A copy of the working tree: tracked files, new files and the compiled libraries."""
+    """A copy of the working tree: tracked files, new files and the compiled libraries.
 
-    def __init__(self, place: Path) -> None:
+    Args:
+        place: Its folder.
+        noting: Whether its bytecode marks the lines it reaches.
+    """
+
+    def __init__(self, place: Path, *, noting: bool = False) -> None:
         self.place = place
+        self.lines: ReachedLines | None = None
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -382,7 +397,11 @@ class Copy:
             self._take(library, place / SOURCE / library.relative_to(_installed_package()))
         self._forget(names)
         # Files keep their times, so this bytecode stays valid when a file is changed and restored.
-        compileall.compile_dir(str(place / "src"), quiet=2)
+        if noting:
+            self.lines = ReachedLines(place, SOURCE)
+        else:
+            compileall.compile_dir(str(place / "src"), quiet=2)
+        compileall.compile_dir(str(place / "tests"), quiet=2)
 
     @staticmethod
     def _take(source: Path, goal: Path) -> None:
@@ -400,15 +419,19 @@ class Copy:
                 if each.relative_to(self.place).as_posix() not in kept:
                     each.unlink()
 
-    def plant(self, mutant: Mutant) -> None:
+    @contextlib.contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """Have a mutant in the copy for a while. The tree may be edited meanwhile."""
         path = self.place / mutant.path
-        changed = mutant.applied((ROOT / mutant.path).read_bytes())
-        path.write_bytes(changed)
-        later = (ROOT / mutant.path).stat().st_mtime + 60  # makes the bytecode out of date
-        os.utime(path, (later, later))
-
-    def restore(self, mutant: Mutant) -> None:
-        shutil.copy2(ROOT / mutant.path, self.place / mutant.path)
+        source, times = path.read_bytes(), path.stat()
+        try:
+            path.write_bytes(mutant.applied(source))
+            later = times.st_mtime + 60  # makes the bytecode out of date
+            os.utime(path, (later, later))
+            yield
+        finally:
+            path.write_bytes(source)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def _installed_package() -> Path:
@@ -421,76 +444,9 @@ def _installed_package() -> Path:
 # --- tests, in separate processes
 
 
-class Notes:
-    """A pytest plugin that records which lines of a tree each test reaches, and its time."""
-
-    def __init__(self, source: Path) -> None:
-        self._source = f"{source}{os.sep}"
-        self._cut = len(str(source.parents[1])) + 1
-        self._lines: dict[CodeType, set[int] | None] = {}
-        self._sizes: dict[CodeType, int] = {}
-        self.tests: dict[str, dict[str, Any]] = {}
-        self.setups: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        if code not in self._lines:
-            inside = code.co_filename.startswith(self._source)
-            self._lines[code] = {code.co_firstlineno} if inside else None
-        lines = self._lines[code]
-        if lines is None or len(lines) >= self._size(code):
-            return None
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        lines = self._lines.setdefault(frame.f_code, set())
-        if event == "line" and lines is not None:
-            lines.add(frame.f_lineno)
-            if len(lines) >= self._size(frame.f_code):
-                frame.f_trace_lines = False  # code with all lines recorded runs without tracing
-        return self._line
-
-    def _size(self, code: CodeType) -> int:
-        size = self._sizes.get(code)
-        if size is None:
-            numbers = {line for _, _, line in code.co_lines() if line is not None}
-            size = self._sizes[code] = len(numbers | {code.co_firstlineno})
-        return size
-
-    def _by_file(self) -> dict[str, set[int]]:
-        reached: dict[str, set[int]] = defaultdict(set)
-        for code, lines in self._lines.items():
-            if lines is not None:
-                reached[code.co_filename[self._cut :]] |= lines
-        return reached
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-        fresh: dict[str, Any] = {"seconds": 0.0, "reaches": {}, "good": True}
-        about = self.tests.setdefault(report.nodeid, fresh)
-        about["seconds"] += report.duration
-        about["good"] = about["good"] and report.passed
-        if report.when == "call":
-            about["reaches"] = {name: sorted(lines) for name, lines in self._by_file().items()}
-        else:  # a shared fixture is set up only once, by its first test
-            for name, lines in self._by_file().items():
-                self.setups[report.nodeid.partition("::")[0]][name] |= lines
-        self._lines = {}
-        sys.settrace(self._call)
-        threading.settrace(self._call)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "tests": self.tests,
-            "setups": {
-                path: {name: sorted(lines) for name, lines in reached.items()}
-                for path, reached in self.setups.items()
-            },
-        }
-
-
-def forked(copy: Copy, words: list[str], log: Path, limit: float, noted: Path | None) -> int | None:
+def forked(
+    copy: Copy, words: list[str], log: Path, limit: float, noted: Path | None = None
+) -> int | None:
     """Run pytest on the copy in a fork of this process.
 
     Returns its exit status; None if it exceeded the time limit.
@@ -512,9 +468,8 @@ def forked(copy: Copy, words: list[str], log: Path, limit: float, noted: Path | 
         os.environ["PYTHONPATH"] = os.pathsep.join([*sources, *([before] if before else [])])
         import pytest
 
-        plugins = [] if noted is None else [Notes(copy.place / SOURCE)]
+        plugins = [] if copy.lines is None else [Notes(copy.lines)]
         status = int(pytest.main(words, plugins=plugins))
-        sys.settrace(None)
         if noted is not None:
             noted.write_text(json.dumps(plugins[0].as_json()))
     except BaseException as trouble:
@@ -549,7 +504,9 @@ def _end_group(pid: int) -> None:
 
 
 _NOT_FOUND = 4
-USUAL = ["-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+# Without `--assert=plain` pytest would compile driftline itself anew, as a package with a plugin.
+_QUIET = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+USUAL = [*_QUIET, "-x", "-m", "not slow"]
 
 
 @dataclass
@@ -567,16 +524,14 @@ class Map:
         have moved, so a test that reached any of its lines counts as reaching all of them.
         """
         sources = {
-            path.relative_to(ROOT).as_posix(): path.read_bytes()
-            for path in (ROOT / SOURCE).rglob("*.py")
+            path.relative_to(copy.place).as_posix(): path.read_bytes()
+            for path in (copy.place / SOURCE).rglob("*.py")
         }
         digests = {path: hashlib.sha256(content).hexdigest() for path, content in sources.items()}
         seconds: dict[str, float] = {}
         reached: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for path in _test_files(paths):
-            content = (ROOT / path).read_bytes()
-            kept = copy.place.parent / "maps" / f"{path.replace('/', '.')}.json"
-            digest = hashlib.sha256(content).hexdigest()
+            kept, digest = record_of(copy, path)
             noted: dict[str, Any] = {}
             if kept.is_file() and not again:
                 noted = json.loads(kept.read_text())
@@ -601,11 +556,16 @@ class Map:
         kept.unlink(missing_ok=True)
         print(f"noting what {path} enters", file=sys.stderr, flush=True)
         words = [word for word in USUAL if word != "-x"]
+        words += ["--timeout", str(LONGEST_TEST)]
         forked(copy, [path, *words], kept.with_suffix(".log"), MAP_SECONDS, kept)
         if not kept.is_file():
             print(f"  {path} did not end; its tests are not asked", file=sys.stderr)
             return {"tests": {}, "setups": {}}
-        return json.loads(kept.read_text())
+        noted = json.loads(kept.read_text())
+        left = [name for name, about in noted["tests"].items() if not about["good"]]
+        for name in left:
+            print(f"  skipped, failed or took too long, and is not asked: {name}", file=sys.stderr)
+        return noted
 
     def tests_of(self, mutant: Mutant) -> list[str]:
         """Tests that reach a mutant's statement, the fastest first, within the limits."""
@@ -625,6 +585,17 @@ class Map:
         return chosen
 
 
+def record_of(noting: Copy, path: str) -> tuple[Path, str]:
+    """The file that records what a file of tests reaches, and the digest it must have."""
+    kept = noting.place.parent / "maps" / f"{path.replace('/', '.')}.json"
+    return kept, hashlib.sha256((noting.place / path).read_bytes()).hexdigest()
+
+
+def is_recorded(noting: Copy, path: str) -> bool:
+    kept, digest = record_of(noting, path)
+    return kept.is_file() and json.loads(kept.read_text()).get("of") == digest
+
+
 def _test_files(paths: Iterable[str]) -> Iterator[str]:
     for path in paths:
         if path.endswith(".py"):
@@ -636,6 +607,18 @@ def _test_files(paths: Iterable[str]) -> Iterator[str]:
 
 
 # --- the run
+
+
+class Outcome(NamedTuple):
+    """What the tests say of a mutant.
+
+    Attributes:
+        word: `not reached`, `never ended`, `noticed` or `survived`.
+        by: The test that failed.
+    """
+
+    word: str
+    by: str = ""
 
 
 class Results:
@@ -666,23 +649,65 @@ def equivalent() -> dict[str, str]:
     return found
 
 
-def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Path) -> str:
-    """The outcome of a mutant: `not reached`, `never ended`, `noticed` or `survived`."""
+def tried(copy: Copy, mutant: Mutant, tests: list[str], seconds: float, log: Path) -> Outcome:
+    """What the tests say of a mutant."""
     if not tests:
-        return "not reached"
-    copy.plant(mutant)
-    try:
-        limit = PATIENCE + 3 * seconds
-        status = forked(copy, [*tests, *USUAL, "--timeout", str(limit)], log, limit + 10, None)
-    finally:
-        copy.restore(mutant)
+        return Outcome("not reached")
+    words = [*tests, *USUAL, "--timeout", "0"]  # the limit below is the only one
+    for patience in (1, 4):
+        limit = patience * (PATIENCE + 3 * seconds)
+        with copy.planted(mutant):
+            status = forked(copy, words, log, limit)
+        # A busy machine is no mutant: without it, the tests must end within the same time.
+        if status is not None or forked(copy, words, log, limit) is not None:
+            break
+    else:
+        raise SystemExit(f"tests do not end in {limit:.0f} s without a mutant, either: {log}")
     if status is None:
-        return "never ended"
+        return Outcome("never ended")
+    if status == 0:
+        return Outcome("survived")
     if status == _NOT_FOUND:  # a test file cannot be imported with the mutant, or a test is gone
-        status = int(forked(copy, [*tests, *USUAL], log, limit + 10, None) == 0)
-        if not status:
+        if forked(copy, words, log, limit) != 0:
             raise SystemExit(f"tests are not as they were noted: --again; see {log}")
-    return "survived" if status == 0 else "noticed"
+        return Outcome("noticed")
+    return Outcome("noticed", failed_test(log.read_text(errors="replace"), tests))
+
+
+def in_two_parts(tests: list[str]) -> Iterator[list[str]]:
+    """First the tests of the few files that have the fastest ones: importing many files is slow."""
+    files: list[str] = []
+    for name in tests:
+        file = name.partition("::")[0]
+        if file not in files and len(files) < _FIRST_FILES:
+            files.append(file)
+    first = [name for name in tests if name.partition("::")[0] in files]
+    yield first
+    if len(first) < len(tests):
+        yield [name for name in tests if name not in first]
+
+
+def failed_test(log: str, tests: Iterable[str]) -> str:
+    """The test that failed first, by what pytest printed; empty if a file was not imported."""
+    for line in log.splitlines():
+        told, _, rest = line.partition(" ")
+        if told in ("FAILED", "ERROR"):
+            names = [name for name in tests if rest == name or rest.startswith(f"{name} - ")]
+            return max(names, key=len, default="")
+    return ""
+
+
+def failing_anyway(copy: Copy, tests: Collection[str], log: Path) -> set[str]:
+    """Those of some tests that fail without a mutant."""
+    failing: set[str] = set()
+    words = [word for word in USUAL if word != "-x"]
+    if tests and forked(copy, [*sorted(tests), *words], log, MAP_SECONDS) != 0:
+        for line in log.read_text(errors="replace").splitlines():
+            if line.startswith(("FAILED ", "ERROR ")):
+                failing.add(failed_test(line, tests))
+        # Without a word about single tests, nothing is known of any of them.
+        failing = failing - {""} or set(tests)
+    return failing
 
 
 def chosen_mutants(options: argparse.Namespace, package: str) -> list[Mutant]:
@@ -690,8 +715,14 @@ def chosen_mutants(options: argparse.Namespace, package: str) -> list[Mutant]:
     found: list[Mutant] = []
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
-        if not options.file or any(part in name for part in options.file):
+        if not options.file:
             found += mutants_of(path)
+            continue
+        asked = [part.partition(":") for part in options.file]
+        lines = {line for part, _, line in asked if part in name}
+        if lines:
+            every = mutants_of(path)
+            found += [each for each in every if "" in lines or str(each.line) in lines]
     if options.sample and options.sample < len(found):
         draw = random.Random(f"{options.seed} {package}")
         found = draw.sample(found, options.sample)
@@ -702,12 +733,91 @@ def chosen_mutants(options: argparse.Namespace, package: str) -> list[Mutant]:
 def summary(package: str, entries: list[dict[str, Any]], known: dict[str, str]) -> str:
     same = [entry for entry in entries if entry["key"] in known]
     rest = [entry for entry in entries if entry["key"] not in known]
-    noticed = sum(entry["outcome"] in ("noticed", "never ended") for entry in rest)
+    endless = sum(entry["outcome"] == "never ended" for entry in rest)
+    noticed = sum(entry["outcome"] == "noticed" for entry in rest) + endless
     share = f"{noticed / len(rest):.0%}" if rest else "-"
     return (
-        f"{package}: {noticed} of {len(rest)} noticed ({share}); "
-        f"{len(same)} more change nothing that could be seen"
+        f"{package}: {noticed} of {len(rest)} noticed ({share}), {endless} of them because tests "
+        f"never ended; {len(same)} more change nothing that could be seen"
     )
+
+
+def turns_of(noting: Copy, paths: Iterable[str], *, again: bool) -> list[list[str]]:
+    """Files of tests in the order in which they are asked, together or one turn after another."""
+    folders = [list(_test_files([path])) for path in paths]
+    recorded = [
+        file for files in folders for file in files if not again and is_recorded(noting, file)
+    ]
+    rest = ([file for file in files if file not in recorded] for files in folders)
+    return [files for files in (recorded, *rest) if files]
+
+
+class Workplace(NamedTuple):
+    """The two copies, and the folder they are in."""
+
+    copy: Copy
+    noting: Copy
+    folder: Path
+
+
+def tried_in_turn(
+    place: Workplace,
+    package: str,
+    mutants: Sequence[Mutant],
+    results: Results,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """The outcome of each mutant.
+
+    Folders of tests are asked in turn, each only about the mutants that are still alive, so that
+    most folders need not be recorded for a few mutants. What is recorded already is asked first.
+    """
+    same = equivalent()
+    entries: dict[str, dict[str, Any]] = {}
+    for mutant in mutants:
+        entry = results.known.get(mutant.key)
+        if mutant.key in same:
+            entry = {"key": mutant.key, "outcome": "equivalent"}
+        if entry and not options.again and not (options.survivors and _lives(entry)):
+            entries[mutant.key] = entry
+    left = [mutant for mutant in mutants if mutant.key not in entries]
+    lived: dict[str, str] = {}
+    turns = turns_of(
+        place.noting, options.tests or (EXAMPLES, *TESTS[package]), again=options.again
+    )
+    for turn, files in enumerate(turns, 1):
+        if not left:
+            break
+        asked = Map.of(place.noting, files, again=options.again)
+        for number, mutant in enumerate(list(left), 1):
+            tests = asked.tests_of(mutant)
+            seconds = sum(asked.seconds[name] for name in tests)
+            for some in in_two_parts(tests):
+                outcome = tried(place.copy, mutant, some, seconds, place.folder / "last.log")
+                if outcome.word != "survived":
+                    break
+            said = f"{package}: turn {turn} of {len(turns)}, mutant {number}; {len(left)} left"
+            print(said, end="    \r", file=sys.stderr, flush=True)
+            if outcome.word in ("survived", "not reached"):
+                if lived.get(mutant.key) != "survived":
+                    lived[mutant.key] = outcome.word
+                continue
+            left.remove(mutant)
+            entries[mutant.key] = {
+                "key": mutant.key,
+                "outcome": outcome.word,
+                "by": outcome.by,
+            }
+            results.keep(entries[mutant.key])
+    for mutant in left:
+        entries[mutant.key] = {"key": mutant.key, "outcome": lived[mutant.key]}
+        results.keep(entries[mutant.key])
+    for mutant in mutants:
+        entry = entries[mutant.key]
+        if _lives(entry):
+            print(f"{mutant.path}:{mutant.line} {mutant.kind}: {entry['outcome']}")
+            print(mutant.diff((place.copy.place / mutant.path).read_bytes()), flush=True)
+    return [entries[mutant.key] for mutant in mutants]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -721,42 +831,23 @@ def run(options: argparse.Namespace) -> int:
         return 0
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1", PYTHONHASHSEED="0")
     sys.dont_write_bytecode = True
-    copy = Copy(work / "tree")
+    copy, noting = Copy(work / "tree"), Copy(work / "noting", noting=True)
     for name in PRELOADED:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that tests are ended too
     results = Results(work / "results.jsonl")
     same = equivalent()
-    lines: list[str] = []
     for package, mutants in chosen.items():
-        asked = Map.of(copy, options.tests or TESTS[package], again=options.again)
-        entries: list[dict[str, Any]] = []
-        for number, mutant in enumerate(mutants, 1):
-            entry = results.known.get(mutant.key)
-            tests = asked.tests_of(mutant)
-            if entry is None or options.again or (options.survivors and _lives(entry)):
-                begun = time.monotonic()
-                seconds = sum(asked.seconds[name] for name in tests)
-                outcome = (
-                    "equivalent"
-                    if mutant.key in same
-                    else tried(copy, mutant, tests, seconds, work / "last.log")
-                )
-                entry = {
-                    "key": mutant.key,
-                    "outcome": outcome,
-                    "tests": len(tests),
-                    "seconds": round(time.monotonic() - begun, 1),
-                }
-                results.keep(entry)
-            entries.append(entry)
-            if _lives(entry) and mutant.key not in same:
-                print(f"{mutant.path}:{mutant.line} {mutant.kind}: {entry['outcome']}")
-                print(mutant.diff((ROOT / mutant.path).read_bytes()), flush=True)
-            print(f"{package} {number}/{len(mutants)}", end="\r", file=sys.stderr, flush=True)
-        lines.append(summary(package, entries, same))
-    print("\n".join(lines))
+        entries = tried_in_turn(Workplace(copy, noting, work), package, mutants, results, options)
+        witnesses = {by for entry in entries if (by := entry.get("by"))}
+        if false := failing_anyway(copy, witnesses, work / "control.log"):
+            print("fail without a mutant, too:", *sorted(false), sep="\n    ")
+            entries = [
+                {**entry, "outcome": "survived"} if entry.get("by") in false else entry
+                for entry in entries
+            ]
+        print(summary(package, entries, same), flush=True)
     return 0
 
 
@@ -767,7 +858,9 @@ def _lives(entry: dict[str, Any]) -> bool:
 def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     words.add_argument("--package", nargs="+", default=sorted(TESTS), choices=sorted(TESTS))
-    words.add_argument("--file", nargs="+", default=[], help="only files with this in their path")
+    words.add_argument(
+        "--file", nargs="+", default=[], help="only these: part of a path, or part:line"
+    )
     words.add_argument("--sample", type=int, default=0, help="so many of each package, by chance")
     words.add_argument("--seed", type=int, default=0, help="which ones")
     words.add_argument("--tests", nargs="+", default=[], help="instead of those of the package")

@@ -198,6 +198,14 @@ def test_pads_on_one_side_and_a_mask_for_the_rest_work_together() -> None:
     assert row.reference_shape == (7, 4)
 
 
+def test_a_file_with_several_arrays_is_no_mask(tmp_path: Path) -> None:
+    from driftline.alignment.reconcile.masks import read_mask_file
+
+    np.savez(tmp_path / "m.npz", first=np.ones(3), second=np.ones(3))
+    with pytest.raises(BadFile, match="holds 2 tensors; a mask is one"):
+        read_mask_file(tmp_path / "m.npz")
+
+
 def test_a_mask_with_nan_is_refused(tmp_path: Path) -> None:
     from driftline.alignment.reconcile.masks import read_mask_file
 

@@ -10,7 +10,8 @@ import pytest
 
 import driftline
 from driftline.alignment.plan_file import write_plan
-from driftline.errors import BadFile
+from driftline.alignment.recipe_steps import Step, step_from_text
+from driftline.errors import BadFile, BadInput
 from driftline.runs.run import Run
 from driftline.runs.writer import RunWriter
 from driftline.testing.runs import record_into, run_of
@@ -125,3 +126,30 @@ candidate_recipe = { sources = ["rank0/step0/a/output/0"], steps = ["turn"], sha
     )
     with pytest.raises(BadFile, match="line 5: 'turn' is no step"):
         driftline.compare(run, run, plan=tmp_path / "plan.toml")
+
+
+STEPS = {
+    "concat(axis 1)": Step("concat", 1),
+    "split(axis 2, 4:8)": Step("split", 2, 4, 8),
+    "select(axis 1, 0:3,6)": Step("select", 1, numbers=(0, 1, 2, 6)),
+    "transpose(1, 0)": Step("transpose", numbers=(1, 0)),
+    "reshape()": Step("reshape"),
+    "times(-0.5)": Step("times", factor=-0.5),
+    "dequantise(axis 1, times 0.25, minus 3.0)": Step("dequantise", 1, factor=0.25, zero=3.0),
+    "dequantise(axis 0)": Step("dequantise"),
+}
+
+
+@pytest.mark.parametrize("text", STEPS)
+def test_steps_are_written_as_they_are_read(text: str) -> None:
+    assert step_from_text(text) == STEPS[text]
+    assert step_from_text(STEPS[text].text()) == STEPS[text]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["times(nan)", "times(inf)", "times()", "dequantise(axis 0, times)", "dequantise(times 1 2)"],
+)
+def test_a_factor_that_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="numbers cannot be read"):
+        step_from_text(text)

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 import driftline
 from driftline.captures import weight_facts
-from driftline.captures.model_facts import class_line, flat_config, scalar
+from driftline.captures.model_facts import NO_SCALAR, class_line, flat_config, scalar
 from driftline.captures.torch.tensors import order_free_sum
 from driftline.formats.registry import open_run
 from driftline.runs.sidecars.model_facts import ModelFacts, grid_of, read_model_facts
@@ -436,6 +436,7 @@ def test_scalars_of_many_kinds() -> None:
 
     assert scalar(Colour.RED) == "Colour.RED" and scalar(Count(3)) == 3
     assert scalar(np.float32(0.5)) == 0.5 and scalar(torch.float16) == "torch.float16"
+    assert scalar(np.dtype(np.int8)) == "int8" and scalar(np.zeros(2)) is NO_SCALAR
     assert scalar(torch.device("cpu")) == "cpu" and scalar(1 + 2j) == "(1+2j)"
 
 

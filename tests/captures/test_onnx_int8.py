@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import driftline
 from driftline.comparison.table.table import Table
+from driftline.graphs.sources.exported import exported_graph
 from driftline.runs.memory import MemorySink
 
 SCHEMES = (
@@ -330,6 +331,21 @@ def test_a_misread_zero_point_is_named_where_its_numbers_are_first_compared(
     assert table.first_site == "project", table.finding
     assert "takes or gives what comes of '(root)/sigmoid'" in table.finding
     assert "and it was made with" in table.finding
+
+
+def test_what_rounding_explains_is_recorded_of_the_weights_of_each_node(
+    gated: Exported, tmp_path: Path
+) -> None:
+    int8 = quantise(gated.path, gated.given, Scheme(True, "QDQ"), tmp_path / "int8.onnx")
+    sink = MemorySink()
+    with quiet():
+        driftline.capture_onnx(int8, gated.run, sink)
+    graph = exported_graph(sink.run())
+    assert graph is not None
+    # The steps of 8 bits are 1/255 of the range of a weight.
+    errors = [graph.rounded[site] for site in ("squeeze", "excite", "project")]
+    assert all(0.001 < error < 0.02 for error in errors), errors
+    assert "(root)" not in graph.rounded
 
 
 def test_weights_of_integers_are_compared_as_the_numbers_they_are(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from onnx_runs import Exported, aligned_leaves, clean, first_of, run_of
 
 import driftline
 from driftline.alignment.plan_file import write_plan
+from driftline.captures.onnxruntime.graph import Graph
 from driftline.captures.onnxruntime.scopes import Scope
-from driftline.captures.onnxruntime.torch_calls import Call, count
+from driftline.captures.onnxruntime.torch_calls import Call, count, weighted_nodes
 from driftline.graphs.sources.exported import exported_graph
 from driftline.runs.memory import MemorySink
 
@@ -543,3 +545,33 @@ def test_calls_that_the_exporter_left_out_make_no_wrong_pairs() -> None:
         "pow_1": Call(0, 2, True, 0, 2),
         "pow_2": Call(1, 2, True, 1, 2),
     }
+
+
+def test_only_a_look_up_of_a_table_of_weights_by_computed_ids_is_an_embedding() -> None:
+    def look_up(table: str, ids: str) -> Any:
+        return onnx.helper.make_node("Gather", [table, ids], [f"{ids} of {table}"])
+
+    integers, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    made = onnx.helper.make_graph(
+        [
+            look_up("table", "ids"),
+            look_up("table", "first"),
+            look_up("scales", "ids"),
+            look_up("x", "ids"),
+        ],
+        "look-ups",
+        [
+            onnx.helper.make_tensor_value_info("ids", integers, [5]),
+            onnx.helper.make_tensor_value_info("x", floats, [3, 4]),
+        ],
+        [onnx.helper.make_tensor_value_info("ids of table", floats, [5, 4])],
+        [
+            onnx.numpy_helper.from_array(np.zeros((3, 4), np.float32), "table"),
+            onnx.numpy_helper.from_array(np.zeros(3, np.float32), "scales"),
+            onnx.numpy_helper.from_array(np.zeros(1, np.int64), "first"),
+        ],
+    )
+    names: Any = SimpleNamespace(site=lambda value: value)
+    assert weighted_nodes(Graph(onnx.helper.make_model(made)), names) == [
+        {"kind": "embedding", "takes": "ids", "makes": "ids of table", "shape": [5, 4]}
+    ]

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from driftline.captures.torch.framework import capture
-from driftline.captures.torch.tensors import Refusal, Snapshot, every_nth, snapshot, undisturbed
+from driftline.captures.torch.tensors import (
+    Refusal,
+    Snapshot,
+    every_nth,
+    on_device,
+    snapshot,
+    undisturbed,
+)
 from driftline.runs.memory import MemorySink
 
 
@@ -85,6 +92,17 @@ def test_views_scalars_and_empty_tensors_have_their_logical_values() -> None:
         assert shot.shape == tuple(tensor.shape), name
         assert shot.data is not None and shot.data.tobytes() == plain.tobytes(), name
     assert cases["graph"].requires_grad
+
+
+@pytest.mark.parametrize("name", ["conjugate", "negative"])
+def test_what_a_device_reads_are_the_values_of_a_view_that_changes_signs(name: str) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    view = z.conj() if name == "conjugate" else z.conj().imag
+    assert (view.is_conj(), view.is_neg()) == (name == "conjugate", name == "negative")
+    shot = on_device(view)
+    assert isinstance(shot, Snapshot) and shot.owner is not None
+    assert not shot.owner.is_conj() and not shot.owner.is_neg()
+    assert torch.equal(shot.owner, view)
 
 
 def _warm_up() -> None:

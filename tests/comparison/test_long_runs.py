@@ -53,7 +53,8 @@ def write(
             if (rank, step, site, port) in skip:
                 continue
             key = TensorKey.of(name, port, slot, step=step, rank=rank)
-            record = Record(key, 0, values.dtype.name, (3, 4), "", "Linear")
+            shape = (1, 3, 4) if (site, port) == how.get("wrapped") else (3, 4)
+            record = Record(key, 0, values.dtype.name, shape, "", "Linear")
             writer.put(record, values.reshape(-1).view(np.uint8))
         writer.close()
     return path
@@ -107,6 +108,7 @@ CASES = {
     "many sites": ({}, {"shift": 3.0}, {"sites": ["*.1*.*", "*.7.*"]}, True),
     "by name only": ({}, {"shift": 3.0}, {"structural": False}, True),
     "other limits": ({}, {"shift": 3.0}, {"limits": {"cosine": 0.5}}, True),
+    "another shape": ({}, {"wrapped": (5, "output")}, {}, False),
     "a metric more": ({}, {"shift": 3.0}, {"metrics": ["kl"]}, True),
 }
 

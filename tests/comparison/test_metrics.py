@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from driftline.comparison.measure.operands import ValuePair
 from driftline.comparison.metrics.catalogue import KNOWN, STANDARD, find, requested
 from driftline.comparison.metrics.from_moments import needs_definition
 from driftline.comparison.table.row import ROW_FIELDS
@@ -31,6 +32,21 @@ def defined(name, reference, candidate):
     both = np.isfinite(ours) & np.isfinite(theirs)
     both &= (reference != F32.lowest) & (candidate != F32.lowest)
     return KNOWN[name].define()(ours[both], theirs[both])
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "means"),
+    [
+        ("float32", np.float32(F32.lowest), -math.inf),
+        ("float16", np.float16(-65504), -math.inf),
+        ("float8_e4m3fn", np.uint8(0xFE), -448.0),
+        ("int16", np.int16(-32768), -32768.0),
+    ],
+)
+def test_only_the_lowest_float_of_a_mask_is_read_as_minus_infinity(name, stored, means):
+    values = np.array([stored])
+    pair = ValuePair(values, DTYPES[name], values, DTYPES[name], 1, (1,))
+    assert [side.tolist() for side in pair.decoded()] == [[means], [means]]
 
 
 usual = st.floats(-1e6, 1e6, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30)

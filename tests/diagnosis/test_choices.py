@@ -61,6 +61,26 @@ def test_a_choice_that_its_scores_do_not_excuse_is_no_flip() -> None:
     assert flip.rows.tolist() == [False, True]
 
 
+def test_only_scores_of_more_experts_than_were_chosen_excuse_a_choice() -> None:
+    # The router gives the scores of the chosen experts as well: among these, none was rejected.
+    at = TensorKey("mlp.gate", "output", "0", 0)
+    scores = np.array([[3.0, 2.0, 1.9999, 0.0]], dtype=np.float32)
+
+    def router(moved: float, chosen: list[int]) -> object:
+        wide = scores + np.array([0.0, 0.0, moved, 0.0], dtype=np.float32)
+        return array_run(
+            {
+                at: wide,
+                at._replace(slot="1"): np.array([chosen]),
+                at._replace(slot="2"): wide[:, chosen],
+            }
+        )
+
+    reference, candidate = router(0.0, [0, 1]), router(0.001, [0, 2])
+    (flip,) = flips(reference, candidate, align_runs(reference, candidate, AlignOptions()))
+    assert flip.rows.tolist() == [True]
+
+
 def test_what_a_choice_reaches_are_its_token_and_later_ones_of_its_sequence() -> None:
     scores = np.tile([3.0, 2.0, 1.9999, 0.0], (8, 1))
     ours = np.tile([0, 1], (8, 1))

@@ -17,7 +17,10 @@ SIZE = 8
 
 
 def run_of(
-    changes: dict[str, Any] | None = None, mask: Any = MASK, engine: str = "onnxruntime"
+    changes: dict[str, Any] | None = None,
+    mask: Any = MASK,
+    engine: str = "onnxruntime",
+    pooled: float = 0.0,
 ) -> Run:
     """A run of three layers, in whose outputs some elements are other ones."""
     sink = MemorySink()
@@ -32,6 +35,8 @@ def run_of(
         for at, value in (changes or {}).get(f"layers.{layer}", {}).items():
             hidden[at] = value
         values[f"layers.{layer}", "output", "0"] = hidden
+    if pooled:
+        values["pooler", "output", "0"] = np.full((2, SIZE), pooled, np.float32)
     for order, ((site, port, slot), value) in enumerate(values.items()):
         if value is None:
             continue
@@ -90,6 +95,17 @@ def test_a_fault_elsewhere_is_named_and_not_the_pads_before_it() -> None:
     assert table.first is not None and table.first.status == "fail"
     assert statuses(table) == {"layers.0": "pass", "layers.1": "pass", "layers.2": "fail"}
     assert table.as_json()["first_row"] is not None
+
+
+def test_a_tensor_without_positions_is_not_said_to_be_judged_without_pads() -> None:
+    table = driftline.compare(run_of(pooled=1.0), run_of(PADS, pooled=2.0))
+    assert statuses(table) == {
+        **{f"layers.{layer}": "pass" for layer in range(3)},
+        "pooler": "fail",
+    }
+    reasons = {row.key.site: row.reason for row in table.rows}
+    assert "attention_mask" in reasons["layers.0"]
+    assert "attention_mask" not in reasons["pooler"]
 
 
 @pytest.mark.parametrize("other", [None, np.ones((2, 5), np.int64), MASK[:, ::-1]])

@@ -117,6 +117,13 @@ def test_parts_of_different_comparisons_are_refused(two, words, said):
         driftline.merge([parts(two, 2)[0], parts(two, 2, **words)[1]])
 
 
+def test_parts_that_compare_as_many_other_tensors_are_refused(two):
+    first, second = (parts(two, 2, sites=[f"layers.{layer}"])[layer] for layer in (0, 1))
+    assert first.pairs == second.pairs > 0
+    with pytest.raises(BadInput, match="they compare different tensors"):
+        driftline.merge([first, second])
+
+
 def test_parts_of_other_versions_and_counts_are_refused(two, tmp_path):
     first, second = parts(two, 2)
     shown = second.as_json()

@@ -77,6 +77,16 @@ def report(**facts) -> ProcessReport:
             CapturePlan("/tmp/x", levels=("gradients",)),
             "no backward pass came through them",
         ),
+        (
+            Messages(1, 1, reports=(report(steps_taken=(0,)),), frameworks=("paddle",)),
+            CapturePlan("/tmp/x", types=("op",)),
+            "--type op lists what torch programs do, and this one uses paddle",
+        ),
+        (
+            Messages(1, 1, reports=(report(steps_taken=(0,)),), frameworks=("paddle",)),
+            CapturePlan("/tmp/x", Selection(device=3), types=("layer",)),
+            "modules were called, and the filters left no call of them (device 3)",
+        ),
     ],
 )
 def test_the_first_thing_that_stopped_it_is_the_reason(messages, plan, reason):

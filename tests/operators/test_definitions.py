@@ -15,7 +15,7 @@ from torch.nn import functional
 import driftline
 from driftline.errors import BadInput
 from driftline.operators import golden, known_operators
-from driftline.operators.definitions.call import Tensor, Unfit
+from driftline.operators.definitions.call import Tensor, Unfit, scale_of
 from driftline.operators.definitions.registry import results
 
 RNG = np.random.default_rng(0)
@@ -64,6 +64,46 @@ def test_linear_turns_what_it_is_told_to(flags: tuple[bool, bool]) -> None:
     param = {"transposeA": flags[0], "transposeB": flags[1], "hasBias": True}
     (found,) = golden("LinearOperation", param, [given_x, given_w, bias])
     close(found, wide(x) @ wide(w) + wide(bias))
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_batched_product_turns_its_second_factor_as_told(turned: bool) -> None:
+    x, w = draw(3, 2, 5), draw(2, 5, 4)
+    param = {"matmulType": 1, "transposeB": turned}
+    (found,) = golden("LinearOperation", param, [x, w.swapaxes(1, 2) if turned else w])
+    close(found, torch.einsum("mbk,bkn->mbn", wide(x), wide(w)))
+    if turned:
+        (found,) = golden("LinearOperation", {"matmulType": 1}, [x, w.swapaxes(1, 2)])
+        close(found, torch.einsum("mbk,bkn->mbn", wide(x), wide(w)))
+
+
+def test_one_hot_is_ones_among_zeros_where_no_values_are_given() -> None:
+    (found,) = golden("OnehotOperation", {"depth": 4, "axis": 1}, [np.array([2, 0])])
+    assert found.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
+    values = [np.array([7]), np.array([-1])]
+    (found,) = golden("OnehotOperation", {"depth": 2, "axis": 1}, [np.array([1]), *values])
+    assert found.tolist() == [[-1, 7]]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_added_slices_have_the_size_of_what_was_added_up(axis: int) -> None:
+    target, places = draw(3, 4, 5), np.array([1, 0, 1])
+    shape = [3, 4, 5]
+    shape[axis] = 3
+    added = draw(*shape)
+    inputs = [Tensor(each, each.dtype.name) for each in (target, places, added)]
+    (found,) = results("IndexAddOperation", {"indexType": 1, "axis": axis}, inputs)
+    ours = wide(target).index_add(axis, torch.from_numpy(places), wide(added))
+    close(found.values, ours)
+    assert found.terms == 3
+    size = (wide(target) ** 2).index_add(axis, torch.from_numpy(places), wide(added) ** 2)
+    close(scale_of(found), size.sqrt())
+
+
+def test_where_takes_the_first_values_where_the_condition_holds() -> None:
+    condition, x, y = np.array([True, False, True]), draw(3), draw(3)
+    (found,) = golden("WhereOperation", {}, [condition, x, y])
+    assert found.tolist() == [x[0], y[1], x[2]]
 
 
 def test_an_int8_linear_layer_unpacks_its_scale() -> None:
@@ -123,6 +163,16 @@ def test_packed_attention_keeps_sequences_apart_and_hides_what_comes_later() -> 
     (causal,) = golden("SelfAttentionOperation", {**param, "maskType": 9}, [q, k, v, lengths])
     later = np.triu(np.full((4, 4), -np.inf), 1)
     close(causal[3:], attention(q[3:], k[3:], v[3:], later))
+
+
+@pytest.mark.parametrize("shape", [(7, 4, 8), (7, 32), (1, 7, 32), (1, 7, 4, 8)])
+def test_packed_attention_gives_tokens_in_the_shape_of_its_queries(shape: tuple[int, ...]) -> None:
+    q, k, v = draw(7, 4, 8), draw(7, 2, 8), draw(7, 2, 8)
+    param = {"calcType": 3, "headNum": 4, "kvHeadNum": 2, "qkScale": 0.5}
+    given_all = [q.reshape(shape), k, v, np.array([3, 4], np.int32)]
+    (found,) = golden("SelfAttentionOperation", param, given_all)
+    assert found.shape == shape
+    close(found.reshape(7, 4, 8)[:3], attention(q[:3], k[:3], v[:3]))
 
 
 def test_a_mask_of_ones_hides_and_a_small_one_stands_for_the_triangle() -> None:
@@ -360,6 +410,7 @@ def test_an_unknown_operator_is_refused_with_the_nearest_name() -> None:
         ("Softmax", {"axes": [5]}, [(2, 3)], "axes 5 does not exist"),
         ("Softmax", {"axes": "last"}, [(2, 3)], "no list of whole numbers"),
         ("RmsNorm", {"layerType": 2}, [(2, 3)], "input 1 .residual. is missing; 1 input is there"),
+        ("Softmax", {"axes": [0]}, [], "no input is there"),
         ("RmsNorm", {"layerType": 1, "normParam": 7}, [(2, 3), (3,)], "no group of parameters"),
         ("RmsNorm", {"layerType": 1}, [(2, 3), (4,)], "gamma has 4 elements, rows have 3"),
         ("Fill", {"withMask": False, "outDim": [10**9, 10**9]}, [], "would have"),

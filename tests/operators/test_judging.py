@@ -154,6 +154,15 @@ def test_rounding_gives_numbers_of_the_format(values: list[float], dtype: str) -
     np.testing.assert_array_equal(once, again)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_numbers_are_rounded_as_torch_rounds_them(dtype: str) -> None:
+    draw = np.random.default_rng(0)
+    values = np.ldexp(draw.standard_normal(2000), draw.integers(-20, 6, 2000)).astype(np.float32)
+    values[:8] = np.ldexp([0.5, 1.5, 2.5, 3.5, 1.0, 3.0, 5.0, 7.0], -16)
+    theirs = torch.from_numpy(values).to(getattr(torch, dtype)).double().numpy()
+    np.testing.assert_array_equal(rounded(values, dtype), theirs)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_bound_is_wider_than_one_rounding(dtype: str) -> None:
     assert allowed(dtype).error > DTYPES[dtype].unit_roundoff

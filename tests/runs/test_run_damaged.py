@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from driftline.errors import BadFile, BadInput, BadRun, DriftlineError
 from driftline.numerics.fields import Summary
 from driftline.runs import index_lines
+from driftline.runs import verify as verification
+from driftline.runs.files.local_files import folders_in
 from driftline.runs.reader import open_run
 from driftline.runs.records import Blob, Record, TensorKey
 from driftline.runs.verify import verify
@@ -239,6 +241,35 @@ def test_links_out_of_the_run_are_not_followed(run_folder: Path, tmp_path: Path)
     (run_folder / "rank0").symlink_to(other / "rank0")
     run = open_run(run_folder)
     assert len(run) == 0 and [loss.where for loss in run.losses] == ["rank0"]
+
+
+def test_links_to_folders_are_not_folders_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "inside" / "rank0").mkdir(parents=True)
+    (tmp_path / "inside" / "rank1").symlink_to(tmp_path / "inside" / "rank0")
+    (tmp_path / "inside" / "rank2").touch()
+    assert folders_in(tmp_path / "inside") == ["rank0"]
+    assert folders_in(tmp_path / "none") == []
+
+
+def test_bytes_that_several_tensors_share_are_verified_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter(tmp_path / "run")
+    for step, value in enumerate([1.0, 1.0, 1.0, 2.0]):
+        key = TensorKey.of("norm", "param", "weight", step=step)
+        data = np.full(1000, value, np.float32)
+        writer.put(Record(key, 0, "float32", (1000,)), data.view(np.uint8))
+    writer.close()
+    compared: list[str] = []
+    clash = verification._clash
+
+    def counted(raw: Any, expected: str) -> str:
+        compared.append(expected)
+        return clash(raw, expected)
+
+    monkeypatch.setattr(verification, "_clash", counted)
+    assert not list(verify(open_run(tmp_path / "run")))
+    assert len(compared) == 2
 
 
 def test_a_named_pipe_in_the_place_of_a_file_does_not_block(run_folder: Path) -> None:

@@ -105,6 +105,24 @@ def test_a_store_that_knows_no_condition_is_looked_at_first(memory, monkeypatch)
     assert store.read_all("claim", 10) == b"one"
 
 
+@pytest.mark.parametrize(
+    ("words", "answer"), [("PreconditionFailed: it is there", None), ("no", 412)]
+)
+def test_a_writer_that_was_quicker_has_the_name(memory, monkeypatch, words, answer):
+    store = Store(memory)
+
+    def too_late(path, value, mode="overwrite"):
+        real(path, b"other")
+        trouble = OSError(words)
+        trouble.code = answer
+        raise trouble
+
+    real = store._fs.pipe_file
+    monkeypatch.setattr(store._fs, "pipe_file", too_late)
+    assert not store.put_new("claim", b"one")
+    assert store.read_all("claim", 10) == b"other"
+
+
 def test_digits_in_the_id_of_a_failed_request_are_no_other_writer(memory, monkeypatch):
     store = Store(memory)
     broken = ["request 7f412ab0: connection reset"]

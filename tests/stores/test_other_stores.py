@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import importlib
+import logging
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -70,6 +72,26 @@ def test_a_store_whose_package_is_missing_names_it(url, package):
     with pytest.raises(NotInstalled, match=f"need the package {package}") as found:
         api.open_run(url)
     assert found.value.hint == f"pip install '{package}'"
+
+
+class _Buckets(MemoryFileSystem):
+    """In the place of gcsfs."""
+
+    protocol = "gs"
+
+
+def test_a_library_that_prints_every_failure_itself_is_kept_silent(monkeypatch):
+    registry = importlib.import_module("fsspec.registry")._registry
+    monkeypatch.setitem(registry, "gs", _Buckets)
+    log = logging.getLogger("gcsfs")
+    before = log.level
+    try:
+        Store("memory://b/run")
+        assert log.isEnabledFor(logging.CRITICAL)
+        Store("gs://b/run")
+        assert not log.isEnabledFor(logging.CRITICAL)
+    finally:
+        log.setLevel(before)
 
 
 class _Answer(Exception):

@@ -15,7 +15,7 @@ from sent_runs import write_run
 import driftline as api
 from driftline.errors import AlreadyThere, BadInput, BadRun, DriftlineError, NotInstalled
 from driftline.runs.records import Record, TensorKey
-from driftline.runs.stores import block_cache
+from driftline.runs.stores import block_cache, remote_run
 from driftline.runs.stores.addresses import UrlPath, place_of, url_of
 from driftline.runs.stores.api import exists, push
 from driftline.runs.stores.remote_run import RemoteFiles
@@ -75,6 +75,17 @@ def test_what_is_not_looked_at_is_not_fetched(there, monkeypatch):
     table = api.compare(*there, sites=["layer.3"])
     assert len(table.rows) == 1
     assert sum(fetched) <= 4 * block_cache.BLOCK
+
+
+@pytest.mark.parametrize("size", [10, 64, 65, 1000])
+def test_a_long_file_is_read_in_pieces_and_is_whole(memory, monkeypatch, size):
+    monkeypatch.setattr(remote_run, "_CHUNK", 64)
+    store, content = Store(memory), bytes(index % 251 for index in range(size))
+    store.put("rank0/index.jsonl", content)
+    with RemoteFiles(store).open("rank0/index.jsonl") as file:
+        assert file.read() == content
+        file.seek(3)
+        assert file.read(5) == content[3:8]
 
 
 def test_blocks_that_are_kept_are_bounded_and_right(memory):

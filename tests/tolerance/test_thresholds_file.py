@@ -165,6 +165,11 @@ def test_what_is_no_thresholds_file_is_refused_in_a_sentence(text, tmp_path):
         load_thresholds(path)
 
 
+def test_a_thresholds_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(BadFile, match=r"t\.json cannot be read: No such file"):
+        load_thresholds(tmp_path / "t.json")
+
+
 JSONS = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=5),
     lambda inner: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from driftline.comparison.tolerance.tolerance import AS_GIVEN, BEYOND, HALF, RES
 from driftline.comparison.verdict import (
     certain_failures,
     coverage,
+    decision,
     growth,
     status,
     zero_gradient,
 )
+from driftline.comparison.verdict.dataflow import transfers_of
 from driftline.comparison.verdict.divergence import find_divergence
 from driftline.comparison.verdict.noise import NoiseFloor, margin_of
 from driftline.comparison.verdict.own_error import ReplayResult
@@ -164,6 +167,37 @@ def test_the_more_siblings_there_are_the_closer_to_their_median_a_site_must_stay
     assert many.beyond(of_container=True) == pytest.approx(1.8, rel=1e-2)
     assert few.beyond(of_container=False) == pytest.approx(2.5)
     assert many.beyond(of_container=False) == pytest.approx(1.45, rel=1e-2)
+
+
+@pytest.mark.parametrize(("given", "hides"), [(0.5, False), (0.49, True)])
+def test_no_fault_can_hide_in_a_site_that_gives_the_tensor_it_was_given(
+    given: float, hides: bool
+) -> None:
+    sites = sites_of([measured("input", given), measured("output", 0.5)])
+    (grown,) = growth.growths(sites, transfers_of(sites)).values()
+    assert grown.excess < 1.0
+    assert grown.hides is hides
+
+
+def test_a_gradient_at_the_output_is_explained_by_an_output_that_was_compared() -> None:
+    figures = {"reference_max": 0.5}
+    gradient = measured("grad_output", 0.5, figures=figures)
+    assert certain_failures.gradient_excess(gradient, None) == 0.0
+    assert certain_failures.gradient_excess(gradient, measured("output", 2.0)) < 1.0
+    assert certain_failures.gradient_excess(gradient, measured("output", 0.01)) > 1.0
+
+
+def test_too_noisy_is_said_with_the_sites_at_which_errors_hide_a_fault_and_all_judged() -> None:
+    evidence = SimpleNamespace(has_noise=False)
+    judgement: Any = SimpleNamespace(
+        is_too_noisy=True, hiding=(5, 9), drowning=4, evidence=evidence
+    )
+    facts: Any = SimpleNamespace(judgement=judgement)
+    (sentence,) = decision._too_noisy(facts)
+    assert "too noisy to tell from two runs" in sentence
+    assert "at 4 of 9 sites" in sentence
+    judgement.is_too_noisy = False
+    assert not list(decision._too_noisy(facts))
 
 
 # --- weights

@@ -291,7 +291,6 @@ class SideCalls:
         """
         merged = SideCalls(self.name)
         merged.classes, merged.partners, merged.ported = self.classes, self.partners, self.ported
-        merged.compared_calls = set(self.compared_calls)
         for site, entry in self.sites.items():
             if "/" not in site:
                 merged.sites[site] = entry

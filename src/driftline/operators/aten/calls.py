@@ -81,9 +81,6 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-_AS_BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-
-
 def tensor_of(raw: np.ndarray[Any, Any], dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """A tensor from the bytes of its elements in C order."""
     kind = dtype_named(dtype)

@@ -484,7 +484,7 @@ def staging_for(name: str, folder_name: str) -> Path:
     """
     folder = Path(folder_name or f"{name}.sending").absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        waiting = read_note(folder) is not None if folder.is_dir() else False
+        waiting = read_note(folder) is not None
         raise BadInput(
             f"'{folder}' exists" + (": a run waits there to be sent" if waiting else ""),
             hint=f"driftline push {folder} URL"
