@@ -160,6 +160,7 @@ class CaseBuilder:
             spread=self._spread(pair.candidate, parent),
             codes=self._codes(pair.candidate, parent),
             flags=self._flags(pair.candidate),
+            calls=self._visits(pair.candidate, parent),
             earlier=self._earlier(pair.candidate),
             port=pair.candidate.key.port,
         )
@@ -324,6 +325,7 @@ class CaseBuilder:
             spread=self._spread(record, record.key.site),
             codes=self._codes(record, record.key.site),
             flags=self._flags(record),
+            calls=self._visits(record, record.key.site),
             earlier=self._earlier(record),
             port=record.key.port,
         )
@@ -432,6 +434,42 @@ class CaseBuilder:
         ]
         pair = self.by_candidate.get(calls[-1].key) if calls else None
         return None if pair is None or pair.candidate.kept != "full" else self._both(pair)
+
+    def _visits(self, record: Record, parent: str) -> dict[str, tuple[F64, F64]]:
+        """Both sides of what was made in several calls of this step, by name, calls first.
+
+        Of what an optimizer is given these are the gradients of its backward passes, and what it
+        was given in the step before, which may not have been cleared.
+        """
+        key, made = record.key, dict[str, list[Pair]]()
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.rank != key.rank or other.order >= record.order:
+                continue
+            if key.port == "optimizer_grad":
+                if (of.site, of.slot) != (key.site, key.slot):
+                    continue
+                is_old = of.port == key.port and of.step == key.step - 1
+                is_own = of.port == "param_grad" and of.step == key.step
+                name = "the backward pass" if is_own else "the step before, call"
+                counts = is_own or is_old
+            else:
+                counts = of.port == "output" and of.step == key.step
+                counts = counts and self._is_part(of.site, parent)
+                name = _part_name(of)
+            pair = self.by_candidate.get(of) if counts else None
+            if pair is not None and pair.candidate.kept == pair.reference.kept == "full":
+                made.setdefault(name, []).append(pair)
+        calls: dict[str, tuple[F64, F64]] = {}
+        for name, pairs in made.items():
+            if len({pair.candidate.shape for pair in pairs}) != 1 or len(pairs) > _MOST_STEPS:
+                continue
+            if len(pairs) == 1 and key.port != "optimizer_grad":
+                continue
+            sides = [values for pair in pairs if (values := self._both(pair)) is not None]
+            if len(sides) == len(pairs):
+                calls[name] = (np.stack([r for r, _ in sides]), np.stack([c for _, c in sides]))
+        return calls
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: possible arguments."""

@@ -108,7 +108,7 @@ _TABLE = (
               "families.elements:related", "families.elements:temperature",
               "families.linear_maps:weight", "families.linear_maps:neighbours",
               "families.recurrences:running", "families.sums_and_means:divided",
-              "families.sums_and_means:adding_up"),
+              "families.sums_and_means:adding_up", "families.updates:passes"),
           "everything, or one term of a sum, is too large or too small by a factor, or a norm's "
           "constant is wrong",
           "a wrong scale", freedom=10),
