@@ -29,6 +29,7 @@ from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
 # Limits on tensors that are only read to be compared: the nearest twelve modules, the last two
 # calls, the last parts of a container.
@@ -71,6 +72,7 @@ class CaseBuilder:
         none: Mapping[TensorKey, Record] = {}
         self.exact = index(runs.replay.exact) if runs.replay is not None else none
         self.candidate_records = index(runs.candidate)
+        self._facts: dict[tuple[int, int], ModelFacts] = {}
 
     def cases(
         self, place: Place, standing: SiteStatus, judged: ReplayResult | None
@@ -499,7 +501,19 @@ class CaseBuilder:
                     values = read_whole(run, other)
                     if values is not None:
                         params.setdefault(other.key.slot, values)
-        return params
+        return params or self._kernels(pair.reference.key)
+
+    def _kernels(self, key: TensorKey) -> dict[str, F64]:
+        """Small kernels of the reference from the facts of its run: few places do not give them."""
+        process = key.rank, key.process
+        if process not in self._facts:
+            self._facts[process] = read_model_facts(self.runs.reference, *process)
+        facts = self._facts[process]
+        kernels: dict[str, F64] = {}
+        for path, kept in facts.weights.items():
+            if kept.site == key.site and len(kept.shape) > 2 and (x := kept.whole()) is not None:
+                kernels[facts.tensors[path].name if path in facts.tensors else kept.name] = x
+        return kernels
 
     def _others(self, record: Record) -> dict[str, F64]:
         """Outputs of the reference with the same shape, from the nearest modules of this class."""

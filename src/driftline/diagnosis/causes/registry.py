@@ -90,7 +90,7 @@ _TABLE = (
           "another activation function", "a wrong activation",
           freedom=1, exact=True),
     Cause("mask",
-          _in("regions:mask", "moves:pooled", "families.grids:border",
+          _in("regions:mask", "moves:pooled", "families.grids:border", "families.grids:boxes",
               "families.sums_and_means:reduction", "families.sums_and_means:uneven",
               "families.elements:hidden"),
           "only tokens that a mask tells apart are off: pads, late tokens, future seen",
