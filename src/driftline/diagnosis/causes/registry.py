@@ -104,6 +104,7 @@ _TABLE = (
           "wrong positions", freedom=1, exact=True),
     Cause("scale",
           _in("values:scale", "values:by_slice", "normalisation:normalisation",
+              "normalisation:neighbours",
               "combinations:combination", "combinations:shares", "families.elements:some",
               "families.elements:related", "families.elements:temperature",
               "families.linear_maps:weight", "families.linear_maps:neighbours",

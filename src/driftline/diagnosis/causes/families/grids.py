@@ -271,11 +271,10 @@ def _all_boxes(pictures: F64) -> Iterator[tuple[str, F64, Codes]]:
     sums, largest = pictures, pictures
     ends: Codes = np.zeros((1, 0), dtype=np.int64)
     sizes = np.ones(1)
-    for axis, length in enumerate(pictures.shape[1:]):
+    for length in pictures.shape[1:]:
         first, last = np.triu_indices(length + 1, 1)
         # The first axis that is not joined yet comes behind the boxes of those before.
-        own = sums.reshape(len(pictures), len(sizes), length, -1) if axis else sums[:, None]
-        own = own.reshape(len(pictures), len(sizes), length, -1)
+        own = sums.reshape(len(pictures), len(sizes), length, -1)
         total = np.concatenate([np.zeros_like(own[:, :, :1]), np.cumsum(own, axis=2)], axis=2)
         sums = (total[:, :, last] - total[:, :, first]).reshape(
             len(pictures), len(sizes) * len(first), -1
