@@ -86,6 +86,7 @@ _TABLE = (
           "a mistake inside an attention, named by its own cause"),
     Cause("activation",
           _in("values:activation", "gates:gate", "gates:along_an_axis", "gates:recurrence",
+              "families.cells:cell",
               "families.elements:function"),
           "another activation function", "a wrong activation",
           freedom=1, exact=True),

@@ -26,7 +26,7 @@ _FOLLOWS = 0.99
 _THE_SAME = 1e-3
 _STEADY = 0.02
 """Share of their variance by which factors of neighbouring gradients may differ."""
-_MOST_STEPS = 4
+_MOST_STEPS = 5
 _SAMPLE, _ROUNDS = 1 << 12, 12
 _ALIKE, _MOST_PASSES = 0.01, 16
 
@@ -63,10 +63,14 @@ def passes(case: Case) -> Clue | None:
     if not off:
         return None
     words = ", ".join(
-        f"{terms[number][0]} counts {wrong[number]:.3g} times, not {right[number]:.3g}"
+        f"{terms[number][0]} counts {_shown(wrong[number])} times, not {_shown(right[number])}"
         for number in off[:4]
     )
     return Clue("scale", 0.99, f"it is another sum of gradients: {words}", "passes")
+
+
+def _shown(factor: float) -> str:
+    return f"{round(factor, 4) + 0.0:.4g}"
 
 
 # The update of an optimizer whose gradients agree: another factor, or a term more or less.
