@@ -130,18 +130,30 @@ def _other_distances(case: Case, right: Attention) -> Clue | None:
     if made is None or made.by_distance is None:
         return None
     had = np.zeros_like(made.by_distance) if right.by_distance is None else right.by_distance
-    # The softmax cancels an amount that is equal for all distances.
+    # The softmax cancels an amount that is equal for all distances at which something is seen.
     apart = made.by_distance - had
-    apart = np.abs(apart - np.median(apart, axis=1, keepdims=True)).max(axis=0)
-    middle = (apart.size - 1) // 2
-    off = np.flatnonzero(apart > 0.02 * max(float(apart.max()), 1e-300)) - middle
-    if not off.size:
+    middle = (apart.shape[1] - 1) // 2
+    queries, keys = right.seen.shape[1:]
+    places = np.arange(keys)[None] - np.arange(keys - queries, keys)[:, None] + middle
+    used = np.zeros(apart.shape[1], dtype=np.bool_)
+    used[places[np.any(right.seen, axis=0)]] = True
+    apart = np.where(used, apart - np.median(apart[:, used], axis=1, keepdims=True), 0.0)
+    most = np.abs(apart).max(axis=0)
+    places = np.flatnonzero(most > 0.02 * max(float(most.max()), 1e-300))
+    if not places.size:
         return None
-    what = (
-        "it is the attention whose scores are moved by other amounts for keys "
-        f"{int(off[0]):+d} to {int(off[-1]):+d} tokens away"
-    )
-    return Clue("positions", case.fitted(case.r + made.output() - base), what, RECOMPUTED)
+    off = places - middle
+    score = case.fitted(case.r + made.output() - base)
+    far = f"keys {int(off[0]):+d} to {int(off[-1]):+d} tokens away"
+    # What has next to no weight in any head is hidden, and no matter of its distance.
+    if bool(np.all(apart[:, places] < _AS_HIDDEN)):
+        what = f"it is the attention that hides {len(off)} of the {far}"
+        return Clue("mask", score, what, RECOMPUTED)
+    what = f"it is the attention whose scores are moved by other amounts for {far}"
+    return Clue("positions", score, what, RECOMPUTED)
+
+
+_AS_HIDDEN = -4.0
 
 
 def _single_mistakes(case: Case, right: Attention) -> Iterator[Clue]:

@@ -213,7 +213,8 @@ _MOST_BOXES, _MOST_PICTURES, _LEAST_PICTURES, _LONGEST = 1 << 14, 24, 6, 64
 def boxes(case: Case) -> Clue | None:
     """Every output is the mean, the sum or the largest of a box of an input, and boxes are others.
 
-    A box is read from many channels and samples at once: its ends are all that is not known.
+    A box is read from many channels and samples at once: its ends are all that is not known, and
+    all pictures must agree on them.
     """
     if case.ratio < 4.0 or case.r.ndim not in (3, 4) or not case.finite.all():
         return None
@@ -240,14 +241,11 @@ def boxes(case: Case) -> Clue | None:
 
 def _other_boxes(case: Case, pictures: F64, right: F64, wrong: F64) -> Clue | None:
     for kind, values, ends in _all_boxes(pictures):
-        # Every other picture says which box it is, and the rest whether it is that one.
-        near = [_nearest_box(values[::2], side[::2]) for side in (right, wrong)]
+        near = [_nearest_box(values, side) for side in (right, wrong)]
         made = [values[:, place] for place in near]
-        left = [
-            float(np.sum((a - b)[1::2] ** 2)) for a, b in zip(made, (right, wrong), strict=True)
-        ]
-        enough = (1e-8 + (4.0 * case.noise) ** 2) * float(np.sum(right[1::2] ** 2))
-        energy = float(np.sum((wrong - right)[1::2] ** 2))
+        left = [float(np.sum((a - b) ** 2)) for a, b in zip(made, (right, wrong), strict=True)]
+        enough = (1e-8 + (4.0 * case.noise) ** 2) * float(np.sum(right**2))
+        energy = float(np.sum((wrong - right) ** 2))
         if max(left) > enough or left[1] > 0.1 * energy:
             continue
         moved = ends[near[1]] - ends[near[0]]

@@ -8,7 +8,7 @@ elements and judged on the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -103,28 +103,35 @@ def name_update(runs: Runs, step: int) -> NamedCause:
     if sum(update.right.size for update in updates) < _LEAST_ELEMENTS:
         return NamedCause("unknown")
     total = _Update(*(np.concatenate(parts) for parts in zip(*updates, strict=True)))
-    for names, terms in (
-        (("the right update",), (total.right,)),
-        (("the right update", "the weights"), (total.right, total.weight)),
-        (("the right update", "the gradients"), (total.right, total.gradient)),
-    ):
-        factors = _fitted(terms, total)
+    for names, terms in _TERMS:
+        factors = _fitted(terms(total), total)
         if factors is not None:
             words = [f"{x:.4g} times {name}" for x, name in zip(factors, names, strict=True)]
             return NamedCause("scale", f"weights move by {' and '.join(words)}", 1.0, "update")
-    # One weight that is right has a factor of one.
-    off = [update for update in updates if update.right.size >= 16 and _is_off(update)]
-    single = [factors[0] for update in off if (factors := _fitted((update.right,), update))]
-    if single and len(single) == len(off):
-        what = (
-            f"each parameter moves by a factor of its own ({min(single):.4g} to {max(single):.4g})"
-        )
-        return NamedCause("scale", what, 1.0, "update")
+    off = [update for update in updates if update.right.size >= _LEAST_OF_ONE and _is_off(update)]
+    for names, terms in _TERMS:
+        fitted = [_fitted(terms(update), update) for update in off]
+        known = [factors for factors in fitted if factors is not None]
+        if known and len(known) == len(fitted):
+            words = [
+                f"{min(x):.4g} to {max(x):.4g} times {name}"
+                for x, name in zip(zip(*known, strict=True), names, strict=True)
+            ]
+            what = f"{len(known)} of {len(updates)} parameters move by {' and '.join(words)}"
+            return NamedCause("scale", what, 1.0, "update")
     return (
         _by_size_of_gradient(total)
         or _by_earlier_steps(total)
         or NamedCause("unknown", "nothing known fits")
     )
+
+
+_LEAST_OF_ONE = 16
+_TERMS: tuple[tuple[tuple[str, ...], Callable[[_Update], tuple[F64, ...]]], ...] = (
+    (("the right update",), lambda of: (of.right,)),
+    (("the right update", "the weights"), lambda of: (of.right, of.weight)),
+    (("the right update", "the gradients"), lambda of: (of.right, of.gradient)),
+)
 
 
 def _is_off(update: _Update) -> bool:
