@@ -298,6 +298,37 @@ def tables_by_chance() -> Sides:
     return Sides(grid_angles(blocks).cos(), other)
 
 
+# Vectors of times: half sines, half cosines.
+
+
+def times(
+    base: float = 10000.0, pace: float = 1.0, last: float = 0.0, turned: bool = False
+) -> Tensor:
+    moments = torch.tensor([3.5, 120.25, 671.0]).double() * pace
+    angles = moments[:, None] * base ** (-torch.arange(20).double() / (20 - last))
+    waves = [angles.sin(), angles.cos()]
+    return torch.cat(waves[::-1] if turned else waves, -1)
+
+
+MOMENTS = {"moments": torch.tensor([3.5, 120.25, 671.0]).double()}
+
+
+def exponents_that_end_at_one() -> Sides:
+    return Sides(times(), times(last=1.0), MOMENTS)
+
+
+def times_between_zero_and_one() -> Sides:
+    return Sides(times(), times(pace=0.001), MOMENTS)
+
+
+def cosines_before_sines() -> Sides:
+    return Sides(times(), times(turned=True), MOMENTS)
+
+
+def waves_of_no_times() -> Sides:
+    return Sides(times(), torch.tanh(drawn(3, 40, seed=3)), MOMENTS)
+
+
 # Cells of recurrences: 3 samples, 10 steps, 12 states.
 
 
@@ -402,6 +433,9 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     another_constant_beside_neighbours: "scale",
     rows_and_columns_in_turns: "positions",
     rows_for_columns: "positions permutation",
+    exponents_that_end_at_one: "positions",
+    times_between_zero_and_one: "positions",
+    cosines_before_sines: "permutation",
     gate_that_should_begin_open: "offset",
     gate_that_shows_has_a_constant: "offset",
     constant_behind_a_gate: "offset",
@@ -418,6 +452,7 @@ RIVALS = (
     means_of_other_numbers,
     neighbours_by_chance,
     tables_by_chance,
+    waves_of_no_times,
     cell_of_another_kind,
     gradients_of_other_words,
 )

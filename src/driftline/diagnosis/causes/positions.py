@@ -17,7 +17,8 @@ import numpy.typing as npt
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 
 _BASES = tuple(10.0 ** (power / 8.0) for power in range(8, 65))
-_PACES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+_PACES = (0.001, 0.01, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 100.0, 1000.0)
+_MOST_READ = 128
 _OFFSETS = (-2.0, -1.0, 1.0, 2.0)
 _FITS = 1e-4
 
@@ -26,8 +27,8 @@ class _Table(NamedTuple):
     """Parameters of a table of angles.
 
     Attributes:
-        wave: Cosine or sine.
-        layout: How frequencies are repeated along the last axis.
+        wave: Cosine or sine; of a table that holds both, which comes first.
+        layout: How frequencies are repeated along the last axis, and whether with both waves.
         base: Of the geometric series.
         pace: What positions are multiplied by.
         first: What is added to positions.
@@ -42,12 +43,20 @@ class _Table(NamedTuple):
     def values(self, positions: F64, width: int) -> F64:
         count = width if self.layout == "once" else width // 2
         frequencies = self.base ** (-np.arange(count) / count)
-        if self.layout == "halves":
-            frequencies = np.concatenate([frequencies, frequencies])
-        elif self.layout == "neighbours":
-            frequencies = np.repeat(frequencies, 2)
-        angles = (positions * self.pace + self.first)[..., None] * frequencies
-        return np.asarray(self.wave(angles), np.float64)
+        turns = (positions * self.pace + self.first)[..., None] * frequencies
+        first = np.asarray(self.wave(turns), np.float64)
+        if self.layout == "once":
+            return first
+        # A table for vectors holds both waves, and one for rotations the same one twice.
+        both = self.layout.startswith("both")
+        other = np.cos if self.wave is np.sin else np.sin
+        second = np.asarray(other(turns), np.float64) if both else first
+        if self.layout.endswith("halves"):
+            return np.concatenate([first, second], axis=-1)
+        return np.stack([first, second], axis=-1).reshape(*turns.shape[:-1], width)
+
+
+_LAYOUTS = ("once", "halves", "neighbours", "both in halves", "both in neighbours")
 
 
 def angles(case: Case) -> Clue | None:
@@ -263,24 +272,32 @@ def _positions(case: Case) -> Iterator[F64]:
             yield values
         elif values.size == rows[-1]:
             yield np.broadcast_to(values.reshape(-1), rows)
+    for values in (*case.right_parts.values(), *case.inputs.values()):
+        # Times may be no whole numbers.
+        if values.shape == rows or (len(rows) == 1 and values.size == rows[0]):
+            yield values.reshape(rows)
     yield np.broadcast_to(np.arange(rows[-1], dtype=np.float64), rows)
 
 
 def _read(case: Case, values: F64, positions: F64) -> _Table | None:
     """The table that gives these values; None if none does."""
     width, size = values.shape[-1], float(np.sum(values * values))
+    # Some rows tell which table it is; all of them whether it is that one.
+    every = max(1, positions.size // _MOST_READ)
+    some = positions.reshape(-1)[::every], values.reshape(-1, width)[::every]
 
     def left(table: _Table) -> float:
-        return float(np.sum((table.values(positions, width) - values) ** 2))
+        return float(np.sum((table.values(some[0], width) - some[1]) ** 2))
 
     tables = [
         _Table(wave, layout, base)
         for wave in (np.cos, np.sin)
-        for layout in (("once", "halves", "neighbours") if width % 2 == 0 else ("once",))
+        for layout in (_LAYOUTS if width % 2 == 0 else _LAYOUTS[:1])
         for base in _BASES
     ]
     best = _refined(min(tables, key=left), "base", left)
-    return best if left(best) <= (_FITS + (3.0 * case.noise) ** 2) * size else None
+    rest = float(np.sum((best.values(positions, width) - values) ** 2))
+    return best if rest <= (_FITS + (3.0 * case.noise) ** 2) * size else None
 
 
 def _refined(table: _Table, name: str, left: Callable[[_Table], float]) -> _Table:
@@ -328,6 +345,14 @@ def _mistakes(case: Case, right: _Table, positions: F64) -> Iterator[Clue]:
             f"it has the angles of {abs(first):g} positions {'after' if first > 0 else 'before'}",
             "first",
         )
+    for layout in _LAYOUTS[1:]:
+        if layout != right.layout != "once":
+            yield Clue(
+                "permutation",
+                case.explained(made(right._replace(layout=layout))),
+                f"its waves are laid out as {layout}, the reference's as {right.layout}",
+                "layout",
+            )
     for wave in (np.cos, np.sin):
         if wave is not right.wave:
             yield Clue(

@@ -379,7 +379,7 @@ def _likely(case: Case, y: F64) -> Iterator[tuple[str, Callable[[F64], F64]]]:
             yield label, of
 
 
-_ROUNDS, _LITTLE = 12, 0.02
+_ROUNDS, _LITTLE, _LARGEST = 12, 0.02, 1e100
 
 
 def _vary(factors: F64) -> bool:
@@ -428,6 +428,9 @@ def _factor(case: Case, name: str, y: F64, beside: tuple[str, F64] | None = None
     for words, power in _POWERS.items():
         with np.errstate(all="ignore"):
             factors = power(y)
+        # An exponential may overflow when it is squared.
+        if not float(np.abs(factors).max()) < _LARGEST:
+            continue
         # A factor of one number is a scale, and says nothing of the tensor.
         if not np.isfinite(factors).all() or float(np.std(factors)) < 0.05 * float(
             np.abs(factors).mean()
