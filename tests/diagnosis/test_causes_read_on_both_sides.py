@@ -488,7 +488,8 @@ class Moving(torch.optim.Optimizer):
         del closure
         self.count += 1
         for number, weight in enumerate(self.param_groups[0]["params"]):
-            state, gradient = self.state[weight], weight.grad
+            state = self.state[weight]
+            gradient = weight.grad + (0.02 * weight if "decay" in self.mistake else 0.0)
             if "momentum" in self.mistake:
                 state["sum"] = 0.8 * state.get("sum", 0.0) + gradient
                 ahead = gradient + 0.8 * state["sum"] if "ahead" in self.mistake else state["sum"]
@@ -510,6 +511,7 @@ class Moving(torch.optim.Optimizer):
         ("", "counted", "scale", 0),
         ("", "share", "scale", 1),
         ("momentum", "momentum ahead", "scale", 0),
+        ("", "decay", "scale", 0),
         ("", "by chance", "unknown", 0),
     ],
 )

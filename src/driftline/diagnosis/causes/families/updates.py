@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from driftline.comparison.evidence.error_stats import index, read_whole
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.causes.linear_solve import solve
 from driftline.diagnosis.causes.named_cause import NamedCause
@@ -122,6 +122,7 @@ def name_update(runs: Runs, step: int) -> NamedCause:
     return (
         _by_size_of_gradient(total)
         or _by_earlier_steps(total)
+        or _by_decay(total)
         or NamedCause("unknown", "nothing known fits")
     )
 
@@ -237,7 +238,7 @@ def _linear(gradients: F64, moved: F64) -> _Moments | None:
     return _Moments(factors, np.zeros(len(factors)), 0.0)
 
 
-def _divided(gradients: F64, moved: F64) -> _Moments | None:
+def _divided(gradients: F64, moved: F64, most: float = 1e-6) -> _Moments | None:
     """The sums whose quotient is an update; None if none is.
 
     The square of the update times the one sum is the square of the other, which is linear in what
@@ -266,7 +267,53 @@ def _divided(gradients: F64, moved: F64) -> _Moments | None:
         sums = -sums
     made = _refined(_Moments(sums, squares, 0.0), g[::2], u[::2])
     left = u[1::2] - made.of(g[1::2])
-    return made if float(left @ left) <= 1e-6 * float(u[1::2] @ u[1::2]) else None
+    return made if float(left @ left) <= most * float(u[1::2] @ u[1::2]) else None
+
+
+def _by_decay(total: _Update) -> NamedCause | None:
+    """A share of the weights that is added to the gradients before their size is divided away.
+
+    In a first step all that is left of a gradient is then its sign, and where that turns tells the
+    share.
+    """
+    use = (np.abs(total.gradients[:, 1:]).sum(axis=1) == 0.0) & (total.gradient != 0.0)
+    use &= (total.weight != 0.0) & (total.right != 0.0) & (total.wrong != 0.0)
+    if np.count_nonzero(use) < 8 * _LEAST_ELEMENTS:
+        return None
+    g, w = total.gradient[use], total.weight[use]
+    sides = total.right[use], total.wrong[use]
+    energy, shares = float(np.sum((sides[1] - sides[0]) ** 2)), list[float]()
+    left = 0.0
+    for moved in sides:
+        share = _share_of_weights(-np.sign(moved), g, w)
+        read = _divided((g + share * w)[:, None], moved, 1e-3)
+        if read is None or not energy > 0.0:
+            return None
+        left = float(np.sum((moved - read.of((g + share * w)[:, None])) ** 2))
+        shares.append(share)
+    if left > 0.05 * energy or abs(shares[1] - shares[0]) < 1e-3 * max(map(abs, shares)):
+        return None
+    what = (
+        f"{shares[1]:.3g} times the weights are added to the gradients before their size is "
+        f"divided away, in place of {shares[0]:.3g} times"
+    )
+    return NamedCause("scale", what, 1.0 - left / energy, "decay")
+
+
+def _share_of_weights(signs: F64, g: F64, w: F64) -> float:
+    """The share of weights that gives gradients some signs; none if that does as well."""
+    # A sign turns where the sum is nothing: from there on it is right, or up to there.
+    turns = -g / w
+    order = np.argsort(turns)
+    begins: Flags = (signs * w > 0.0)[order]
+    # Violations of a share between two turns: what has yet to begin, and what has ended.
+    wrong = np.count_nonzero(begins) - np.cumsum(begins) + np.cumsum(~begins)
+    wrong = np.concatenate([[np.count_nonzero(begins)], wrong])
+    none = int(np.searchsorted(turns[order], 0.0))
+    best = int(np.argmin(wrong))
+    if wrong[none] <= wrong[best] + 1e-3 * len(g) or not 0 < best < len(g):
+        return 0.0
+    return float(turns[order][best - 1] + turns[order][best]) / 2.0
 
 
 def _refined(made: _Moments, g: F64, u: F64) -> _Moments:
