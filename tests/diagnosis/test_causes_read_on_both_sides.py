@@ -380,6 +380,36 @@ def quarters_in_another_order() -> Sides:
     return cells({"order": (1, 0, 3, 2)}, {"order": (0, 1, 3, 2)})
 
 
+def mixing_cell(order: tuple[int, int, int], backwards: bool) -> Sides:
+    given, back = drawn(3, 10, 36), drawn(12, 36, seed=1) / 4
+
+    def run(order: tuple[int, int, int], backwards: bool) -> tuple[Tensor, Tensor]:
+        state = torch.zeros(3, 12).double()
+        outputs, returned = [], []
+        for step in range(10):
+            returned.append(state @ back)
+            x, h = (y.chunk(3, -1) for y in (given[:, step], returned[-1]))
+            reset, mix, new = order
+            made = (x[new] + (x[reset] + h[reset]).sigmoid() * h[new]).tanh()
+            kept = (x[mix] + h[mix]).sigmoid()
+            kept = 1 - kept if backwards else kept
+            state = kept * state + (1 - kept) * made
+            outputs.append(state)
+        return torch.stack(outputs, 1), torch.stack(returned)
+
+    (r, back_r), (c, back_c) = run((0, 1, 2), False), run(order, backwards)
+    calls = {"back": tuple(x.float().double().numpy() for x in (back_r, back_c))}
+    return Sides(r, c, parts={"given": given}, more={"calls": calls})
+
+
+def update_taken_for_its_rest() -> Sides:
+    return mixing_cell((0, 1, 2), backwards=True)
+
+
+def reset_and_update_exchanged() -> Sides:
+    return mixing_cell((1, 0, 2), backwards=False)
+
+
 def cell_of_another_kind() -> Sides:
     sides = cells({}, {})
     given = sides.parts["given"]
@@ -408,6 +438,31 @@ def old_gradients_not_cleared() -> Sides:
 def gradients_of_other_words() -> Sides:
     sides = gradients(1 / 3, 1 / 3, 1 / 3)
     return sides._replace(wrong=sides.right + drawn(24, 16, seed=12))
+
+
+# Smaller families.
+
+
+def constant_beside_the_root() -> Sides:
+    x = 0.03 * drawn(3, 12, 40)
+    size = x.square().mean(-1, keepdim=True)
+    return Sides(x / (size + 1e-4).sqrt(), x / (size.sqrt() + 1e-4), {"x": x})
+
+
+def first_token_in_the_mean() -> Sides:
+    x = drawn(5, 13, 24)
+    return Sides(x[:, 1:].mean(1), x.mean(1), {"x": x})
+
+
+def inputs_packed_in_another_order() -> Sides:
+    x, weight = drawn(2, 60, 32), drawn(32, 20, seed=1)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7]) + 8 * torch.arange(4)[:, None]
+    return Sides(x @ weight, x @ weight[order.reshape(-1)], {"x": x})
+
+
+def softmax_taken_twice() -> Sides:
+    x = 3 * drawn(4, 9, 12)
+    return Sides(x.softmax(1), x.softmax(1).softmax(1))
 
 
 FAULTS: Mapping[Callable[[], Sides], str] = {
@@ -441,6 +496,12 @@ FAULTS: Mapping[Callable[[], Sides], str] = {
     constant_behind_a_gate: "offset",
     hard_gates: "activation",
     quarters_in_another_order: "permutation",
+    update_taken_for_its_rest: "activation",
+    reset_and_update_exchanged: "permutation",
+    constant_beside_the_root: "scale",
+    first_token_in_the_mean: "mask",
+    inputs_packed_in_another_order: "permutation",
+    softmax_taken_twice: "activation",
     one_pass_lost: "scale",
     old_gradients_not_cleared: "scale",
 }

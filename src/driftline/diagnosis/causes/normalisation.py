@@ -47,16 +47,30 @@ class _Statistics(NamedTuple):
     elements: int
     axis: int
 
-    def normal(self, epsilon: float) -> F64:
+    def normal(self, epsilon: float, *, outside: bool = False) -> F64:
+        if outside:
+            return self.centred / (np.sqrt(self.square) + epsilon)
         return self.centred / np.sqrt(self.square + epsilon)
 
 
 class _Norm(NamedTuple):
-    """A way to normalise that gives the reference's output, with its epsilon and weights."""
+    """A way to normalise that gives the reference's output.
+
+    Attributes:
+        statistics: What is subtracted, and the mean square.
+        epsilon: The constant beside it.
+        weight: Factors of the channels.
+        outside: Whether the constant is added to the root and not below it.
+    """
 
     statistics: _Statistics
     epsilon: float
     weight: F64
+    outside: bool = False
+
+    @property
+    def normal(self) -> F64:
+        return self.statistics.normal(self.epsilon, outside=self.outside)
 
     def output(self, normal: F64) -> F64:
         """The output without the bias, which none of the constants changes."""
@@ -96,14 +110,15 @@ def _nearest_norm(
         for number, epsilon in enumerate((epsilons[-1], *epsilons[:-1])):
             if number >= 2 and least > _HARDLY * varying:
                 break
-            with np.errstate(all="ignore"):
-                normal = statistics.normal(epsilon)
-            if not np.isfinite(normal).all():
-                continue
-            weight, left = _line(normal, r, statistics.axis)
-            least = min(least, left)
-            if best is None or left < best[0]:
-                best = left, _Norm(statistics, epsilon, weight)
+            for outside in (False, True) if epsilon else (False,):
+                with np.errstate(all="ignore"):
+                    normal = statistics.normal(epsilon, outside=outside)
+                if not np.isfinite(normal).all():
+                    continue
+                weight, left = _line(normal, r, statistics.axis)
+                least = min(least, left)
+                if best is None or left < best[0]:
+                    best = left, _Norm(statistics, epsilon, weight, outside)
     if best is None:
         return None
     # The reference may have had a slightly different input, so some of the output may remain
@@ -167,13 +182,14 @@ def _line(normal: F64, r: F64, axis: int) -> tuple[F64, float]:
 
 def _mistakes(case: Case, norm: _Norm, x: F64) -> Iterator[Clue]:
     statistics = norm.statistics
-    right = norm.output(statistics.normal(norm.epsilon))
+    right = norm.output(norm.normal)
 
     def made(normal: F64) -> F64:
         return case.r + norm.output(normal) - right
 
     def left(epsilon: float) -> float:
-        rest = np.where(case.finite, case.c - made(statistics.normal(epsilon)), 0.0)
+        normal = statistics.normal(epsilon, outside=norm.outside)
+        rest = np.where(case.finite, case.c - made(normal), 0.0)
         return float(np.sum(rest * rest))
 
     best = min(_SEARCHED, key=left)
@@ -187,16 +203,25 @@ def _mistakes(case: Case, norm: _Norm, x: F64) -> Iterator[Clue]:
     epsilon = math.exp((low + high) / 2)
     yield Clue(
         "scale",
-        case.fitted(made(statistics.normal(epsilon))),
+        case.fitted(made(statistics.normal(epsilon, outside=norm.outside))),
         f"it normalises {statistics.over} with an epsilon of about {epsilon:.2g} in place of "
         f"{norm.epsilon:.2g}",
         "epsilon",
     )
+    if norm.epsilon:
+        places = ("below the root", "to the root")
+        yield Clue(
+            "scale",
+            case.explained(made(statistics.normal(norm.epsilon, outside=not norm.outside))),
+            f"its epsilon of {norm.epsilon:.2g} is added {places[not norm.outside]}, and should be "
+            f"added {places[norm.outside]}",
+            "epsilon",
+        )
     if statistics.elements > 1:
         more = statistics.square * statistics.elements / (statistics.elements - 1)
         yield Clue(
             "scale",
-            case.explained(made(statistics._replace(square=more).normal(norm.epsilon))),
+            case.explained(made(norm._replace(statistics=statistics._replace(square=more)).normal)),
             f"it divides the sum of squares by {statistics.elements - 1} elements in place of "
             f"{statistics.elements}",
             "count",
@@ -205,7 +230,7 @@ def _mistakes(case: Case, norm: _Norm, x: F64) -> Iterator[Clue]:
         if other.over != statistics.over and other.axis == statistics.axis:
             yield Clue(
                 "scale",
-                case.explained(made(other.normal(norm.epsilon))),
+                case.explained(made(other.normal(norm.epsilon, outside=norm.outside))),
                 f"it normalises {other.over} in place of {statistics.over}",
                 "statistics",
             )

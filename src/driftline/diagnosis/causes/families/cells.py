@@ -3,7 +3,7 @@
 A cell of four gates keeps a part of its state, takes in a part of a new one, and shows a part of
 what it holds. Which quarter of the channels is which gate, the function that a gate goes through
 and a constant before or behind it are read off the reference; then one of them is changed at a
-time.
+time. A cell of three gates mixes its state with a new one, and is read in the same way.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def cell(case: Case) -> Clue | None:
             return None
         left, cause, wrong = best
         return Clue(cause, min(1.0 - left / energy, 0.99), _words(cause, right, wrong), "cell")
-    return None
+    return _mixed(case)
 
 
 def _words(cause: str, right: _Cell, wrong: _Cell) -> str:
@@ -137,30 +137,33 @@ def _gates(case: Case) -> Iterator[tuple[F64, F64, bool]]:
     Maps of the input give all steps at once, those of the state are called for each; what both give
     is added up.
     """
+    for chosen in _streams(case, 4):
+        right, wrong = (np.sum([side[number] for side in chosen], axis=0) for number in (0, 1))
+        yield right, wrong, case.r.ndim == 2
+
+
+def _streams(case: Case, gates: int) -> Iterator[tuple[tuple[F64, F64], ...]]:
+    """Both sides of one or two linear maps, each as [steps, samples, gates, states]."""
     states, samples = case.r.shape[-1], len(case.r)
     streams: list[tuple[F64, F64]] = []
     called = 0
     for r, c in case.calls.values():
-        if r.ndim == 3 and r.shape[1:] == (samples, 4 * states):
+        if r.ndim == 3 and r.shape[1:] == (samples, gates * states):
             streams.append((r, c))
             called = len(r)
     for name, c in case.parts.items():
         r = case.right_parts.get(name, c)
-        if c.ndim == 3 and c.shape[::2] == (samples, 4 * states) and r.shape == c.shape:
+        if c.ndim == 3 and c.shape[::2] == (samples, gates * states) and r.shape == c.shape:
             streams.append((r.transpose(1, 0, 2), c.transpose(1, 0, 2)))
     streams = streams[:_MOST_STREAMS]
-    pairs = [(a,) for a in streams] + list(itertools.combinations(streams, 2))
-    for chosen in reversed(pairs):
+    for chosen in [*itertools.combinations(streams, 2), *((stream,) for stream in streams)]:
         steps = min(len(r) for r, _ in chosen)
-        if called and steps > called:
-            continue  # of steps that are not reached yet
-        if not 2 <= steps <= _MOST_STEPS:
+        # Steps that are not reached yet do not count.
+        if (called and steps > called) or not 2 <= steps <= _MOST_STEPS:
             continue
-        sums = [sum(side[number][:steps] for side in chosen) for number in (0, 1)]
-        right, wrong = (np.asarray(x, np.float64).reshape(steps, samples, 4, states) for x in sums)
-        is_last = case.r.ndim == 2
-        if is_last or case.r.shape[1] == steps:
-            yield right, wrong, is_last
+        if case.r.ndim == 2 or case.r.shape[1] == steps:
+            shape = (steps, samples, gates, states)
+            yield tuple((r[:steps].reshape(shape), c[:steps].reshape(shape)) for r, c in chosen)
 
 
 def _read(parts: F64, made: F64, enough: float) -> _Cell | None:
@@ -218,3 +221,63 @@ def _mistakes(right: _Cell, parts: F64, made: F64) -> Iterator[tuple[str, _Cell]
         yield "offset", right._replace(constant=0.0)
     for wrong in _with_constants(right, left):
         yield "offset", wrong
+
+
+# Cells of three gates.
+
+
+class _Mixer(NamedTuple):
+    """How three gates make a state.
+
+    Attributes:
+        order: Which third resets, mixes, and is the new state.
+        backwards: Whether what the mixing gate keeps of the state it takes of the new one.
+    """
+
+    order: tuple[int, ...]
+    backwards: bool
+
+    def of(self, given: F64, back: F64) -> F64:
+        """What the cell gives at every step, from what input and state gave to the gates."""
+        reset, mix, new = self.order
+        bend = _BENDS["a sigmoid"]
+        state, states = np.zeros(given[0, :, 0].shape), np.empty(given[:, :, 0].shape)
+        for step, (x, h) in enumerate(zip(given, back, strict=True)):
+            made = np.tanh(x[:, new] + bend(x[:, reset] + h[:, reset]) * h[:, new])
+            kept = bend(x[:, mix] + h[:, mix])
+            kept = 1.0 - kept if self.backwards else kept
+            state = kept * state + (1.0 - kept) * made
+            states[step] = state
+        return states
+
+
+def _mixed(case: Case) -> Clue | None:
+    cells = [
+        _Mixer(order, backwards)
+        for order in itertools.permutations(range(3))
+        for backwards in (False, True)
+    ]
+    r, c = (_by_step(side, case.r.ndim == 2) for side in (case.r, case.r + case.e))
+    enough = (1e-9 + (3.0 * case.noise) ** 2) * float(np.sum(r * r))
+    for streams in _streams(case, 3):
+        for first, second in itertools.permutations(streams) if len(streams) == 2 else ():
+            made = [
+                [cell.of(first[side], second[side])[-len(r) :] for cell in cells] for side in (0, 1)
+            ]
+            left = [
+                [float(np.sum((one - values) ** 2)) for one in some]
+                for some, values in zip(made, (r, c), strict=True)
+            ]
+            right, wrong = (int(np.argmin(some)) for some in left)
+            if max(left[0][right], left[1][wrong]) > enough or right == wrong:
+                continue
+            if cells[right].backwards != cells[wrong].backwards:
+                what = "its mixing gate keeps of the state what it should take of the new one"
+                return Clue("activation", 0.98, what, "cell")
+            orders = [", ".join(str(n + 1) for n in cells[n].order) for n in (wrong, right)]
+            what = (
+                f"its cell resets, mixes and makes anew by thirds {orders[0]} of its channels, "
+                f"the reference's by {orders[1]}"
+            )
+            return Clue("permutation", 0.98, what, "cell")
+    return None
