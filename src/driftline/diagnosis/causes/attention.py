@@ -134,7 +134,8 @@ def _other_distances(case: Case, right: Attention) -> Clue | None:
     apart = made.by_distance - had
     middle = (apart.shape[1] - 1) // 2
     queries, keys = right.seen.shape[1:]
-    places = np.arange(keys)[None] - np.arange(keys - queries, keys)[:, None] + middle
+    index = np.arange(keys, dtype=np.intp)
+    places = index[None] - index[keys - queries :, None] + middle
     used = np.zeros(apart.shape[1], dtype=np.bool_)
     used[places[np.any(right.seen, axis=0)]] = True
     apart = np.where(used, apart - np.median(apart[:, used], axis=1, keepdims=True), 0.0)

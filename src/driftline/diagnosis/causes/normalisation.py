@@ -339,6 +339,6 @@ def _squares_nearby(x: F64, axis: int, width: int) -> F64:
     length, reach = x.shape[axis], width // 2
     squares = np.moveaxis(x * x, axis, -1)
     sums = np.concatenate([np.zeros((*squares.shape[:-1], 1)), np.cumsum(squares, axis=-1)], -1)
-    places = np.arange(length)
+    places = np.arange(length, dtype=np.intp)
     last, first = np.minimum(places + reach + 1, length), np.maximum(places - reach, 0)
     return np.moveaxis(sums[..., last] - sums[..., first], -1, axis)

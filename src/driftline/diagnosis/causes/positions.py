@@ -151,7 +151,8 @@ def _fewest(case: Case, table: F64, axes: Sequence[F64], wave: Callable[[F64], F
 
     A channel follows itself, so an axis counts only if channels of several paces follow it.
     """
-    distinct = table[:, np.sort(np.unique(table, axis=1, return_index=True)[1])]
+    columns = {column.tobytes(): column for column in np.ascontiguousarray(table.T)}
+    distinct = np.stack([*columns.values()], axis=1)
     # Slow cosines are nearly one: what counts is what they vary by.
     sizes, varying = np.sum(distinct**2, axis=0), np.sum((distinct - distinct.mean(0)) ** 2, axis=0)
     follows: list[Flags] = []
@@ -159,7 +160,7 @@ def _fewest(case: Case, table: F64, axes: Sequence[F64], wave: Callable[[F64], F
         left = _paces(distinct, positions, wave)[1]
         follows.append(left <= _FITS * varying + (3.0 * case.noise) ** 2 * sizes)
     chosen: list[F64] = []
-    rest: Flags = np.ones(distinct.shape[1], dtype=np.bool_)
+    rest: Flags = np.ones(len(columns), dtype=np.bool_)
     while rest.any() and follows:
         counts = [int(np.count_nonzero(some & rest)) for some in follows]
         best = int(np.argmax(counts))
@@ -192,7 +193,9 @@ _REPEATS = 0.9
 _PACES_TRIED = 2048
 
 
-def _by_channel(case: Case, table: F64, axes: F64, wave: Callable[[F64], F64]) -> _Paces | None:
+def _by_channel(
+    case: Case, table: F64, axes: Sequence[F64], wave: Callable[[F64], F64]
+) -> _Paces | None:
     """The axis and the pace of every channel of a table; None if some channel has none."""
     best = np.full(table.shape[1], np.inf)
     chosen, paces = np.zeros(table.shape[1], dtype=np.intp), np.zeros(table.shape[1])

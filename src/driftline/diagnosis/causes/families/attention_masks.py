@@ -40,13 +40,15 @@ def solved_mask(scores: F64, values: F64, target: F64, floor: float) -> Flags | 
     raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
     every = max(2, -(-values.shape[1] * values.shape[3] // _MOST_CHANNELS))
     # Heads and widths are joined: the head of every channel has its weights.
-    heads = np.repeat(np.arange(values.shape[1]), values.shape[3])[::every]
+    heads = np.repeat(np.arange(values.shape[1], dtype=np.intp), values.shape[3])[::every]
     for sequence in range(sequences):
         v = values[sequence].transpose(1, 0, 2).reshape(keys, -1)[:, ::every]
         wanted = target[sequence].transpose(1, 0, 2).reshape(queries, -1)[:, ::every]
         size = left = 0.0
         # From the last query on, which sees most; a few tell whether it is such a mean at all.
-        for number, query in enumerate(np.argsort(-(np.arange(queries) % _APART), kind="stable")):
+        for number, query in enumerate(
+            np.argsort(-(np.arange(queries, dtype=np.intp) % _APART), kind="stable")
+        ):
             weights = raised[sequence, heads, query].T
             own = float(wanted[query] @ wanted[query])
             seen[sequence, query], rest = _seen_by(weights, v, wanted[query], floor * own)
@@ -92,7 +94,8 @@ def mask_words(right: Flags, wrong: Flags) -> str:
     """How two masks differ, in words."""
     more, fewer = wrong & ~right, right & ~wrong
     queries, keys = right.shape[-2:]
-    later = np.arange(keys)[None] > np.arange(keys - queries, keys)[:, None]
+    places = np.arange(keys, dtype=np.intp)
+    later = places[None] > places[keys - queries :, None]
     counts = [int(np.count_nonzero(x)) for x in (more, fewer, more & later)]
     parts: list[str] = []
     if counts[0]:

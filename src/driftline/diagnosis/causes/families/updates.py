@@ -38,17 +38,17 @@ def passes(case: Case) -> Clue | None:
     """A gradient that is another sum of those of the backward passes, or holds an old one."""
     if case.port != "optimizer_grad" or case.ratio < 4.0 or not case.finite.all():
         return None
-    terms = [
-        (f"that of {name} {number + 1}", right, wrong)
-        for name, sides in case.calls.items()
-        for number, (right, wrong) in enumerate(zip(*sides, strict=True))
-        if right.shape == case.r.shape
+    terms: list[tuple[str, tuple[F64, F64]]] = [
+        (f"that of {name} {number + 1}", (r, c))
+        for name, (rights, wrongs) in case.calls.items()
+        for number, (r, c) in enumerate(zip(rights, wrongs, strict=True))
+        if r.shape == case.r.shape
     ][:_MOST_PASSES]
     if len(terms) < 2 or case.r.size < 4 * len(terms):
         return None
     sides: list[F64] = []
-    for number, side in ((1, case.r), (2, case.r + case.e)):
-        matrix = np.stack([term[number].reshape(-1) for term in terms], axis=1)
+    for number, side in enumerate((case.r, case.r + case.e)):
+        matrix = np.stack([term[number].reshape(-1) for _, term in terms], axis=1)
         factors, values = solve(matrix, side.reshape(-1)), side.reshape(-1)
         left = values - matrix @ factors
         if float(left @ left) > (1e-8 + (3.0 * case.noise) ** 2) * float(values @ values):
