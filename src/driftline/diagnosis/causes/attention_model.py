@@ -60,6 +60,10 @@ class Turn(NamedTuple):
     late: int = 0
     sides: str = "qk"
 
+    def fits(self, q: F64, k: F64) -> bool:
+        """Whether there are angles for every key, and for no more features than heads have."""
+        return self.cos.shape[-1] <= q.shape[-1] and len(self.cos) >= k.shape[1]
+
     def of(self, x: F64, side: str, first: int) -> F64:
         """Rotated heads, [sequences, tokens, heads, width]; `first` is their first position."""
         if side not in self.sides:
@@ -240,7 +244,7 @@ class Reader:
             if (
                 self._contradicts(v)
                 or self._copies(v)
-                or (turn is not None and turn.cos.shape[-1] > q.shape[-1])
+                or (turn is not None and not turn.fits(q, k))
             ):
                 continue
             for mask in self.masks(k.shape[1]):
@@ -312,6 +316,9 @@ class Reader:
         """Candidates for queries, keys and values, split into heads."""
         count = 0
         for q, k, v in self._projections():
+            # Of earlier calls there may be less of one than of the other.
+            if k.shape[1] != v.shape[1]:
+                continue
             for width in _WIDTHS:
                 if any(tensor.shape[-1] % width for tensor in (q, k, v)):
                     continue
@@ -345,6 +352,8 @@ class Reader:
             for name, values in self.parts.items()
             if (joined := self._as_rows(values)) is not None
         ]
+        # What its parts gave before what it was given: a cache may hold a tensor of every call.
+        rows.sort(key=lambda row: not row[0].startswith(f"{self.case.site}."))
         for (_, q), (second, k), (third, v) in itertools.combinations(rows, 3):
             if q.shape[-1] == self.width and k.shape[-1] == v.shape[-1] <= self.width:
                 yield q, self._with_past(second, k), self._with_past(third, v)
