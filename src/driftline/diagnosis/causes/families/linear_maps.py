@@ -123,6 +123,14 @@ def _relations(case: Case, maps: _Maps) -> Iterator[Clue]:
                 f"it is the product with weights that differ by a matrix of rank {rank}, as an "
                 "adapter is that was left out, added twice or merged otherwise"
             )
+            apart = (wrong - right) ** 2
+            # An adapter moves many weights; what moves a single one is damage.
+            row, column = divmod(int(np.argmax(apart)), apart.shape[1])
+            if float(apart[row, column]) >= _CLEAR * float(apart.sum()):
+                what = (
+                    "it is the product with weights of which one is another, that of input "
+                    f"{row} for output {column}"
+                )
             yield Clue("weights", score(other, rank * sum(right.shape)), what, "rank")
 
 
