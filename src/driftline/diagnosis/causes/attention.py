@@ -146,15 +146,18 @@ def _other_distances(case: Case, right: Attention) -> Clue | None:
     off = places - middle
     score = case.fitted(case.r + made.output() - base)
     far = f"keys {int(off[0]):+d} to {int(off[-1]):+d} tokens away"
-    # What has next to no weight in any head is hidden, and no matter of its distance.
-    if bool(np.all(apart[:, places] < _AS_HIDDEN)):
-        what = f"it is the attention that hides {len(off)} of the {far}"
+    # What has next to no weight in any head is hidden, and no matter of its distance; if that is
+    # most of it, the rest has the amounts.
+    amounts = apart[:, places]
+    if bool(np.all(amounts < -_AS_HIDDEN)) or bool(np.all(amounts > _AS_HIDDEN)):
+        what = f"it is the attention that hides keys at some distances, of {far}"
         return Clue("mask", score, what, RECOMPUTED)
     what = f"it is the attention whose scores are moved by other amounts for {far}"
     return Clue("positions", score, what, RECOMPUTED)
 
 
-_AS_HIDDEN = -4.0
+_AS_HIDDEN = 4.0
+"""An amount by which a score must fall behind others to count as hidden."""
 
 
 def _single_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
@@ -206,8 +209,9 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
         )
         yield clue("scale", sunk, what)
     if not right.seen.all():
-        told = (clue("mask", made, what) for made, what in _told_scores(right, left))
-        yield from told
+        weak = _weakly_hidden(right, left)
+        what = f"it is the attention whose hidden keys have a score of about {weak.hidden:.4g}"
+        yield clue("mask", weak, what)
     shown = replace(right, seen=_unwindowed(right))
     width = best_window(shown, left)
     windowed = replace(
@@ -228,15 +232,13 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
         yield clue("positions", replace(right, slopes=slopes), what)
 
 
-def _told_scores(
-    right: Attention, left: Callable[[Attention], float]
-) -> Iterator[tuple[Attention, str]]:
-    """Hidden keys that have a score, which some of those that are seen may fall below."""
+def _weakly_hidden(right: Attention, left: Callable[[Attention], float]) -> Attention:
+    """The attention with the best score of hidden keys: some that are seen may fall below it."""
     made = min((replace(right, hidden=score) for score in _SCORES), key=left)
-    if -100.0 < made.hidden < 0.0:
-        near = searched(lambda size: replace(right, hidden=-size), (-made.hidden,), left, math.inf)
-        made = near or made
-    yield made, f"it is the attention whose hidden keys have a score of about {made.hidden:.4g}"
+    if not -100.0 < made.hidden < 0.0:
+        return made
+    near = searched(lambda size: replace(right, hidden=-size), (-made.hidden,), left, math.inf)
+    return near or made
 
 
 _SCORES = (0.0, -1.0, -3.0, -10.0, -30.0, -1e2, -1e3, -1e4, -65504.0, -1e5, -1e6)
