@@ -156,8 +156,10 @@ def _shapes(x: F64, r: F64) -> Iterator[_Window]:
         for distance in (1, 2) if width > 1 else (1,):
             reach = (width - 1) * distance
             middle = (width - 1) // 2 * distance
-            # A causal window may look ahead by any number of places, whatever their distance.
-            for edge in sorted(range(reach + 1), key=lambda number, own=middle: abs(number - own)):
+            # A causal window may look ahead by any number of places, whatever their distance;
+            # windows of pictures are not causal.
+            edges = range(0, reach + 1, 1 if x.ndim == 3 else distance)
+            for edge in sorted(edges, key=lambda number, own=middle: abs(number - own)):
                 # All windows must be inside the input, except for the border.
                 last = (made - 1) * step - edge + reach
                 if last - first < width * distance and last >= first - step - width:
