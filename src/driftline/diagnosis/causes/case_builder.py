@@ -39,6 +39,7 @@ _MOST_PARTS = 32
 _NEARLY = 0.1
 """Relative error up to which an earlier tensor counts as right."""
 _MOST_FLAGS, _MOST_IN_FLAGS = 8, 1 << 16
+_MOST_IN_CALLS = 1 << 22
 _MOST_STEPS = 64
 """Earlier steps of which parts are joined: a longer past is no small case any more."""
 
@@ -465,6 +466,8 @@ class CaseBuilder:
         calls: dict[str, tuple[F64, F64]] = {}
         for name, pairs in made.items():
             if len({pair.candidate.shape for pair in pairs}) != 1 or len(pairs) > _MOST_STEPS:
+                continue
+            if len(pairs) * math.prod(pairs[0].candidate.shape) > _MOST_IN_CALLS:
                 continue
             if len(pairs) == 1 and key.port != "optimizer_grad":
                 continue
