@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 VOCABULARY = 101
-FRESH = ("contexts", "converters", "updates", "fifth.mixers", "fifth.fields", "fifth.lessons")
+FRESH: tuple[str, ...] = ("fifth.mixers", "fifth.fields", "fifth.lessons")
 """Files of cases that no rule was tuned on: once one was, a file leaves this list for good."""
 FILES = (
     *("positions", "attention", "norms", "decoders", "ports", "training", "ranks", "compiled"),
     *("speech", "vision", "diffusion", "graphs", "retrieval", "serving", "losses", "processes"),
+    *("contexts", "converters", "updates"),
     *FRESH,
 )
 """Files of cases."""

@@ -80,7 +80,9 @@ def test_a_mistake_of_the_optimizer_is_placed_where_the_comparison_places_it(
     diagnosis = diagnose(*runs)
     assert diagnosis.first_site == driftline.compare(*runs).first_site == "(optimizer)"
     # That the norm's weights are smaller by a factor explains what it computes, not the update.
-    assert diagnosis.cause == "unknown"
+    assert diagnosis.cause == "scale"
+    assert "1 of 6 parameters move by" in diagnosis.sentences[1]
+    assert "times the weights" in diagnosis.sentences[1]
 
 
 def _changed(kind: str, weights: list[torch.nn.Parameter]) -> None:

@@ -19,7 +19,8 @@ from driftline.comparison.verdict.status import NO_EVIDENCE, SiteStatus
 from driftline.diagnosis import confirmation, texts
 from driftline.diagnosis.causes.case_builder import Runs
 from driftline.diagnosis.causes.differences import by_difference
-from driftline.diagnosis.causes.named_cause import NamedCause, name_cause, name_certain, name_update
+from driftline.diagnosis.causes.families.updates import name_update
+from driftline.diagnosis.causes.named_cause import NamedCause, name_cause, name_certain
 from driftline.diagnosis.confirmation import (
     Confirmation,
     Rate,
@@ -159,14 +160,16 @@ class Assembly:
         """The change that the gradients of all modules have in common when the optimizer reads
         them; None if there is none."""
         broken = None if self.table.training is None else self.table.training.broken
-        causes = {naming.cause for naming in named.values()}
-        is_shared = len(named) > 1 and len(causes) == 1 and "unknown" not in causes
+        # A vector has too few numbers for some causes: one that is unknown contradicts none.
+        known = {place: naming for place, naming in named.items() if naming.cause != "unknown"}
+        causes = {naming.cause for naming in known.values()}
+        is_shared = len(known) > 1 and len(causes) == 1
         if broken is None or broken.stage != "gradients" or not is_shared:
             return None
         if any(place.direction != "optimizer" for place in named):
             return None
-        place, naming = next(iter(named.items()))
-        others = " and ".join(f"'{other.site}'" for other in [*named][1:])
+        place, naming = next(iter(known.items()))
+        others = " and ".join(f"'{other.site}'" for other in [*known][1:])
         return naming._replace(
             sentence=f"at '{place.site}' {naming.sentence}; {others} show the same kind of change"
         )

@@ -8,9 +8,10 @@ output is the mistake.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,15 +20,19 @@ from driftline.diagnosis.causes.attention_model import (
     RECOMPUTED,
     Attention,
     Reader,
+    Reading,
     Turn,
     best_window,
     near_keys,
     searched,
     with_distances,
+    with_mask,
     with_scale,
+    with_sinks,
     with_slopes,
 )
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+from driftline.diagnosis.causes.families.attention_masks import MOST_TOKENS, mask_words
 from driftline.diagnosis.causes.linear_solve import solve
 
 # Two sequences of this many tokens show every mistake; the cost is quadratic in the tokens.
@@ -46,7 +51,10 @@ class _Mistake(NamedTuple):
 def attention(case: Case) -> Clue | None:
     """The mistake that turns the correct attention into the candidate's."""
     # Small ratios are noise, which all mistakes fit equally well.
-    if case.r.ndim != 3 or not case.parts or case.ratio < 1.5 or case.r.shape[1] < 4:
+    if case.r.ndim != 3 or not case.parts or case.ratio < 1.5:
+        return None
+    # A few tokens tell an attention only if they see those of earlier calls.
+    if case.r.shape[1] < 4 and not case.past:
         return None
     # Only tensors that both sides have are used, so that a reading means the same on both sides.
     paired = case.right_parts or case.parts
@@ -55,27 +63,64 @@ def attention(case: Case) -> Clue | None:
     reading = Reader(case, _SEQUENCES_READ, _TOKENS_READ, right_parts).read()
     if reading is None:
         return None
-    sequences, tokens = min(case.r.shape[0], _SEQUENCES), min(case.r.shape[1], _TOKENS)
-    right = reading.of(Reader(case, sequences, tokens, parts))
-    if right is None:
+    # A mask that was solved for is that of the tokens which were read.
+    is_solved = "seen" in reading.changed
+    sequences = min(case.r.shape[0], _SEQUENCES_READ if is_solved else _SEQUENCES)
+    tokens = min(case.r.shape[1], _TOKENS_READ if is_solved else _TOKENS)
+    sides = parts, right_parts
+    opened = _opened(case, reading, (sequences, tokens), sides)
+    if opened is None:
         return None
-    r, c = (values[:sequences, :tokens] for values in (case.r, case.c))
-    # The correct output is the attention of the candidate's own parts. The error of recomputing,
-    # which is measured on the reference's parts, is subtracted.
-    exact = reading.of(Reader(case, sequences, tokens, right_parts))
-    if exact is not None:
-        r = right.output() + r - exact.output()
-    few = replace(case, r=r, c=c, inputs={})
-    if few.ratio < 1.5:
-        return None
+    few, right = opened
     clues = [*_single_mistakes(few, right), *_fitted_mistakes(few, right), _dropped(few, right)]
     best = max((clue for clue in clues if clue is not None), key=lambda clue: clue.score)
     if best.score >= _EXPLAINS:
         return best
-    return _other_distances(few, right) or best
+    if right.k.shape[1] > MOST_TOKENS:
+        opened = _opened(case, reading, (_SEQUENCES_READ, _TOKENS_READ), sides) or opened
+    return _other_mask(*opened) or _other_distances(few, right) or best
+
+
+_Parts: TypeAlias = Mapping[str, F64]
+
+
+def _opened(
+    case: Case, reading: Reading, size: tuple[int, int], sides: tuple[_Parts, _Parts]
+) -> tuple[Case, Attention] | None:
+    """The first sequences and tokens of a case, and the right attention of its own parts.
+
+    None if the reading does not apply to them, or if they have hardly any error.
+    """
+    right, exact = (reading.of(Reader(case, *size, parts)) for parts in sides)
+    if right is None:
+        return None
+    r, c = (values[: size[0], : size[1]] for values in (case.r, case.c))
+    # The correct output is the attention of the candidate's own parts. The error of recomputing,
+    # which is measured on the reference's parts, is subtracted.
+    if exact is not None:
+        r = right.output() + r - exact.output()
+    few = replace(case, r=r, c=c, inputs={})
+    return None if few.ratio < 1.5 else (few, right)
 
 
 # Mistakes.
+
+
+def _other_mask(case: Case, right: Attention) -> Clue | None:
+    """Queries that see other keys, whichever they are."""
+    if right.k.shape[1] > MOST_TOKENS:
+        return None
+    base = right.output()
+    made = with_mask(right, case.c - case.r + base, (2.0 * case.noise) ** 2)
+    if made is None:
+        return None
+    shown = np.broadcast_to(right.seen, made.seen.shape)
+    if np.array_equal(made.seen, shown):
+        return None
+    # The mask was read from every second channel; the others judge it.
+    score = case.fitted(case.r + made.output() - base)
+    what = f"it is the attention {mask_words(shown, made.seen)}"
+    return Clue("mask", score, what, RECOMPUTED) if score >= _EXPLAINS else None
 
 
 def _other_distances(case: Case, right: Attention) -> Clue | None:
@@ -85,18 +130,34 @@ def _other_distances(case: Case, right: Attention) -> Clue | None:
     if made is None or made.by_distance is None:
         return None
     had = np.zeros_like(made.by_distance) if right.by_distance is None else right.by_distance
-    # The softmax cancels an amount that is equal for all distances.
+    # The softmax cancels an amount that is equal for all distances at which something is seen.
     apart = made.by_distance - had
-    apart = np.abs(apart - np.median(apart, axis=1, keepdims=True)).max(axis=0)
-    middle = (apart.size - 1) // 2
-    off = np.flatnonzero(apart > 0.02 * max(float(apart.max()), 1e-300)) - middle
-    if not off.size:
+    middle = (apart.shape[1] - 1) // 2
+    queries, keys = right.seen.shape[1:]
+    index = np.arange(keys, dtype=np.intp)
+    places = index[None] - index[keys - queries :, None] + middle
+    used = np.zeros(apart.shape[1], dtype=np.bool_)
+    used[places[np.any(right.seen, axis=0)]] = True
+    apart = np.where(used, apart - np.median(apart[:, used], axis=1, keepdims=True), 0.0)
+    most = np.abs(apart).max(axis=0)
+    places = np.flatnonzero(most > 0.02 * max(float(most.max()), 1e-300))
+    if not places.size:
         return None
-    what = (
-        "it is the attention whose scores are moved by other amounts for keys "
-        f"{int(off[0]):+d} to {int(off[-1]):+d} tokens away"
-    )
-    return Clue("positions", case.fitted(case.r + made.output() - base), what, RECOMPUTED)
+    off = places - middle
+    score = case.fitted(case.r + made.output() - base)
+    far = f"keys {int(off[0]):+d} to {int(off[-1]):+d} tokens away"
+    # What has next to no weight in any head is hidden, and no matter of its distance; if that is
+    # most of it, the rest has the amounts.
+    amounts = apart[:, places]
+    if bool(np.all(amounts < -_AS_HIDDEN)) or bool(np.all(amounts > _AS_HIDDEN)):
+        what = f"it is the attention that hides keys at some distances, of {far}"
+        return Clue("mask", score, what, RECOMPUTED)
+    what = f"it is the attention whose scores are moved by other amounts for {far}"
+    return Clue("positions", score, what, RECOMPUTED)
+
+
+_AS_HIDDEN = 4.0
+"""An amount by which a score must fall behind others to count as hidden."""
 
 
 def _single_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
@@ -139,6 +200,18 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
         # A very large cap has no effect, so the attention without a cap is preferred.
         if other.score > plain.score + 0.005:
             yield other
+    sunk = with_sinks(right, case.c - case.r + base)
+    if sunk.sinks is not None:
+        had = np.zeros_like(sunk.sinks) if right.sinks is None else right.sinks
+        what = (
+            f"it is the attention whose sinks add {_few(sunk.sinks)} to the sums of its heads, in "
+            f"place of {_few(had) if had.any() else 'nothing'}"
+        )
+        yield clue("scale", sunk, what)
+    if not right.seen.all():
+        weak = _weakly_hidden(right, left)
+        what = f"it is the attention whose hidden keys have a score of about {weak.hidden:.4g}"
+        yield clue("mask", weak, what)
     shown = replace(right, seen=_unwindowed(right))
     width = best_window(shown, left)
     windowed = replace(
@@ -157,6 +230,18 @@ def _fitted_mistakes(case: Case, right: Attention) -> Iterator[Clue]:
             f"in place of {had}"
         )
         yield clue("positions", replace(right, slopes=slopes), what)
+
+
+def _weakly_hidden(right: Attention, left: Callable[[Attention], float]) -> Attention:
+    """The attention with the best score of hidden keys: some that are seen may fall below it."""
+    made = min((replace(right, hidden=score) for score in _SCORES), key=left)
+    if not -100.0 < made.hidden < 0.0:
+        return made
+    near = searched(lambda size: replace(right, hidden=-size), (-made.hidden,), left, math.inf)
+    return near or made
+
+
+_SCORES = (0.0, -1.0, -3.0, -10.0, -30.0, -1e2, -1e3, -1e4, -65504.0, -1e5, -1e6)
 
 
 def _few(slopes: F64) -> str:
@@ -179,6 +264,12 @@ def _reach(made: Attention) -> int:
 def _mistakes(right: Attention) -> Iterator[_Mistake]:
     yield from _wrong_masks(right)
     behind = right.k.shape[1] - right.q.shape[1]
+    if right.slopes is not None or right.by_distance is not None:
+        yield _Mistake(
+            "positions",
+            "it is the attention whose scores do not depend on the distance of a key",
+            replace(right, slopes=None, by_distance=None),
+        )
     yield _Mistake(
         "shift",
         "it is the attention with keys and values of the token before",

@@ -17,6 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from driftline.diagnosis.causes.case import F64, Case, Flags
+from driftline.diagnosis.causes.families.attention_masks import (
+    MOST_TOKENS,
+    solved_mask,
+    solved_sinks,
+)
 
 RECOMPUTED = "attention"
 """Detail of clues that were found by recomputing an attention."""
@@ -27,7 +32,7 @@ _WIDTHS = (64, 128, 32, 16, 8, 12, 24, 40, 48, 80, 96, 256, 4)
 _FACTORS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0, 10.0)
 CAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
 _SLOPES = (0.0, *(sign * 2.0**-power for power in range(9) for sign in (1.0, -1.0)))
-_MOST_READINGS, _MOST_FITTED = 96, 2
+_MOST_READINGS, _MOST_FITTED, _MOST_SOLVED = 96, 2, 12
 _NEARER = 0.5
 """A search is worthwhile if the best of a few values leaves at most this share of the error."""
 _STEPS, _FIRST_STEPS, _SLOW = 25, 5, 0.5
@@ -54,6 +59,10 @@ class Turn(NamedTuple):
     pairs: str = "halves"
     late: int = 0
     sides: str = "qk"
+
+    def fits(self, q: F64, k: F64) -> bool:
+        """Whether there are angles for every key, and for no more features than heads have."""
+        return self.cos.shape[-1] <= q.shape[-1] and len(self.cos) >= k.shape[1]
 
     def of(self, x: F64, side: str, first: int) -> F64:
         """Rotated heads, [sequences, tokens, heads, width]; `first` is their first position."""
@@ -93,6 +102,8 @@ class Attention:
         cap: Largest score that a soft cap lets through; 0 without one.
         slopes: Amount subtracted from the scores of each head per token of distance.
         by_distance: Amounts added to the scores, [heads, distances].
+        sinks: What each head adds to its sum of exponentials, for which no value stands.
+        hidden: Score of the keys that are not seen.
     """
 
     q: F64
@@ -105,9 +116,12 @@ class Attention:
     cap: float = 0.0
     slopes: F64 | None = None
     by_distance: F64 | None = None
+    sinks: F64 | None = None
+    # A finite number, so that a row in which every key is hidden gives a mean and not NaN.
+    hidden: float = -1e30
 
-    def weights(self) -> F64:
-        """Attention weights after the softmax, [sequences, heads, queries, keys]."""
+    def scores(self) -> F64:
+        """What the softmax is taken of if every key is seen, [sequences, heads, queries, keys]."""
         q, k = self.q, self.k
         behind = k.shape[1] - q.shape[1]
         if self.turn is not None:
@@ -122,14 +136,29 @@ class Attention:
             scores = scores - self.slopes[:, None, None] * apart
         if self.by_distance is not None:
             scores = scores + at_distances(self.by_distance, q.shape[1], k.shape[1])
-        # A finite number, so that a row in which every key is hidden gives a mean and not NaN.
-        scores = np.where(self.seen[:, None], scores, -1e30)
-        raised = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        return raised / raised.sum(axis=-1, keepdims=True)
+        return scores
+
+    def weights(self) -> F64:
+        """Attention weights after the softmax, [sequences, heads, queries, keys]."""
+        scores = np.where(self.seen[:, None], self.scores(), self.hidden)
+        most = scores.max(axis=-1, keepdims=True)
+        raised = np.exp(scores - most)
+        total = raised.sum(axis=-1, keepdims=True)
+        if self.sinks is not None:
+            total = total + self.sinks[:, None, None] * np.exp(np.minimum(-most, 700.0))
+        return raised / total
+
+    def split(self, made: F64) -> F64:
+        """An output with its heads apart, [sequences, heads, queries, width]."""
+        return made.reshape(*self.q.shape[:3], -1).transpose(0, 2, 1, 3)
+
+    def values(self) -> F64:
+        """The values of every head, [sequences, heads, keys, width]."""
+        return self._shared(self.v).transpose(0, 2, 1, 3)
 
     def output(self) -> F64:
         """Output with the heads joined, [sequences, queries, heads x width]."""
-        made = np.matmul(self.weights(), self._shared(self.v).transpose(0, 2, 1, 3))
+        made = np.matmul(self.weights(), self.values())
         return made.transpose(0, 2, 1, 3).reshape(*self.q.shape[:2], -1)
 
     def _shared(self, x: F64) -> F64:
@@ -179,6 +208,9 @@ class Reading(NamedTuple):
         window = changed.pop("window", 0)
         if window:
             seen = seen & near_keys(seen.shape[1], k.shape[1], window)
+        seen = changed.pop("seen", seen)
+        if seen.shape[1:] != (q.shape[1], k.shape[1]):
+            return None
         scale = changed.pop("scale", 1.0) / math.sqrt(q.shape[-1])
         return Attention(q, k, v, scale, seen, turn, **changed)
 
@@ -212,7 +244,7 @@ class Reader:
             if (
                 self._contradicts(v)
                 or self._copies(v)
-                or (turn is not None and turn.cos.shape[-1] > q.shape[-1])
+                or (turn is not None and not turn.fits(q, k))
             ):
                 continue
             for mask in self.masks(k.shape[1]):
@@ -224,12 +256,25 @@ class Reader:
         rated.sort(key=lambda entry: entry[0])
         # No reading with the usual parameters fits: the nearest ones are tried with other factors,
         # caps, windows and slopes.
-        for _, reading in rated[:_MOST_FITTED]:
-            for changed in self._changes(reading):
-                other = reading._replace(changed=changed)
-                if self._left(other) <= self.enough:
-                    return other
+        for changes, count in ((self._changes, _MOST_FITTED), (self._other_sums, _MOST_SOLVED)):
+            for _, reading in rated[:count]:
+                for changed in changes(reading):
+                    other = reading._replace(changed=changed)
+                    if self._left(other) <= self.enough:
+                        return other
         return None
+
+    def _other_sums(self, reading: Reading) -> Iterator[Mapping[str, Any]]:
+        """Sinks, and masks that no input holds."""
+        plain = reading.of(self)
+        if plain is None:
+            return
+        sunk = with_sinks(plain, self.r)
+        yield {"sinks": sunk.sinks}
+        if reading.mask == "everything" and plain.k.shape[1] <= MOST_TOKENS:
+            masked = with_mask(plain, self.r, (_FITS / 4.0) ** 2)
+            if masked is not None:
+                yield {"seen": masked.seen}
 
     def _changes(self, reading: Reading) -> Iterator[Mapping[str, Any]]:
         plain = reading.of(self)
@@ -271,6 +316,9 @@ class Reader:
         """Candidates for queries, keys and values, split into heads."""
         count = 0
         for q, k, v in self._projections():
+            # Of earlier calls there may be less of one than of the other.
+            if k.shape[1] != v.shape[1]:
+                continue
             for width in _WIDTHS:
                 if any(tensor.shape[-1] % width for tensor in (q, k, v)):
                     continue
@@ -304,6 +352,8 @@ class Reader:
             for name, values in self.parts.items()
             if (joined := self._as_rows(values)) is not None
         ]
+        # What its parts gave before what it was given: a cache may hold a tensor of every call.
+        rows.sort(key=lambda row: not row[0].startswith(f"{self.case.site}."))
         for (_, q), (second, k), (third, v) in itertools.combinations(rows, 3):
             if q.shape[-1] == self.width and k.shape[-1] == v.shape[-1] <= self.width:
                 yield q, self._with_past(second, k), self._with_past(third, v)
@@ -506,6 +556,21 @@ def with_distances(reading: Attention, wanted: F64) -> Attention | None:
 
     solved = solved_distances(weigh, values, target, table)
     return None if solved is None else replace(reading, by_distance=solved)
+
+
+def with_sinks(reading: Attention, wanted: F64) -> Attention:
+    """The attention whose sinks bring its output nearest to `wanted`."""
+    sinks = solved_sinks(reading.scores(), reading.seen, reading.values(), reading.split(wanted))
+    return replace(reading, sinks=sinks)
+
+
+def with_mask(reading: Attention, wanted: F64, floor: float) -> Attention | None:
+    """The attention whose queries see what brings its output nearest to `wanted`.
+
+    None if no mask does.
+    """
+    seen = solved_mask(reading.scores(), reading.values(), reading.split(wanted), floor)
+    return None if seen is None else replace(reading, seen=seen)
 
 
 def best_window(reading: Attention, left: Left) -> int:

@@ -67,6 +67,8 @@ class Case:
         codes: Integers that it was given, by slot.
         flags: Small integers and booleans, of one or two axes, that any module was given in the
             same step: what marks tokens, and how long samples are.
+        calls: What was made in several calls of one step before: of parts their results, of what an
+            optimizer is given the gradients of its backward passes; both sides, calls first.
         earlier: The same tensor of both sides in the call before.
         params: Its weights, by name, where they were captured.
         others: Reference tensors of the same shape made elsewhere in the same layer, by site.
@@ -99,6 +101,7 @@ class Case:
     spread: Mapping[str, F64] = field(default_factory=dict[str, F64])
     codes: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
     flags: Mapping[str, Codes] = field(default_factory=dict[str, Codes])
+    calls: Mapping[str, tuple[F64, F64]] = field(default_factory=dict[str, "tuple[F64, F64]"])
     earlier: tuple[F64, F64] | None = None
     port: str = "output"
 

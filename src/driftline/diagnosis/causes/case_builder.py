@@ -29,6 +29,7 @@ from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
 from driftline.runs.records import Record, TensorKey
 from driftline.runs.run import Run
+from driftline.runs.sidecars.model_facts import ModelFacts, read_model_facts
 
 # Limits on tensors that are only read to be compared: the nearest twelve modules, the last two
 # calls, the last parts of a container.
@@ -38,6 +39,7 @@ _MOST_PARTS = 32
 _NEARLY = 0.1
 """Relative error up to which an earlier tensor counts as right."""
 _MOST_FLAGS, _MOST_IN_FLAGS = 8, 1 << 16
+_MOST_IN_CALLS = 1 << 22
 _MOST_STEPS = 64
 """Earlier steps of which parts are joined: a longer past is no small case any more."""
 
@@ -71,6 +73,7 @@ class CaseBuilder:
         none: Mapping[TensorKey, Record] = {}
         self.exact = index(runs.replay.exact) if runs.replay is not None else none
         self.candidate_records = index(runs.candidate)
+        self._facts: dict[tuple[int, int], ModelFacts] = {}
 
     def cases(
         self, place: Place, standing: SiteStatus, judged: ReplayResult | None
@@ -160,6 +163,7 @@ class CaseBuilder:
             spread=self._spread(pair.candidate, parent),
             codes=self._codes(pair.candidate, parent),
             flags=self._flags(pair.candidate),
+            calls=self._visits(pair.candidate, parent),
             earlier=self._earlier(pair.candidate),
             port=pair.candidate.key.port,
         )
@@ -324,6 +328,7 @@ class CaseBuilder:
             spread=self._spread(record, record.key.site),
             codes=self._codes(record, record.key.site),
             flags=self._flags(record),
+            calls=self._visits(record, record.key.site),
             earlier=self._earlier(record),
             port=record.key.port,
         )
@@ -433,6 +438,44 @@ class CaseBuilder:
         pair = self.by_candidate.get(calls[-1].key) if calls else None
         return None if pair is None or pair.candidate.kept != "full" else self._both(pair)
 
+    def _visits(self, record: Record, parent: str) -> dict[str, tuple[F64, F64]]:
+        """Both sides of what was made in several calls of this step, by name, calls first.
+
+        Of what an optimizer is given these are the gradients of its backward passes, and what it
+        was given in the step before, which may not have been cleared.
+        """
+        key, made = record.key, dict[str, list[Pair]]()
+        for other in self.runs.candidate.records:
+            of = other.key
+            if of.rank != key.rank or other.order >= record.order:
+                continue
+            if key.port == "optimizer_grad":
+                if (of.site, of.slot) != (key.site, key.slot):
+                    continue
+                is_old = of.port == key.port and of.step == key.step - 1
+                is_own = of.port == "param_grad" and of.step == key.step
+                name = "the backward pass" if is_own else "the step before, call"
+                counts = is_own or is_old
+            else:
+                counts = of.port == "output" and of.step == key.step
+                counts = counts and self._is_part(of.site, parent)
+                name = _part_name(of)
+            pair = self.by_candidate.get(of) if counts else None
+            if pair is not None and pair.candidate.kept == pair.reference.kept == "full":
+                made.setdefault(name, []).append(pair)
+        calls: dict[str, tuple[F64, F64]] = {}
+        for name, pairs in made.items():
+            if len({pair.candidate.shape for pair in pairs}) != 1 or len(pairs) > _MOST_STEPS:
+                continue
+            if len(pairs) * math.prod(pairs[0].candidate.shape) > _MOST_IN_CALLS:
+                continue
+            if len(pairs) == 1 and key.port != "optimizer_grad":
+                continue
+            sides = [values for pair in pairs if (values := self._both(pair)) is not None]
+            if len(sides) == len(pairs):
+                calls[name] = (np.stack([r for r, _ in sides]), np.stack([c for _, c in sides]))
+        return calls
+
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: possible arguments."""
         tensors: dict[str, F64] = {}
@@ -461,7 +504,19 @@ class CaseBuilder:
                     values = read_whole(run, other)
                     if values is not None:
                         params.setdefault(other.key.slot, values)
-        return params
+        return params or self._kernels(pair.reference.key)
+
+    def _kernels(self, key: TensorKey) -> dict[str, F64]:
+        """Small kernels of the reference from the facts of its run: few places do not give them."""
+        process = key.rank, key.process
+        if process not in self._facts:
+            self._facts[process] = read_model_facts(self.runs.reference, *process)
+        facts = self._facts[process]
+        kernels: dict[str, F64] = {}
+        for path, kept in facts.weights.items():
+            if kept.site == key.site and len(kept.shape) > 2 and (x := kept.whole()) is not None:
+                kernels[facts.tensors[path].name if path in facts.tensors else kept.name] = x
+        return kernels
 
     def _others(self, record: Record) -> dict[str, F64]:
         """Outputs of the reference with the same shape, from the nearest modules of this class."""

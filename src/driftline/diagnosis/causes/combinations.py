@@ -9,12 +9,12 @@ inputs; one of weights that were never loaded has another map altogether.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 from driftline.diagnosis.causes.linear_solve import solve, solved_inputs
 
 _MOST_TERMS = 8
@@ -47,7 +47,8 @@ def combination(case: Case) -> Clue | None:
         default=None,
     )
     if best is None or best.score < _MOST_OF_IT:
-        best = _added_by_channel(case, {name: terms[name] for name in names})
+        some = {name: terms[name] for name in names}
+        best = _added_by_channel(case, some) or _added_by_token(case, some)
     # The sum itself says more; fewer terms are the better explanation, because more of them fit
     # anything a little better.
     for count in (1, 2, 3):
@@ -189,6 +190,43 @@ def _added_by_channel(case: Case, terms: dict[str, F64]) -> Clue | None:
     return best
 
 
+def _added_by_token(case: Case, terms: dict[str, F64]) -> Clue | None:
+    """A multiple of one term, another one for every token: a gate that lets through other shares.
+
+    The factors are fitted on every other channel and judged on the rest.
+    """
+    e = case.rows(case.e)
+    if len(e) < 8 or e.shape[1] < 16:
+        return None
+    own = case.rows(np.where(case.finite, case.r, 0.0))
+    best: Clue | None = None
+    for name, term in terms.items():
+        values = case.rows(np.where(case.finite, term, 0.0))
+        # What is right, token by token, is a factor of its own and no term of it.
+        if _parallel(values, own) > _MOST_OF_IT:
+            continue
+        sizes = np.maximum(np.einsum("ij,ij->i", values[:, ::2], values[:, ::2]), 1e-300)
+        factors = np.einsum("ij,ij->i", values[:, ::2], e[:, ::2]) / sizes
+        r = own[:, 1::2]
+        rest = replace(case, r=r, c=r + e[:, 1::2], inputs={}, parts={}, right_parts={}, spread={})
+        score = min(rest.fitted(r + factors[:, None] * values[:, 1::2]), 0.98)
+        if score >= _MOST_OF_IT and (best is None or score > best.score):
+            low, high = float(factors.min()), float(factors.max())
+            what = (
+                f"what '{name}' gave is added to what is right once more, times a factor of each "
+                f"token ({low:+.4g} to {high:+.4g}): a gate lets through another share of it"
+            )
+            best = Clue("scale", score, what, "term")
+    return best
+
+
+def _parallel(a: F64, b: F64) -> float:
+    """Share of the energy of rows that lies along the rows of another tensor."""
+    sizes = np.einsum("ij,ij->i", b, b)
+    along = np.einsum("ij,ij->i", a, b) ** 2 / np.maximum(sizes, 1e-300)
+    return float(along.sum()) / max(float(np.sum(a * a)), 1e-300)
+
+
 def _changed(case: Case, names: tuple[str, ...], terms: list[F64]) -> Clue | None:
     matrix = np.stack([np.where(case.finite, term, 0.0).reshape(-1) for term in terms], axis=1)
     r = np.where(case.finite, case.r, 0.0).reshape(-1)
@@ -228,34 +266,115 @@ _MOST_TOKENS = 512
 def shares(case: Case) -> Clue | None:
     """Tokens are sums of what a few parts gave them, as of experts, with other shares.
 
-    The shares of every token are fitted on one half of its channels and judged on the other.
+    The shares of every token are fitted on one half of its channels and judged on the other. Parts
+    may be given some tokens each, or all of them. Where the shares are those of the reference but
+    for tokens that take of other parts, the parts that may be chosen are others.
     """
-    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.shape[-1] < 16 or len(case.spread) < 2:
+    parts = _terms_of_tokens(case)
+    if case.ratio < 4.0 or case.r.ndim < 2 or case.r.shape[-1] < 16 or len(parts) < 2:
         return None
     r, c = (case.rows(values)[:_MOST_TOKENS] for values in (case.r, case.r + case.e))
-    parts = [case.rows(part)[:_MOST_TOKENS] for part in case.spread.values()]
-    parts, few = np.stack(parts, axis=-1), replace(case, r=r, c=c)
-    made, moved, left = np.zeros_like(r), np.zeros(len(r)), np.zeros(2)
-    for row, terms in enumerate(parts):
-        active = terms[:, np.any(terms != 0.0, axis=0)]
-        if not 0 < active.shape[1] <= r.shape[1] // 4:
+    few = replace(case, r=r, c=c)
+    terms = np.stack([case.rows(part)[:_MOST_TOKENS] for part in parts], axis=-1)
+    taken, left = np.zeros((2, len(r), len(parts))), np.zeros(2)
+    for row, given in enumerate(terms):
+        active: Flags = np.any(given != 0.0, axis=0)
+        if not 0 < np.count_nonzero(active) <= r.shape[1] // 4:
             continue
-        factors = [solve(active[::2], values[row, ::2]) for values in (r, c)]
-        rest = [
-            values[row, 1::2] - active[1::2] @ x for values, x in zip((r, c), factors, strict=True)
-        ]
-        left += [float(values @ values) for values in rest]
-        made[row] = active @ (factors[1] - factors[0])
-        moved[row] = float(np.abs(factors[1] - factors[0]).max())
+        for side, values in enumerate((r, c)):
+            factors = solve(given[::2, active], values[row, ::2])
+            rest = values[row, 1::2] - given[1::2, active] @ factors
+            left[side] += float(rest @ rest)
+            taken[side, row, active] = factors
     # Both sides must be such sums.
     if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None
-    count = int(np.count_nonzero(moved > 3.0 * max(case.noise, case.unit)))
+    apart = taken[1] - taken[0]
+    made = np.einsum("tcn,tn->tc", terms, apart)
+    level = 3.0 * max(case.noise, case.unit)
+    moved: Flags = np.abs(apart).max(axis=1) > level
+    score = few.explained(r + made)
+    others = _others_chosen(case, taken, level)
+    if others is not None:
+        what = (
+            f"{others} of {len(r)} tokens take of other parts than the reference's, with shares "
+            "that are made as the reference's are: which parts may be chosen is another"
+        )
+        return Clue("mask", score, what, "choice")
     what = (
-        f"{count} of {len(r)} tokens take other shares of what the same parts gave, by up to "
-        f"{float(moved.max()):.3g}"
+        f"{np.count_nonzero(moved)} of {len(r)} tokens take other shares of what the same parts "
+        f"gave, by up to {float(np.abs(apart).max()):.3g}"
     )
-    return Clue("scale", few.explained(r + made), what, "shares")
+    return Clue("scale", score, what, "shares")
+
+
+def _terms_of_tokens(case: Case) -> list[F64]:
+    """What parts gave to tokens: to some each, or all parts to all tokens."""
+    if len(case.spread) > 1:
+        return list(case.spread.values())
+    terms: list[F64] = []
+    for name, values in case.parts.items():
+        if name in case.inputs or values.shape != case.r.shape or not np.isfinite(values).all():
+            continue
+        if not any(np.array_equal(values, other) for other in terms):
+            terms.append(values)
+    return terms[-_MOST_PARTS:]
+
+
+def _others_chosen(case: Case, taken: F64, level: float) -> int | None:
+    """Number of tokens that take of other parts, if nothing else about the shares differs."""
+    sizes = np.abs(taken)
+    largest = np.maximum(sizes.max(axis=-1, keepdims=True), 1e-300)
+    least = max(_TAKEN, 4.0 * level) * largest
+    chosen: Flags = sizes > least
+    clearly: Flags = sizes.max(axis=0) > 3.0 * least.max(axis=0)
+    other: Flags = np.any((chosen[0] != chosen[1]) & clearly, axis=-1)
+    # Some part must be left out of every token, or there is no choice.
+    if chosen.all(axis=-1).any() or not other.any():
+        return None
+    errors = np.sum((taken[1] - taken[0]) ** 2, axis=-1)
+    if float(errors[other].sum()) < _MOST_OF_IT * float(errors.sum()):
+        return None
+    if _same_weights(case, taken, chosen, level):
+        return int(np.count_nonzero(other))
+    same = ~other
+    apart = np.abs(taken[1] - taken[0]).max(axis=-1)
+    near: Flags = apart <= 4.0 * level * largest.max(axis=0)[:, 0] + 1e-5
+    some = np.count_nonzero(same) >= _SOME * len(same)
+    agree = np.count_nonzero(near & same) >= _NEARLY_ALL * np.count_nonzero(same)
+    return int(np.count_nonzero(other)) if some and agree else None
+
+
+def _same_weights(case: Case, taken: F64, chosen: Flags, level: float) -> bool:
+    """Whether the shares of both sides follow from the same scores by the same function.
+
+    Shares of one token are proportional to a function of the scores of the parts that it takes of.
+    """
+    for scores in case.parts.values():
+        count = scores.shape[-1]
+        if scores.shape[:-1] != case.r.shape[:-1] or not 2 <= count <= taken.shape[-1]:
+            continue
+        rows = case.rows(scores)[:_MOST_TOKENS]
+        for first in range(taken.shape[-1] - count + 1):
+            own = slice(first, first + count)
+            for of in _WEIGHTS:
+                with np.errstate(all="ignore"):
+                    weights = np.where(chosen[..., own], of(rows), 0.0)
+                    sums = weights.sum(axis=-1, keepdims=True)
+                    totals = np.where(chosen[..., own], taken[..., own], 0.0).sum(-1, keepdims=True)
+                    apart = np.abs(weights / sums * totals - taken[..., own]).max(axis=-1)
+                if float(np.quantile(apart, _NEARLY_ALL)) <= 8.0 * level + 1e-4:
+                    return True
+    return False
+
+
+_WEIGHTS: tuple[Callable[[F64], F64], ...] = (
+    lambda x: np.exp(x - x.max(axis=-1, keepdims=True)),
+    lambda x: 1.0 / (1.0 + np.exp(-x)),
+    lambda x: x,
+)
+_MOST_PARTS = 12
+_TAKEN, _SOME, _NEARLY_ALL = 0.01, 0.1, 0.95
 
 
 def zero_point(case: Case) -> Clue | None:

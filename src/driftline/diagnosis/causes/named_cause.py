@@ -6,23 +6,23 @@ off what differs there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from driftline.comparison.evidence.error_stats import index, read_whole
+from driftline.comparison.evidence.error_stats import read_whole
 from driftline.comparison.verdict.certain_failures import CertainFailure
 from driftline.comparison.verdict.own_error import ReplayResult
 from driftline.comparison.verdict.sites import Place, Site
 from driftline.comparison.verdict.status import SiteStatus
 from driftline.diagnosis.causes.case import F64, other_mask
 from driftline.diagnosis.causes.case_builder import CaseBuilder, Runs
-from driftline.diagnosis.causes.linear_solve import implied_input, solve
+from driftline.diagnosis.causes.linear_solve import implied_input
 from driftline.diagnosis.causes.registry import Clue, best_clue, rules_for_inputs
 from driftline.errors import DriftlineError
 from driftline.numerics.dtypes import DTYPES
-from driftline.runs.records import Record, TensorKey
+from driftline.runs.records import TensorKey
 
 _RISING = 0.4
 """Share of neighbours that differ by one in numbers of positions; pads have one number."""
@@ -175,134 +175,3 @@ def _named(clue: Clue | None, clues: Sequence[Clue], picture: str) -> NamedCause
             why = "nothing known fits"
         return NamedCause("unknown", why, 0.0, "", others, picture)
     return NamedCause(clue.cause, clue.sentence, clue.score, clue.detail, others, picture)
-
-
-# The update of an optimizer whose gradients agree: another factor, or a term more or less. What the
-# candidate's weights moved by is put together from what the reference's moved by, from the weights
-# and from the gradients; numbers are fitted on one half of the elements and judged on the other.
-
-
-_MOST_ELEMENTS = 1 << 22
-_LEAST_ELEMENTS = 64
-_FOLLOWS = 0.99
-_THE_SAME = 1e-3
-_STEADY = 0.02
-"""Share of their variance by which factors of neighbouring gradients may differ."""
-
-
-class _Update(NamedTuple):
-    """One parameter over one step, as rows of numbers.
-
-    Attributes:
-        right: What the reference's moved by.
-        wrong: What the candidate's moved by.
-        weight: What it was before.
-        gradient: What the optimizer was given; zeros where that was not kept.
-    """
-
-    right: F64
-    wrong: F64
-    weight: F64
-    gradient: F64
-
-
-def name_update(runs: Runs, step: int) -> NamedCause:
-    """The kind of mistake in the update of a step."""
-    updates = list(_updates(runs, step))
-    if sum(update.right.size for update in updates) < _LEAST_ELEMENTS:
-        return NamedCause("unknown")
-    total = _Update(*(np.concatenate(parts) for parts in zip(*updates, strict=True)))
-    for names, terms in (
-        (("the right update",), (total.right,)),
-        (("the right update", "the weights"), (total.right, total.weight)),
-        (("the right update", "the gradients"), (total.right, total.gradient)),
-    ):
-        factors = _fitted(terms, total)
-        if factors is not None:
-            words = [f"{x:.4g} times {name}" for x, name in zip(factors, names, strict=True)]
-            return NamedCause("scale", f"weights move by {' and '.join(words)}", 1.0, "update")
-    by_parameter = [
-        _fitted((update.right,), update) for update in updates if update.right.size >= 16
-    ]
-    single = [float(factors[0]) for factors in by_parameter if factors is not None]
-    if single and len(single) == len(by_parameter):
-        what = (
-            f"each parameter moves by a factor of its own ({min(single):.4g} to {max(single):.4g})"
-        )
-        return NamedCause("scale", what, 1.0, "update")
-    return _by_size_of_gradient(total) or NamedCause("unknown", "nothing known fits")
-
-
-def _by_size_of_gradient(total: _Update) -> NamedCause | None:
-    """Factors that follow from the size of a gradient alone: a constant beside a root, a power."""
-    moved = (total.gradient != 0.0) & (total.right != 0.0)
-    if np.count_nonzero(moved) < _LEAST_ELEMENTS:
-        return None
-    sizes = np.abs(total.gradient[moved])
-    factors = (total.wrong[moved] / total.right[moved])[np.argsort(sizes)]
-    middle = float(np.median(factors))
-    # Where a weight hardly moves, its factor is one of rounding.
-    inner = np.abs(factors - middle) <= 100.0 * max(
-        float(np.median(np.abs(factors - middle))), 1e-9
-    )
-    spread = float(np.var(factors[inner]))
-    steps = float(np.mean(np.diff(factors[inner]) ** 2))
-    if inner.mean() < _FOLLOWS or spread <= (_THE_SAME * middle) ** 2 or steps > _STEADY * spread:
-        return None
-    low, high = (float(np.quantile(factors[inner], share)) for share in (0.01, 0.99))
-    what = (
-        f"each weight moves by a factor ({low:.4g} to {high:.4g}) that follows from the size of "
-        "its gradient alone, as with another constant or power of the optimizer"
-    )
-    return NamedCause("scale", what, _FOLLOWS, "gradient")
-
-
-def _updates(runs: Runs, step: int) -> Iterator[_Update]:
-    records = index(runs.reference), index(runs.candidate)
-    count = 0
-    for pair in runs.plan.pairs:
-        after = pair.reference.key, pair.candidate.key
-        if after[0].port != "param" or after[0].moment != "after" or after[0].step != step:
-            continue
-        if pair.reference_recipe is not None or pair.candidate_recipe is not None:
-            continue
-        sides: list[tuple[F64, F64]] = []
-        for run, of, key in zip((runs.reference, runs.candidate), records, after, strict=True):
-            then = read_whole(run, of.get(key))
-            before = read_whole(run, _before(of, key))
-            if then is not None and before is not None and then.shape == before.shape:
-                sides.append((before.reshape(-1), then.reshape(-1)))
-        if len(sides) < 2 or sides[0][0].size != sides[1][0].size:
-            continue
-        weight = sides[0][0]
-        gradient = read_whole(
-            runs.reference, records[0].get(after[0]._replace(port="optimizer_grad"))
-        )
-        if gradient is None or gradient.size != weight.size:
-            gradient = np.zeros_like(weight)
-        right, wrong = (then - before for before, then in sides)
-        parts = right, wrong, weight, gradient.reshape(-1)
-        if all(np.isfinite(values).all() for values in parts):
-            yield _Update(*parts)
-        count += weight.size
-        if count > _MOST_ELEMENTS:
-            return
-
-
-def _before(records: Mapping[TensorKey, Record], key: TensorKey) -> Record | None:
-    """The same weight before the step; steps behind the first one have what the last one left."""
-    earlier = records.get(key._replace(step=key.step - 1))
-    return records.get(key._replace(moment="before"), earlier)
-
-
-def _fitted(terms: tuple[F64, ...], update: _Update) -> list[float] | None:
-    """Factors of some terms that add up to the candidate's update; None if they do not."""
-    matrix = np.stack(terms, axis=1)
-    factors = solve(matrix[::2], update.wrong[::2])
-    left = update.wrong[1::2] - matrix[1::2] @ factors
-    apart = update.wrong[1::2] - update.right[1::2]
-    energy = float(apart @ apart)
-    # The right update alone must not be what explains it.
-    if not energy > 0.0 or (len(terms) == 1 and abs(factors[0] - 1.0) < _THE_SAME):
-        return None
-    return factors.tolist() if float(left @ left) <= (1.0 - _FOLLOWS) * energy else None

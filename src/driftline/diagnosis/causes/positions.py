@@ -7,16 +7,18 @@ Both sides are read so; the parameter that differs is the mistake.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from driftline.diagnosis.causes.case import F64, Case, Clue
+from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 
 _BASES = tuple(10.0 ** (power / 8.0) for power in range(8, 65))
-_PACES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+_PACES = (0.001, 0.01, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 100.0, 1000.0)
+_MOST_READ = 128
 _OFFSETS = (-2.0, -1.0, 1.0, 2.0)
 _FITS = 1e-4
 
@@ -25,8 +27,8 @@ class _Table(NamedTuple):
     """Parameters of a table of angles.
 
     Attributes:
-        wave: Cosine or sine.
-        layout: How frequencies are repeated along the last axis.
+        wave: Cosine or sine; of a table that holds both, which comes first.
+        layout: How frequencies are repeated along the last axis, and whether with both waves.
         base: Of the geometric series.
         pace: What positions are multiplied by.
         first: What is added to positions.
@@ -41,12 +43,20 @@ class _Table(NamedTuple):
     def values(self, positions: F64, width: int) -> F64:
         count = width if self.layout == "once" else width // 2
         frequencies = self.base ** (-np.arange(count) / count)
-        if self.layout == "halves":
-            frequencies = np.concatenate([frequencies, frequencies])
-        elif self.layout == "neighbours":
-            frequencies = np.repeat(frequencies, 2)
-        angles = (positions * self.pace + self.first)[..., None] * frequencies
-        return np.asarray(self.wave(angles), np.float64)
+        turns = (positions * self.pace + self.first)[..., None] * frequencies
+        first = np.asarray(self.wave(turns), np.float64)
+        if self.layout == "once":
+            return first
+        # A table for vectors holds both waves, and one for rotations the same one twice.
+        both = self.layout.startswith("both")
+        other = np.cos if self.wave is np.sin else np.sin
+        second = np.asarray(other(turns), np.float64) if both else first
+        if self.layout.endswith("halves"):
+            return np.concatenate([first, second], axis=-1)
+        return np.stack([first, second], axis=-1).reshape(*turns.shape[:-1], width)
+
+
+_LAYOUTS = ("once", "halves", "neighbours", "both in halves", "both in neighbours")
 
 
 def angles(case: Case) -> Clue | None:
@@ -69,35 +79,142 @@ def frequencies(case: Case) -> Clue | None:
         return None
     if not (np.abs(case.r) <= 1.01).all():
         return None
-    positions = next(
-        (x.reshape(-1, x.shape[-1])[0] for x in _positions(case) if np.ptp(x) > 0.0), None
-    )
-    if positions is None:
-        return None
     r, c = (x.reshape(-1, *x.shape[-2:])[0] for x in (case.r, case.c))
+    told = next((x.reshape(-1, x.shape[-1])[0] for x in _positions(case) if np.ptp(x) > 0.0), None)
     for wave in (np.cos, np.sin):
-        right, wrong = (_by_channel(case, values, positions, wave) for values in (r, c))
-        if right is None or wrong is None:
-            continue
-        made = np.asarray(wave(positions[:, None] * wrong) - wave(positions[:, None] * right))
-        moved = np.abs(wrong - right) > 1e-3 * np.abs(right)
-        if not moved.any():
-            return None
-        ratios = wrong[moved] / np.maximum(right[moved], 1e-300)
+        # Positions as they are told, or those of several axes, as rows and columns are.
+        clue = None if told is None else _other_paces(case, (r, c), [told], wave)
+        if clue is None:
+            some = slice(0, _MOST_TOKENS)
+            axes = _fewest(case, r[some], _axes(case, r[some], wave), wave)
+            few = replace(case, r=r[some], c=c[some], inputs={}, codes={})
+            clue = _other_paces(few, (few.r, few.c), axes, wave) if axes else None
+        if clue is not None:
+            return clue
+    return None
+
+
+def _other_paces(
+    case: Case, sides: tuple[F64, F64], axes: Sequence[F64], wave: Callable[[F64], F64]
+) -> Clue | None:
+    """Channels whose angles grow at another pace, or along another axis of positions."""
+    right, wrong = (_by_channel(case, values, axes, wave) for values in sides)
+    if right is None or wrong is None:
+        return None
+    made = wrong.table(wave) - right.table(wave)
+    turned = right.axes != wrong.axes
+    moved = turned | (np.abs(wrong.paces - right.paces) > 1e-3 * np.abs(right.paces))
+    if not moved.any():
+        return None
+    if turned.any():
+        what = (
+            f"{int(turned.sum())} of {moved.size} channels have the angles of another axis of "
+            "positions, as of rows for columns"
+        )
+    else:
+        ratios = wrong.paces[moved] / np.maximum(right.paces[moved], 1e-300)
         what = (
             f"{int(moved.sum())} of {moved.size} channels have angles that grow "
             f"{float(ratios.min()):.4g} to {float(ratios.max()):.4g} times as fast"
         )
-        return Clue("positions", case.explained(case.r + made), what, "frequencies")
-    return None
+    return Clue("positions", case.explained(case.r + made), what, "frequencies")
 
 
+def _axes(case: Case, table: F64, wave: Callable[[F64], F64]) -> list[F64]:
+    """Positions along several axes: as the site was given them, or read off slow channels.
+
+    The angle of a channel that turns less than half a circle follows from its cosine, and with it
+    the positions along its axis, but for a factor.
+    """
+    # On a grid several tokens have one place along an axis; other numbers seldom repeat.
+    repeats = [len(np.unique(column)) <= _REPEATS * len(column) for column in table.T]
+    if table.shape[1] > _MOST_CHANNELS or np.mean(repeats) < 0.5:
+        return []
+    axes: list[F64] = []
+    for codes in case.codes.values():
+        rows = codes.reshape(-1, codes.shape[-1]) if codes.ndim > 1 else codes[None]
+        if codes.shape[-1:] == table.shape[:1] and len(rows) <= _MOST_AXES:
+            axes += [row.astype(np.float64) for row in rows if np.ptp(row) > 0]
+        columns = codes.reshape(-1, codes.shape[-1]).T
+        if len(columns) <= _MOST_AXES and columns.shape[1:] == table.shape[:1]:
+            axes += [row.astype(np.float64) for row in columns if np.ptp(row) > 0]
+    inverse = np.arccos if wave is np.cos else np.arcsin
+    for column in table.T:
+        angles = np.asarray(inverse(np.clip(column, -1.0, 1.0)), np.float64)
+        if np.ptp(angles) > 1e-3 and (wave is np.cos or np.abs(angles).max() < 1.2):
+            axes.append(angles / np.ptp(angles))
+    return axes[-_MOST_TRIED:]  # slow channels come last
+
+
+def _fewest(case: Case, table: F64, axes: Sequence[F64], wave: Callable[[F64], F64]) -> list[F64]:
+    """The fewest axes along which all channels of a table turn; none if each needs its own.
+
+    A channel follows itself, so an axis counts only if channels of several paces follow it.
+    """
+    columns = {column.tobytes(): column for column in np.ascontiguousarray(table.T)}
+    distinct = np.stack([*columns.values()], axis=1)
+    # Slow cosines are nearly one: what counts is what they vary by.
+    sizes, varying = np.sum(distinct**2, axis=0), np.sum((distinct - distinct.mean(0)) ** 2, axis=0)
+    follows: list[Flags] = []
+    for positions in axes:
+        left = _paces(distinct, positions, wave)[1]
+        follows.append(left <= _FITS * varying + (3.0 * case.noise) ** 2 * sizes)
+    chosen: list[F64] = []
+    rest: Flags = np.ones(len(columns), dtype=np.bool_)
+    while rest.any() and follows:
+        counts = [int(np.count_nonzero(some & rest)) for some in follows]
+        best = int(np.argmax(counts))
+        if counts[best] < 2 or len(chosen) == _MOST_AXES:
+            return []
+        chosen.append(axes[best])
+        rest &= ~follows[best]
+    return chosen
+
+
+class _Paces(NamedTuple):
+    """How the angles of every channel of a table follow from positions.
+
+    Attributes:
+        positions: Along every axis, [axes, tokens].
+        axes: Which axis each channel follows.
+        paces: How fast its angle grows along it.
+    """
+
+    positions: F64
+    axes: npt.NDArray[np.intp]
+    paces: F64
+
+    def table(self, wave: Callable[[F64], F64]) -> F64:
+        return np.asarray(wave(self.positions[self.axes].T * self.paces), np.float64)
+
+
+_MOST_AXES, _MOST_TRIED, _MOST_TOKENS, _MOST_CHANNELS = 4, 24, 256, 128
+_REPEATS = 0.9
 _PACES_TRIED = 2048
 
 
-def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F64]) -> F64 | None:
-    """The frequency of every channel of a table; None if some channel has none."""
+def _by_channel(
+    case: Case, table: F64, axes: Sequence[F64], wave: Callable[[F64], F64]
+) -> _Paces | None:
+    """The axis and the pace of every channel of a table; None if some channel has none."""
+    best = np.full(table.shape[1], np.inf)
+    chosen, paces = np.zeros(table.shape[1], dtype=np.intp), np.zeros(table.shape[1])
+    for number, positions in enumerate(axes):
+        found, left = _paces(table, positions, wave)
+        # Of axes that do as well, as where a channel hardly turns, the first.
+        better = left < 0.5 * best
+        best, chosen = np.where(better, left, best), np.where(better, number, chosen)
+        paces = np.where(better, found, paces)
+    enough = (_FITS + (3.0 * case.noise) ** 2) * float(np.sum(table * table))
+    return _Paces(np.stack(axes), chosen, paces) if float(best.sum()) <= enough else None
+
+
+def _paces(table: F64, positions: F64, wave: Callable[[F64], F64]) -> tuple[F64, F64]:
+    """The pace of every channel along some positions, and its squared error."""
     paces = np.concatenate([[0.0], np.geomspace(1e-7, math.pi, _PACES_TRIED)])
+    # Positions that are known but for a factor are as large as places are counted.
+    if 0.0 < np.ptp(positions) <= 1.0:
+        paces = paces * len(positions)
     waves = np.asarray(wave(positions[:, None] * paces))
     # Nearest by distance: the energies of the waves, less what they have in common.
     apart = np.einsum("ij,ij->j", waves, waves)[:, None] - 2.0 * (waves.T @ table)
@@ -111,8 +228,7 @@ def _by_channel(case: Case, table: F64, positions: F64, wave: Callable[[F64], F6
         low, high = np.where(worse, a, low), np.where(worse, high, b)
     middle = (low + high) / 2
     left = np.asarray(wave(positions[:, None] * middle)) - table
-    enough = (_FITS + (3.0 * case.noise) ** 2) * float(np.sum(table * table))
-    return middle if float(np.sum(left * left)) <= enough else None
+    return middle, np.einsum("ij,ij->j", left, left)
 
 
 _MOST_PLACES, _VARIES = 0.8, 0.1
@@ -159,24 +275,32 @@ def _positions(case: Case) -> Iterator[F64]:
             yield values
         elif values.size == rows[-1]:
             yield np.broadcast_to(values.reshape(-1), rows)
+    for values in (*case.right_parts.values(), *case.inputs.values()):
+        # Times may be no whole numbers.
+        if values.shape == rows or (len(rows) == 1 and values.size == rows[0]):
+            yield values.reshape(rows)
     yield np.broadcast_to(np.arange(rows[-1], dtype=np.float64), rows)
 
 
 def _read(case: Case, values: F64, positions: F64) -> _Table | None:
     """The table that gives these values; None if none does."""
     width, size = values.shape[-1], float(np.sum(values * values))
+    # Some rows tell which table it is; all of them whether it is that one.
+    every = max(1, positions.size // _MOST_READ)
+    some = positions.reshape(-1)[::every], values.reshape(-1, width)[::every]
 
     def left(table: _Table) -> float:
-        return float(np.sum((table.values(positions, width) - values) ** 2))
+        return float(np.sum((table.values(some[0], width) - some[1]) ** 2))
 
     tables = [
         _Table(wave, layout, base)
         for wave in (np.cos, np.sin)
-        for layout in (("once", "halves", "neighbours") if width % 2 == 0 else ("once",))
+        for layout in (_LAYOUTS if width % 2 == 0 else _LAYOUTS[:1])
         for base in _BASES
     ]
     best = _refined(min(tables, key=left), "base", left)
-    return best if left(best) <= (_FITS + (3.0 * case.noise) ** 2) * size else None
+    rest = float(np.sum((best.values(positions, width) - values) ** 2))
+    return best if rest <= (_FITS + (3.0 * case.noise) ** 2) * size else None
 
 
 def _refined(table: _Table, name: str, left: Callable[[_Table], float]) -> _Table:
@@ -224,6 +348,14 @@ def _mistakes(case: Case, right: _Table, positions: F64) -> Iterator[Clue]:
             f"it has the angles of {abs(first):g} positions {'after' if first > 0 else 'before'}",
             "first",
         )
+    for layout in _LAYOUTS[1:]:
+        if layout != right.layout != "once":
+            yield Clue(
+                "permutation",
+                case.explained(made(right._replace(layout=layout))),
+                f"its waves are laid out as {layout}, the reference's as {right.layout}",
+                "layout",
+            )
     for wave in (np.cos, np.sin):
         if wave is not right.wave:
             yield Clue(

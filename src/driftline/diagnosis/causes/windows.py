@@ -153,12 +153,15 @@ def _shapes(x: F64, r: F64) -> Iterator[_Window]:
     first, made = x.shape[2], r.shape[2]
     steps = sorted({max(1, first // made), max(1, -(-first // made))})
     for width, step in itertools.product(range(1, _WIDEST + 1), steps):
-        middle = (width - 1) // 2
-        for before in sorted(range(width), key=lambda number, index=middle: abs(number - index)):
-            for distance in (1, 2) if width > 1 else (1,):
-                edge = before * distance
+        for distance in (1, 2) if width > 1 else (1,):
+            reach = (width - 1) * distance
+            middle = (width - 1) // 2 * distance
+            # A causal window may look ahead by any number of places, whatever their distance;
+            # windows of pictures are not causal.
+            edges = range(0, reach + 1, 1 if x.ndim == 3 else distance)
+            for edge in sorted(edges, key=lambda number, own=middle: abs(number - own)):
                 # All windows must be inside the input, except for the border.
-                last = (made - 1) * step - edge + (width - 1) * distance
+                last = (made - 1) * step - edge + reach
                 if last - first < width * distance and last >= first - step - width:
                     yield _Window(_KERNEL, width, step, edge, distance)
 

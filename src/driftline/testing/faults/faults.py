@@ -524,5 +524,11 @@ PARAMETER_FAULTS = (
     Fault("weight in fp8", "linear", ("low-precision",), (1,), _weight_in_fp8),
     Fault("expert zeroed", "experts", ("zeroed",), (0, 1), _expert_zeroed),
     Fault("experts swapped", "experts", ("permutation", "unknown"), (1, 2), _experts_swapped),
-    Fault("one weight flipped", "linear", ("zeroed", "offset", "unknown"), (4.0, 1.0), _one_weight),
+    Fault(
+        "one weight flipped",
+        "linear",
+        ("weights", "zeroed", "offset", "unknown"),
+        (4.0, 1.0),
+        _one_weight,
+    ),
 )

@@ -122,7 +122,31 @@ def function(case: Case) -> Clue | None:
                 continue
             what = f"it is {words.format(name)}"
             return Clue("activation", min(1.0 - left / energy, 0.99), what, "function")
-    return _power(case, r, c) or _of_one_input(case, every)
+    return _power(case, r, c) or _softmax_of_it(case) or _of_one_input(case, every)
+
+
+def _softmax_of_it(case: Case) -> Clue | None:
+    """One side is the softmax, or its logarithm, of the other: taken twice, or left out."""
+    c = case.r + case.e
+    if case.r.size > _MOST_ELEMENTS:
+        return None
+    for side, other, words in (
+        (c, case.r, "it is the {} of what is right along axis {}"),
+        (case.r, c, "it lacks the {} along axis {} that the reference takes"),
+    ):
+        for axis, length in enumerate(case.r.shape):
+            sums = side.sum(axis=axis), np.exp(np.minimum(side, 1.0)).sum(axis=axis)
+            if length < 3 or not any(float(np.abs(x - 1.0).max()) < 0.05 for x in sums):
+                continue
+            low = other - other.max(axis=axis, keepdims=True)
+            log = low - np.log(np.exp(low).sum(axis=axis, keepdims=True))
+            for name, made in (("softmax", np.exp(log)), ("logarithm of the softmax", log)):
+                left = float(np.sum((made - side) ** 2))
+                enough = (1e-8 + (3.0 * case.noise) ** 2) * float(np.sum(side * side))
+                if left <= min(enough, 0.05 * case.energy):
+                    score = min(1.0 - left / case.energy, 0.99)
+                    return Clue("activation", score, words.format(name, axis), "softmax")
+    return None
 
 
 def _power(case: Case, r: F64, c: F64) -> Clue | None:
@@ -379,7 +403,7 @@ def _likely(case: Case, y: F64) -> Iterator[tuple[str, Callable[[F64], F64]]]:
             yield label, of
 
 
-_ROUNDS, _LITTLE = 12, 0.02
+_ROUNDS, _LITTLE, _LARGEST = 12, 0.02, 1e100
 
 
 def _vary(factors: F64) -> bool:
@@ -428,6 +452,9 @@ def _factor(case: Case, name: str, y: F64, beside: tuple[str, F64] | None = None
     for words, power in _POWERS.items():
         with np.errstate(all="ignore"):
             factors = power(y)
+        # An exponential may overflow when it is squared.
+        if not float(np.abs(factors).max()) < _LARGEST:
+            continue
         # A factor of one number is a scale, and says nothing of the tensor.
         if not np.isfinite(factors).all() or float(np.std(factors)) < 0.05 * float(
             np.abs(factors).mean()

@@ -1,13 +1,14 @@
-"""Where values are taken from: borders, steps along two axes, points between places."""
+"""Where values are taken from: borders, steps along two axes, points between places, boxes."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
-from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
+from driftline.diagnosis.causes.case import F64, Case, Clue, Codes, Flags
 
 _MOST_ELEMENTS = 1 << 20
 _LARGEST_BORDER = 0.25
@@ -201,3 +202,97 @@ def _points(source: F64, wanted: F64) -> tuple[F64, F64]:
     rows, columns = np.divmod(cell, width - 1)
     places = np.stack([rows + down[cell, point], columns + across[cell, point]], axis=1)
     return places, left[cell, point]
+
+
+# Boxes.
+
+
+_MOST_BOXES, _MOST_PICTURES, _LEAST_PICTURES, _LONGEST = 1 << 14, 24, 6, 64
+
+
+def boxes(case: Case) -> Clue | None:
+    """Every output is the mean, the sum or the largest of a box of an input, and boxes are others.
+
+    A box is read from many channels and samples at once: its ends are all that is not known, and
+    all pictures must agree on them.
+    """
+    if case.ratio < 4.0 or case.r.ndim not in (3, 4) or not case.finite.all():
+        return None
+    outer, shape = case.r.shape[:2], case.r.shape[2:]
+    if math.prod(outer) < _LEAST_PICTURES:
+        return None
+    for x in case.inputs.values():
+        if x.shape[:2] != outer or x.ndim != case.r.ndim or not np.isfinite(x).all():
+            continue
+        lengths = x.shape[2:]
+        smaller = all(a <= b for a, b in zip(shape, lengths, strict=True)) and shape != lengths
+        count = math.prod(length * (length + 1) // 2 for length in lengths)
+        if not smaller or count > _MOST_BOXES or max(lengths) > _LONGEST:
+            continue
+        every = max(1, math.prod(outer) // _MOST_PICTURES)
+        pictures, right, wrong = (
+            values.reshape(math.prod(outer), -1)[::every] for values in (x, case.r, case.c)
+        )
+        clue = _other_boxes(case, pictures.reshape(-1, *lengths), right, wrong)
+        if clue is not None:
+            return clue
+    return None
+
+
+def _other_boxes(case: Case, pictures: F64, right: F64, wrong: F64) -> Clue | None:
+    for kind, values, ends in _all_boxes(pictures):
+        near = [_nearest_box(values, side) for side in (right, wrong)]
+        made = [values[:, place] for place in near]
+        left = [float(np.sum((a - b) ** 2)) for a, b in zip(made, (right, wrong), strict=True)]
+        enough = (1e-8 + (4.0 * case.noise) ** 2) * float(np.sum(right**2))
+        energy = float(np.sum((wrong - right) ** 2))
+        if max(left) > enough or left[1] > 0.1 * energy:
+            continue
+        moved = ends[near[1]] - ends[near[0]]
+        off = np.any(moved != 0, axis=1)
+        if not off.any():
+            continue
+        # Boxes of the same size that lie elsewhere are moved; others count more, or fewer.
+        first, last = moved[off][:, ::2], moved[off][:, 1::2]
+        is_moved = bool(np.all(first == last))
+        what = (
+            f"{int(off.sum())} of {len(off)} outputs are the {kind} of another part of the input: "
+            f"first places are {int(first.min()):+d} to {int(first.max()):+d}, ends "
+            f"{int(last.min()):+d} to {int(last.max()):+d} from where they should be"
+        )
+        return Clue("shift" if is_moved else "mask", min(1.0 - left[1] / energy, 0.98), what, "box")
+    return None
+
+
+def _all_boxes(pictures: F64) -> Iterator[tuple[str, F64, Codes]]:
+    """What all boxes of pictures give, [pictures, boxes], with first places and ends of each."""
+    sums, largest = pictures, pictures
+    ends: Codes = np.zeros((1, 0), dtype=np.int64)
+    sizes = np.ones(1)
+    for length in pictures.shape[1:]:
+        first, last = np.triu_indices(length + 1, 1)
+        # The first axis that is not joined yet comes behind the boxes of those before.
+        own = sums.reshape(len(pictures), len(sizes), length, -1)
+        total = np.concatenate([np.zeros_like(own[:, :, :1]), np.cumsum(own, axis=2)], axis=2)
+        sums = (total[:, :, last] - total[:, :, first]).reshape(
+            len(pictures), len(sizes) * len(first), -1
+        )
+        tops = largest.reshape(len(pictures), len(sizes), length, -1)
+        tops = np.stack(
+            [tops[:, :, a:b].max(axis=2) for a, b in zip(first, last, strict=True)], axis=2
+        )
+        largest = tops.reshape(len(pictures), len(sizes) * len(first), -1)
+        both = np.stack([first, last], axis=1)
+        ends = np.concatenate(
+            [np.repeat(ends, len(first), axis=0), np.tile(both, (len(sizes), 1))], axis=1
+        )
+        sizes = (sizes[:, None] * (last - first)).reshape(-1)
+    yield "mean", sums[..., 0] / sizes, ends
+    yield "largest", largest[..., 0], ends
+    yield "sum", sums[..., 0], ends
+
+
+def _nearest_box(values: F64, side: F64) -> Codes:
+    """The number of the box that is nearest to every output, over all pictures."""
+    apart = np.sum(values**2, axis=0)[:, None] - 2.0 * (values.T @ side)
+    return np.argmin(apart, axis=0)

@@ -27,6 +27,9 @@ _SPARE_ROWS = 12
 _LEFT = 1e-6
 
 
+Places = npt.NDArray[np.int64]
+
+
 class _Maps(NamedTuple):
     """Both sides' weights, [inputs, outputs], and rows of the input that they are of."""
 
@@ -83,6 +86,11 @@ def _relations(case: Case, maps: _Maps) -> Iterator[Clue]:
         spare = max(1.0 - numbers / right.size, 0.1)
         return min(case.explained(made), 1.0 - rest / spare, 0.98)
 
+    order = _order_of_rows(right, wrong)
+    if order is not None:
+        moved = int(np.count_nonzero(order != np.arange(len(order))))
+        what = f"it is the product with weights of which {moved} inputs have those of other ones"
+        yield Clue("permutation", score(right[order], 0), what, "weight")
     for size in (1, *_GROUPS):
         groups, rest = divmod(len(right), size)
         if rest or groups < 2:
@@ -115,14 +123,30 @@ def _relations(case: Case, maps: _Maps) -> Iterator[Clue]:
                 f"it is the product with weights that differ by a matrix of rank {rank}, as an "
                 "adapter is that was left out, added twice or merged otherwise"
             )
+            apart = (wrong - right) ** 2
+            # An adapter moves many weights; what moves a single one is damage.
+            row, column = divmod(int(np.argmax(apart)), apart.shape[1])
+            if float(apart[row, column]) >= _CLEAR * float(apart.sum()):
+                what = (
+                    "it is the product with weights of which one is another, that of input "
+                    f"{row} for output {column}"
+                )
             yield Clue("weights", score(other, rank * sum(right.shape)), what, "rank")
+
+
+def _order_of_rows(right: F64, wrong: F64) -> Places | None:
+    """Which input's weights each input has, if all are there; None if they are not, or in order."""
+    apart = np.sum(right**2, axis=1)[:, None] - 2.0 * (right @ wrong.T)
+    order = np.argmin(apart, axis=0).astype(np.int64)
+    places = np.arange(len(right))
+    is_order = np.array_equal(np.sort(order), places) and not np.array_equal(order, places)
+    return order if is_order else None
 
 
 # Sums over neighbours.
 
 
 _MOST_NODES, _MOST_EDGES, _MOST_TENSORS = 1024, 1 << 16, 4
-Places = npt.NDArray[np.int64]
 
 
 def neighbours(case: Case) -> Clue | None:

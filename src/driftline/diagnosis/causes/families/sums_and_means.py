@@ -115,11 +115,23 @@ def _all_over(case: Case, x: F64) -> Iterator[_Over]:
             yield _Over(axes, np.ones((1,) * x.ndim, dtype=np.bool_), _EVERYWHERE)
             if 1 not in axes:
                 continue
+            # A first or last token may stand for the others, and should not be one of them.
+            for use, words in _but_ends(x.shape[1]):
+                shape = (1, x.shape[1], *(1,) * (x.ndim - 2))
+                yield _Over(axes, use.reshape(shape), words)
             for name, flags in marked.items():
                 shape = (*flags.shape, *(1,) * (x.ndim - 2))
                 for use, words in ((flags, "marks"), (~flags, "leaves out")):
                     if use.any(axis=1).all():
                         yield _Over(axes, use.reshape(shape), f"what '{name}' {words}")
+
+
+def _but_ends(length: int) -> Iterator[tuple[Flags, str]]:
+    places = np.arange(length)
+    if length > 3:
+        yield places > 0, "all but the first"
+        yield places < length - 1, "all but the last"
+        yield (places > 0) & (places < length - 1), "all but the first and the last"
 
 
 def _of(x: F64, over: _Over) -> Iterator[Member]:
