@@ -15,7 +15,7 @@ from written_runs import Here, write_run, written
 
 import driftline
 from driftline.comparison.measure import distribute
-from driftline.comparison.measure.row_codec import pair_from_plain, pair_to_plain
+from driftline.comparison.measure.distribute import pair_from_plain, pair_to_plain
 from driftline.errors import BadInput, BadRun
 from driftline.execution import codec
 from driftline.execution.jobs import Job, Task, WorkerFailed, chosen

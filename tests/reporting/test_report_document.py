@@ -14,11 +14,11 @@ import pytest
 import driftline
 from driftline.comparison.table.table import Table
 from driftline.errors import AlreadyThere, BadFile, BadInput, DriftlineError
+from driftline.graphs.sources.run import site_edges
 from driftline.reporting.html import page as page_text
 from driftline.reporting.html.document import outline, page_data
 from driftline.reporting.html.page import decode_container, unpack
 from driftline.reporting.html.report import PageOptions, page_of, report
-from driftline.reporting.html.site_edges import flow_of
 from driftline.runs.records import TensorKey
 from driftline.runs.run import Run
 from driftline.testing.runs import run_of
@@ -161,7 +161,7 @@ def test_a_module_of_another_class_is_a_difference() -> None:
 def test_producers_and_consumers_come_from_equal_bytes() -> None:
     a, b = (np.random.default_rng(at).standard_normal((4, 4)) for at in range(2))
     run = run_of({"first/input/x": a, "first": b, "second/input/x": b, "second": a + b})
-    flow = flow_of(run)
+    flow = site_edges(run)
     ends = zip(flow["from"], flow["to"], strict=True)
     edges = [(flow["sites"][maker], flow["sites"][taker]) for maker, taker in ends]
     assert edges == [("first", "second")]

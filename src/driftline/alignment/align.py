@@ -225,16 +225,16 @@ _OF_LISTS = ("aten._foreach_", "aten._fused_")
 
 def _operators_of_lists(plan: Plan) -> tuple[str, ...]:
     """A note if only one side's optimizer updates its parameters in lists."""
-    found = [
+    of_lists = [
         next((r.class_name for r in records if r.class_name.startswith(_OF_LISTS)), "")
         for _, records in plan.unpaired()
     ]
-    if bool(found[0]) == bool(found[1]):
+    if bool(of_lists[0]) == bool(of_lists[1]):
         return ()
-    side, other = ("reference", "candidate") if found[0] else ("candidate", "reference")
+    side, other = ("reference", "candidate") if of_lists[0] else ("candidate", "reference")
     return (
         f"the optimizer of the {side} computes with lists of tensors (such as "
-        f"{found[0] or found[1]}), that of the {other} with single ones, so these "
+        f"{of_lists[0] or of_lists[1]}), that of the {other} with single ones, so these "
         "operators have no partner; foreach=False, fused=False in both programs makes them alike",
     )
 

@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from driftline.alignment.align import align_runs
 from driftline.alignment.plan import Pair, Plan
-from driftline.comparison.measure.assemble import (
-    lone_rows,
-    sides_of,
-    with_lone_rows,
-    with_replicas,
-)
+from driftline.comparison.measure.assemble import lone_rows, sides_of, with_lone_rows, with_replicas
 from driftline.comparison.measure.scheduler import Elementwise, Progress, measure_pairs
 from driftline.comparison.metrics.catalogue import STANDARD, Metric
 from driftline.comparison.options import CompareOptions, Limits

@@ -161,15 +161,15 @@ class Assembly:
         them; None if there is none."""
         broken = None if self.table.training is None else self.table.training.broken
         # A vector has too few numbers for some causes: one that is unknown contradicts none.
-        known = {place: naming for place, naming in named.items() if naming.cause != "unknown"}
-        causes = {naming.cause for naming in known.values()}
-        is_shared = len(known) > 1 and len(causes) == 1
+        explained = {place: naming for place, naming in named.items() if naming.cause != "unknown"}
+        causes = {naming.cause for naming in explained.values()}
+        is_shared = len(explained) > 1 and len(causes) == 1
         if broken is None or broken.stage != "gradients" or not is_shared:
             return None
         if any(place.direction != "optimizer" for place in named):
             return None
-        place, naming = next(iter(known.items()))
-        others = " and ".join(f"'{other.site}'" for other in [*known][1:])
+        place, naming = next(iter(explained.items()))
+        others = " and ".join(f"'{other.site}'" for other in [*explained][1:])
         return naming._replace(
             sentence=f"at '{place.site}' {naming.sentence}; {others} show the same kind of change"
         )

@@ -102,18 +102,18 @@ class _Flow:
 
     def behind(self, value: str, stop: set[str]) -> Iterator[str]:
         """Values that are computed from a value alone, up to those at which to stop."""
-        known = {value}
+        computed = {value}
         waiting = sorted(self.readers.get(value, ()))
         seen = set(waiting)
         while waiting:
             # In the order of execution, so that all that a node reads has been decided.
             number = waiting.pop(0)
-            if not known.issuperset(self.inputs[number]):
+            if not computed.issuperset(self.inputs[number]):
                 continue
             for output in self.outputs[number]:
                 if output in stop:
                     continue
-                known.add(output)
+                computed.add(output)
                 yield output
                 fresh = [n for n in self.readers.get(output, ()) if n not in seen]
                 seen.update(fresh)
@@ -166,7 +166,7 @@ class _InFrame:
         self._compared_at: dict[str, Tensor] = {}
         self._shapes: dict[str, dict[tuple[int, ...], str]] = {}
         self._readers: dict[_Value, list[_Leaf]] = {}
-        here = set(map(id, values))
+        frame_ids = set(map(id, values))
         for pair in draft.pairs:
             own, other = pair.reference, pair.candidate
             if exported_first:
@@ -174,7 +174,7 @@ class _InFrame:
             if pair.reference_recipe is not None or pair.candidate_recipe is not None:
                 continue
             names = {self._named(other)} - {""} or by_bytes.get((other.digest, other.shape), set())
-            if own.digest and len(names) == 1 and id(other) in here:
+            if own.digest and len(names) == 1 and id(other) in frame_ids:
                 self._learn(own, other, *names)
 
     def _named(self, record: Record) -> str:
@@ -218,8 +218,8 @@ class _InFrame:
                 if not site or len(list_of(self._flow.graph.nodes[site].get("values"))) > 1:
                     continue
                 kind = str(self._flow.graph.nodes[site].get("class", ""))
-                at = self._compared_at[value]
-                yield Fusion(site, kind, ((call.site, call.visit, "output"),), (at,))
+                place = self._compared_at[value]
+                yield Fusion(site, kind, ((call.site, call.visit, "output"),), (place,))
 
     def _pair_output(self, leaf: _Leaf) -> bool:
         """Pair the output of a leaf whose input is paired."""
@@ -277,11 +277,11 @@ class _InFrame:
 
     def _pair_only(self, record: Record, values: Sequence[str]) -> bool:
         """Pair a tensor of the model with the only value of its shape, if there is one."""
-        known = [value for value in dict.fromkeys(values) if value in self._record_of]
+        recorded = [value for value in dict.fromkeys(values) if value in self._record_of]
         # A value that was not recorded may be the one that is looked for.
-        if len(known) < len(values) or id(record) not in self._alone():
+        if len(recorded) < len(values) or id(record) not in self._alone():
             return False
-        fitting = [v for v in known if self._record_of[v].shape == record.shape]
+        fitting = [v for v in recorded if self._record_of[v].shape == record.shape]
         if len(fitting) != 1 or fitting[0] in self._taken:
             return False
         return self._pair_same(record, fitting[0])

@@ -95,16 +95,15 @@ def _rounding(reference: WeightValues, candidate: WeightValues) -> Relation | No
     if exact and (reference.basis == "sample" or candidate.basis == "sample"):
         other = _same_elements(reference, candidate) is False
         return None if other else Relation("same", 0.0)
+    if exact:
+        return Relation("same", 0.0) if reference.dtype != candidate.dtype else None
     # Values of a coarse format stored in a finer one, or known by samples only. One or two values
     # of the same format may look rounded by accident.
     changed = int(np.count_nonzero(first != second))
-    telling = reference.dtype != candidate.dtype or changed >= _FEWEST_ROUNDED
-    for coarse, fine in ((second, first), (first, second)) if telling else ():
-        for name in SIXTEEN_BITS:
-            if not exact and np.array_equal(_rounded(fine, name), coarse, equal_nan=True):
-                return Relation("rounded", distance, name)
-    if reference.dtype != candidate.dtype and exact:
-        return Relation("same", 0.0)
+    if reference.dtype != candidate.dtype or changed >= _FEWEST_ROUNDED:
+        coarse_dtype = _rounded_by_samples(first, second)
+        if coarse_dtype is not None:
+            return Relation("rounded", distance, coarse_dtype)
     wide = {reference.dtype, candidate.dtype} == {"float64", "float32"}
     if wide and np.array_equal(first.astype(np.float32), second.astype(np.float32)):
         return Relation("rounded", distance, "float32")
@@ -117,6 +116,15 @@ def _rounded_by_digest(reference: WeightValues, candidate: WeightValues) -> str 
         digest = fine.rounded.get(coarse.dtype)
         if digest and coarse.digest and digest == coarse.digest:
             return coarse.dtype
+    return None
+
+
+def _rounded_by_samples(first: F64, second: F64) -> str | None:
+    """Return the format to which one side's samples are the other's rounded; None if to none."""
+    for coarse, fine in ((second, first), (first, second)):
+        for name in SIXTEEN_BITS:
+            if np.array_equal(_rounded(fine, name), coarse, equal_nan=True):
+                return name
     return None
 
 

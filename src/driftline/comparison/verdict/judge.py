@@ -139,8 +139,8 @@ def _judge_table(table: Table, allowed: Tolerance, evidence: Evidence) -> Table:
     ordered = table.reference.ordered
     in_turn = is_spooled(table.rows) and table.rows.in_turn
     # Tensors of a file have no order: nothing is upstream of anything.
-    known = table.structure
-    quantised = Quantised(table.rows, known.quantised, known.codes) if ordered else None
+    structure = table.structure
+    quantised = Quantised(table.rows, structure.quantised, structure.codes) if ordered else None
     inherited = Unrelated() if quantised is None else Inherited(quantised, in_turn=in_turn)
     counts = RowCounts()
     # Rows are counted while they are judged, so that a long table is read from its file only once.

@@ -446,21 +446,10 @@ class CaseBuilder:
         """
         key, made = record.key, dict[str, list[Pair]]()
         for other in self.runs.candidate.records:
-            of = other.key
-            if of.rank != key.rank or other.order >= record.order:
+            if other.key.rank != key.rank or other.order >= record.order:
                 continue
-            if key.port == "optimizer_grad":
-                if (of.site, of.slot) != (key.site, key.slot):
-                    continue
-                is_old = of.port == key.port and of.step == key.step - 1
-                is_own = of.port == "param_grad" and of.step == key.step
-                name = "the backward pass" if is_own else "the step before, call"
-                counts = is_own or is_old
-            else:
-                counts = of.port == "output" and of.step == key.step
-                counts = counts and self._is_part(of.site, parent)
-                name = _part_name(of)
-            pair = self.by_candidate.get(of) if counts else None
+            name = self._visit_name(key, other.key, parent)
+            pair = self.by_candidate.get(other.key) if name else None
             if pair is not None and pair.candidate.kept == pair.reference.kept == "full":
                 made.setdefault(name, []).append(pair)
         calls: dict[str, tuple[F64, F64]] = {}
@@ -475,6 +464,18 @@ class CaseBuilder:
             if len(sides) == len(pairs):
                 calls[name] = (np.stack([r for r, _ in sides]), np.stack([c for _, c in sides]))
         return calls
+
+    def _visit_name(self, key: TensorKey, other: TensorKey, parent: str) -> str:
+        """The name of the calls to which an earlier tensor belongs; empty if it is of no use."""
+        if key.port != "optimizer_grad":
+            is_part = other.port == "output" and other.step == key.step
+            return _part_name(other) if is_part and self._is_part(other.site, parent) else ""
+        if (other.site, other.slot) != (key.site, key.slot):
+            return ""
+        if other.port == "param_grad" and other.step == key.step:
+            return "the backward pass"
+        is_old = other.port == key.port and other.step == key.step - 1
+        return "the step before, call" if is_old else ""
 
     def _made_before(self, record: Record, parent: str) -> dict[str, F64]:
         """Outputs of the same size made earlier in the same container: possible arguments."""

@@ -33,12 +33,7 @@ def combination(case: Case) -> Clue | None:
         for name, values in _with_halves({**case.inputs, **case.parts}, case.r.shape).items()
         if values.shape == case.r.shape and np.isfinite(values).all()
     }
-    # What a part gave may stand here twice: as its result and as that of its last part.
-    names = [
-        name
-        for number, name in enumerate(terms)
-        if not any(np.array_equal(terms[name], terms[other]) for other in list(terms)[number + 1 :])
-    ][-_MOST_TERMS:]
+    names = _without_repeats(terms)[-_MOST_TERMS:]
     if not names:
         return None
     best = max(
@@ -60,6 +55,16 @@ def combination(case: Case) -> Clue | None:
         if likely:
             return max(likely, key=lambda clue: clue.score)
     return best or _other_terms(case, {name: terms[name] for name in names})
+
+
+def _without_repeats(terms: Mapping[str, F64]) -> list[str]:
+    """Names of terms, each only once: a part's result may also be that of its last part."""
+    names = list(terms)
+    return [
+        name
+        for number, name in enumerate(names)
+        if not any(np.array_equal(terms[name], terms[later]) for later in names[number + 1 :])
+    ]
 
 
 def _with_halves(tensors: Mapping[str, F64], shape: tuple[int, ...]) -> dict[str, F64]:
@@ -276,25 +281,25 @@ def shares(case: Case) -> Clue | None:
     r, c = (case.rows(values)[:_MOST_TOKENS] for values in (case.r, case.r + case.e))
     few = replace(case, r=r, c=c)
     terms = np.stack([case.rows(part)[:_MOST_TOKENS] for part in parts], axis=-1)
-    taken, left = np.zeros((2, len(r), len(parts))), np.zeros(2)
-    for row, given in enumerate(terms):
-        active: Flags = np.any(given != 0.0, axis=0)
+    fractions, left = np.zeros((2, len(r), len(parts))), np.zeros(2)
+    for row, row_terms in enumerate(terms):
+        active: Flags = np.any(row_terms != 0.0, axis=0)
         if not 0 < np.count_nonzero(active) <= r.shape[1] // 4:
             continue
         for side, values in enumerate((r, c)):
-            factors = solve(given[::2, active], values[row, ::2])
-            rest = values[row, 1::2] - given[1::2, active] @ factors
+            factors = solve(row_terms[::2, active], values[row, ::2])
+            rest = values[row, 1::2] - row_terms[1::2, active] @ factors
             left[side] += float(rest @ rest)
-            taken[side, row, active] = factors
+            fractions[side, row, active] = factors
     # Both sides must be such sums.
     if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None
-    apart = taken[1] - taken[0]
+    apart = fractions[1] - fractions[0]
     made = np.einsum("tcn,tn->tc", terms, apart)
     level = 3.0 * max(case.noise, case.unit)
     moved: Flags = np.abs(apart).max(axis=1) > level
     score = few.explained(r + made)
-    others = _others_chosen(case, taken, level)
+    others = _others_chosen(case, fractions, level)
     if others is not None:
         what = (
             f"{others} of {len(r)} tokens take of other parts than the reference's, with shares "
@@ -321,9 +326,9 @@ def _terms_of_tokens(case: Case) -> list[F64]:
     return terms[-_MOST_PARTS:]
 
 
-def _others_chosen(case: Case, taken: F64, level: float) -> int | None:
+def _others_chosen(case: Case, fractions: F64, level: float) -> int | None:
     """Number of tokens that take of other parts, if nothing else about the shares differs."""
-    sizes = np.abs(taken)
+    sizes = np.abs(fractions)
     largest = np.maximum(sizes.max(axis=-1, keepdims=True), 1e-300)
     least = max(_TAKEN, 4.0 * level) * largest
     chosen: Flags = sizes > least
@@ -332,37 +337,39 @@ def _others_chosen(case: Case, taken: F64, level: float) -> int | None:
     # Some part must be left out of every token, or there is no choice.
     if chosen.all(axis=-1).any() or not other.any():
         return None
-    errors = np.sum((taken[1] - taken[0]) ** 2, axis=-1)
+    errors = np.sum((fractions[1] - fractions[0]) ** 2, axis=-1)
     if float(errors[other].sum()) < _MOST_OF_IT * float(errors.sum()):
         return None
-    if _same_weights(case, taken, chosen, level):
+    if _same_weights(case, fractions, chosen, level):
         return int(np.count_nonzero(other))
     same = ~other
-    apart = np.abs(taken[1] - taken[0]).max(axis=-1)
+    apart = np.abs(fractions[1] - fractions[0]).max(axis=-1)
     near: Flags = apart <= 4.0 * level * largest.max(axis=0)[:, 0] + 1e-5
     some = np.count_nonzero(same) >= _SOME * len(same)
     agree = np.count_nonzero(near & same) >= _NEARLY_ALL * np.count_nonzero(same)
     return int(np.count_nonzero(other)) if some and agree else None
 
 
-def _same_weights(case: Case, taken: F64, chosen: Flags, level: float) -> bool:
+def _same_weights(case: Case, fractions: F64, chosen: Flags, level: float) -> bool:
     """Whether the shares of both sides follow from the same scores by the same function.
 
     Shares of one token are proportional to a function of the scores of the parts that it takes of.
     """
     for scores in case.parts.values():
         count = scores.shape[-1]
-        if scores.shape[:-1] != case.r.shape[:-1] or not 2 <= count <= taken.shape[-1]:
+        if scores.shape[:-1] != case.r.shape[:-1] or not 2 <= count <= fractions.shape[-1]:
             continue
         rows = case.rows(scores)[:_MOST_TOKENS]
-        for first in range(taken.shape[-1] - count + 1):
+        for first in range(fractions.shape[-1] - count + 1):
             own = slice(first, first + count)
             for of in _WEIGHTS:
                 with np.errstate(all="ignore"):
                     weights = np.where(chosen[..., own], of(rows), 0.0)
                     sums = weights.sum(axis=-1, keepdims=True)
-                    totals = np.where(chosen[..., own], taken[..., own], 0.0).sum(-1, keepdims=True)
-                    apart = np.abs(weights / sums * totals - taken[..., own]).max(axis=-1)
+                    totals = np.where(chosen[..., own], fractions[..., own], 0.0).sum(
+                        -1, keepdims=True
+                    )
+                    apart = np.abs(weights / sums * totals - fractions[..., own]).max(axis=-1)
                 if float(np.quantile(apart, _NEARLY_ALL)) <= 8.0 * level + 1e-4:
                     return True
     return False

@@ -48,9 +48,9 @@ class _Table(NamedTuple):
         if self.layout == "once":
             return first
         # A table for vectors holds both waves, and one for rotations the same one twice.
-        both = self.layout.startswith("both")
+        two_waves = self.layout.startswith("both")
         other = np.cos if self.wave is np.sin else np.sin
-        second = np.asarray(other(turns), np.float64) if both else first
+        second = np.asarray(other(turns), np.float64) if two_waves else first
         if self.layout.endswith("halves"):
             return np.concatenate([first, second], axis=-1)
         return np.stack([first, second], axis=-1).reshape(*turns.shape[:-1], width)
@@ -80,10 +80,11 @@ def frequencies(case: Case) -> Clue | None:
     if not (np.abs(case.r) <= 1.01).all():
         return None
     r, c = (x.reshape(-1, *x.shape[-2:])[0] for x in (case.r, case.c))
-    told = next((x.reshape(-1, x.shape[-1])[0] for x in _positions(case) if np.ptp(x) > 0.0), None)
+    tables = (x.reshape(-1, x.shape[-1])[0] for x in _positions(case) if np.ptp(x) > 0.0)
+    stated = next(tables, None)
     for wave in (np.cos, np.sin):
-        # Positions as they are told, or those of several axes, as rows and columns are.
-        clue = None if told is None else _other_paces(case, (r, c), [told], wave)
+        # Positions as they are stated, or those of several axes, as rows and columns are.
+        clue = None if stated is None else _other_paces(case, (r, c), [stated], wave)
         if clue is None:
             some = slice(0, _MOST_TOKENS)
             axes = _fewest(case, r[some], _axes(case, r[some], wave), wave)
@@ -200,11 +201,11 @@ def _by_channel(
     best = np.full(table.shape[1], np.inf)
     chosen, paces = np.zeros(table.shape[1], dtype=np.intp), np.zeros(table.shape[1])
     for number, positions in enumerate(axes):
-        found, left = _paces(table, positions, wave)
+        fitted, left = _paces(table, positions, wave)
         # Of axes that do as well, as where a channel hardly turns, the first.
         better = left < 0.5 * best
         best, chosen = np.where(better, left, best), np.where(better, number, chosen)
-        paces = np.where(better, found, paces)
+        paces = np.where(better, fitted, paces)
     enough = (_FITS + (3.0 * case.noise) ** 2) * float(np.sum(table * table))
     return _Paces(np.stack(axes), chosen, paces) if float(best.sum()) <= enough else None
 

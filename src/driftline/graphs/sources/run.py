@@ -7,8 +7,11 @@ Values are read only if a record has no digest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
+
+import numpy as np
 
 from driftline.errors import BadFile, DriftlineError
 from driftline.graphs.model import DEEPEST, MOST_NODES, Graph, GraphNode, TensorInfo
@@ -379,3 +382,90 @@ def _edge(edge: Any) -> tuple[str, str, str, str]:
 
 def _slot(slot: str) -> tuple[int, str]:
     return (int(slot), slot) if slot.isdecimal() and len(slot) < 10 else (1 << 30, slot)
+
+
+# Edges between sites, so that a page can show the producers and consumers of a site. Only sites are
+# connected; tensors between them have no names here.
+
+
+_MOST_READERS = 24
+"""A tensor with more readers, such as a mask of all layers, says nothing about the flow."""
+_MOST_EDGES = 200_000
+_MOST_READ_FOR_SITES = 128 << 20
+"""Most elements of tensors without digest: they must all be read to find equal ones."""
+
+
+def site_edges(run: Run, rank: int = 0, process: int = 0, step: int | None = None) -> Any:
+    """Edges between sites of one step; None if they are not known."""
+    try:
+        topology = run.topology(rank, process)
+        # Without recorded edges the flow is found by equal bytes, which means reading everything.
+        if _unread(run) > _MOST_READ_FOR_SITES and not (topology or {}).get("edges"):
+            return None
+        graph = run_graph(run, rank, process, step)
+    except (DriftlineError, OSError, RecursionError):
+        return None  # a page without arrows is better than none
+    if graph is None:
+        return None
+    edges = _edges(graph.nodes)
+    if not edges:
+        return None
+    sites = list(dict.fromkeys(site for edge in edges for site in edge))
+    place = {site: index for index, site in enumerate(sites)}
+    return {
+        "source": "edges" if topology is not None and topology.get("edges") else "bytes",
+        "sites": sites,
+        "from": np.asarray([place[maker] for maker, _ in edges], np.uint32),
+        "to": np.asarray([place[reader] for _, reader in edges], np.uint32),
+    }
+
+
+def _edges(nodes: tuple[GraphNode, ...]) -> list[tuple[str, str]]:
+    """Pairs of sites (producer, consumer) that share a tensor, in order of execution."""
+    makers: dict[str, list[str]] = {}
+    readers: dict[str, list[str]] = {}
+    for node in _walk(nodes):
+        for name in node.outputs:
+            makers.setdefault(name, []).append(node.site)
+        for name in node.inputs:
+            readers.setdefault(name, []).append(node.site)
+    # A dict keeps the order of execution and drops repeated edges.
+    edges: dict[tuple[str, str], None] = {}
+    for name, makes in makers.items():
+        reads = readers.get(name, [])
+        if len(reads) > _MOST_READERS:
+            continue
+        for maker in makes:
+            for reader in reads:
+                if not _is_nested(maker, reader):
+                    edges[maker, reader] = None
+        # More arrows than this cannot be read, and a page must stay small.
+        if len(edges) > _MOST_EDGES:
+            break
+    return list(edges)
+
+
+def _unread(run: Run) -> int:
+    return sum(
+        math.prod(record.shape)
+        for record in run.records
+        if not record.digest and record.kept == "full"
+    )
+
+
+def _walk(nodes: tuple[GraphNode, ...]) -> Iterator[GraphNode]:
+    waiting = list(reversed(nodes))
+    while waiting:
+        node = waiting.pop()
+        if node.site:
+            yield node
+        waiting += reversed(node.children)
+
+
+def _is_nested(site: str, other_site: str) -> bool:
+    """Whether one site contains the other or is the same: a module does not feed its own parts."""
+    if site == other_site or "(root)" in (site, other_site):
+        return True
+    # `layers.1` is not in `layers.10`: the next character must be a separator.
+    longer, shorter = (site, other_site) if len(site) > len(other_site) else (other_site, site)
+    return longer.startswith(shorter) and longer[len(shorter)] in "./"

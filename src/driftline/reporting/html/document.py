@@ -488,7 +488,7 @@ class PageContents:
         candidate: The run of the other side.
         diagnosis: Site and cause of the drift, if they were looked for.
         noise: Comparisons of trusted runs with the same reference: the normal error.
-        flow: Edges between sites, as `flow_of` gives them.
+        flow: Edges between sites, as `graphs.sources.run.site_edges` gives them.
         pictures: Row number → pictures of that pair.
         decoder: Parts about a text model.
         notes: Other sentences for the reader.

@@ -35,11 +35,11 @@ from driftline.diagnosis.result import Diagnosis
 from driftline.errors import AlreadyThere, BadInput, DriftlineError
 from driftline.formats.registry import open_run
 from driftline.graphs.open import write_whole
+from driftline.graphs.sources.run import site_edges
 from driftline.reporting.html.decoder import decoder_folder, layers_of
 from driftline.reporting.html.document import PageContents, page_data
 from driftline.reporting.html.operators import is_operators, operator_table
 from driftline.reporting.html.page import embedded_page
-from driftline.reporting.html.site_edges import flow_of
 from driftline.runs.run import Run
 from driftline.runs.stores.addresses import url_of
 
@@ -215,7 +215,7 @@ def page_of(
     if reference_run is not None and table.rows:
         # The flow of the step and rank in which the drift starts.
         key = (table.first or table.rows[0]).key
-        flow = flow_of(reference_run, key.rank, key.process, key.step)
+        flow = site_edges(reference_run, key.rank, key.process, key.step)
     contents = PageContents(
         reference=reference_run,
         candidate=candidate_run,

@@ -237,12 +237,12 @@ class _Mixer(NamedTuple):
     order: tuple[int, ...]
     backwards: bool
 
-    def of(self, given: F64, back: F64) -> F64:
+    def of(self, inputs: F64, back: F64) -> F64:
         """What the cell gives at every step, from what input and state gave to the gates."""
         reset, mix, new = self.order
         bend = _BENDS["a sigmoid"]
-        state, states = np.zeros(given[0, :, 0].shape), np.empty(given[:, :, 0].shape)
-        for step, (x, h) in enumerate(zip(given, back, strict=True)):
+        state, states = np.zeros(inputs[0, :, 0].shape), np.empty(inputs[:, :, 0].shape)
+        for step, (x, h) in enumerate(zip(inputs, back, strict=True)):
             made = np.tanh(x[:, new] + bend(x[:, reset] + h[:, reset]) * h[:, new])
             kept = bend(x[:, mix] + h[:, mix])
             kept = 1.0 - kept if self.backwards else kept
@@ -265,7 +265,7 @@ def _mixed(case: Case) -> Clue | None:
                 [cell.of(first[side], second[side])[-len(r) :] for cell in cells] for side in (0, 1)
             ]
             left = [
-                [float(np.sum((one - values) ** 2)) for one in some]
+                [float(np.sum((state - values) ** 2)) for state in some]
                 for some, values in zip(made, (r, c), strict=True)
             ]
             right, wrong = (int(np.argmin(some)) for some in left)

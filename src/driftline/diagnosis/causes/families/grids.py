@@ -282,9 +282,9 @@ def _all_boxes(pictures: F64) -> Iterator[tuple[str, F64, Codes]]:
             [tops[:, :, a:b].max(axis=2) for a, b in zip(first, last, strict=True)], axis=2
         )
         largest = tops.reshape(len(pictures), len(sizes) * len(first), -1)
-        both = np.stack([first, last], axis=1)
+        parts = np.stack([first, last], axis=1)
         ends = np.concatenate(
-            [np.repeat(ends, len(first), axis=0), np.tile(both, (len(sizes), 1))], axis=1
+            [np.repeat(ends, len(first), axis=0), np.tile(parts, (len(sizes), 1))], axis=1
         )
         sizes = (sizes[:, None] * (last - first)).reshape(-1)
     yield "mean", sums[..., 0] / sizes, ends

@@ -111,13 +111,13 @@ def name_update(runs: Runs, step: int) -> NamedCause:
     off = [update for update in updates if update.right.size >= _LEAST_OF_ONE and _is_off(update)]
     for names, terms in _TERMS:
         fitted = [_fitted(terms(update), update) for update in off]
-        known = [factors for factors in fitted if factors is not None]
-        if known and len(known) == len(fitted):
+        solved = [factors for factors in fitted if factors is not None]
+        if solved and len(solved) == len(fitted):
             words = [
                 f"{min(x):.4g} to {max(x):.4g} times {name}"
-                for x, name in zip(zip(*known, strict=True), names, strict=True)
+                for x, name in zip(zip(*solved, strict=True), names, strict=True)
             ]
-            what = f"{len(known)} of {len(updates)} parameters move by {' and '.join(words)}"
+            what = f"{len(solved)} of {len(updates)} parameters move by {' and '.join(words)}"
             return NamedCause("scale", what, 1.0, "update")
     return (
         _by_size_of_gradient(total)
