@@ -145,6 +145,14 @@ _PACKAGES = {"paddle": "paddlepaddle"}
 SHOWN_STEPS = 12
 
 
+_TOO_MANY_FILES = (
+    f"nothing was captured: {os.strerror(errno.EMFILE).lower()} in the program, so that its run "
+    "could not be written",
+    "ulimit -n 4096 allows more of them; does the program close what it opens?",
+)
+"""The reason, and what to try, if the program left no descriptor for the run."""
+
+
 def explain_empty_dump(
     plan: CapturePlan, messages: Messages, skipped: Sequence[int], unmatched: Sequence[str]
 ) -> tuple[str, str]:
@@ -168,6 +176,8 @@ def explain_empty_dump(
         # The operating system's reason, such as a full disk, too many open files, no permission.
         failure = next((report.failure for report in wanted if report.failure), "")
         why = failure.removeprefix("could not be written: ")
+        if os.strerror(errno.EMFILE) in why:
+            return _TOO_MANY_FILES
         return (
             f"nothing was captured: none of {handed_over} tensors could be written"
             + (f" ({why})" if why else ""),
@@ -178,11 +188,7 @@ def explain_empty_dump(
     notes = [note for report in messages.reports for note in report.notes]
     if fault := next((note for note in notes if note.startswith("capture failed")), ""):
         if os.strerror(errno.EMFILE) in fault:
-            return (
-                f"nothing was captured: {os.strerror(errno.EMFILE).lower()} in the program, so "
-                "that its run could not be begun",
-                "ulimit -n 4096 allows more of them; does the program close what it opens?",
-            )
+            return _TOO_MANY_FILES
         return f"nothing was captured: {fault}", "the program itself was not disturbed"
     if unmatched:
         return (

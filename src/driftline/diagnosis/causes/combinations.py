@@ -294,9 +294,13 @@ def shares(case: Case) -> Clue | None:
     # Both sides must be such sums.
     if float(left.max()) > 0.5 * (1e-8 + (3.0 * case.noise) ** 2) * few.size:
         return None
+    level = 3.0 * max(case.noise, case.unit)
+    # A container that returns what one part gave to every token has no shares.
+    largest = np.abs(fractions[0]).max(axis=0)
+    if np.count_nonzero(largest > max(_TAKEN, 4.0 * level) * largest.max()) < 2:
+        return None
     apart = fractions[1] - fractions[0]
     made = np.einsum("tcn,tn->tc", terms, apart)
-    level = 3.0 * max(case.noise, case.unit)
     moved: Flags = np.abs(apart).max(axis=1) > level
     score = few.explained(r + made)
     others = _others_chosen(case, fractions, level)
@@ -366,9 +370,8 @@ def _same_weights(case: Case, fractions: F64, chosen: Flags, level: float) -> bo
                 with np.errstate(all="ignore"):
                     weights = np.where(chosen[..., own], of(rows), 0.0)
                     sums = weights.sum(axis=-1, keepdims=True)
-                    totals = np.where(chosen[..., own], fractions[..., own], 0.0).sum(
-                        -1, keepdims=True
-                    )
+                    shown = np.where(chosen[..., own], fractions[..., own], 0.0)
+                    totals = shown.sum(axis=-1, keepdims=True)
                     apart = np.abs(weights / sums * totals - fractions[..., own]).max(axis=-1)
                 if float(np.quantile(apart, _NEARLY_ALL)) <= 8.0 * level + 1e-4:
                     return True

@@ -14,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from driftline.comparison.evidence.error_stats import rounded
 from driftline.diagnosis.causes.case import F64, Case, Clue, Flags
 
 _BASES = tuple(10.0 ** (power / 8.0) for power in range(8, 65))
 _PACES = (0.001, 0.01, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 100.0, 1000.0)
 _MOST_READ = 128
+_DIGITS = ("bfloat16", "float16")
 _OFFSETS = (-2.0, -1.0, 1.0, 2.0)
 _FITS = 1e-4
 
@@ -32,6 +34,7 @@ class _Table(NamedTuple):
         base: Of the geometric series.
         pace: What positions are multiplied by.
         first: What is added to positions.
+        digits: The number format that frequencies are rounded to; empty if they are not.
     """
 
     wave: Callable[[F64], F64]
@@ -39,10 +42,13 @@ class _Table(NamedTuple):
     base: float
     pace: float = 1.0
     first: float = 0.0
+    digits: str = ""
 
     def values(self, positions: F64, width: int) -> F64:
         count = width if self.layout == "once" else width // 2
         frequencies = self.base ** (-np.arange(count) / count)
+        if self.digits:
+            frequencies = rounded(frequencies, self.digits)
         turns = (positions * self.pace + self.first)[..., None] * frequencies
         first = np.asarray(self.wave(turns), np.float64)
         if self.layout == "once":
@@ -335,6 +341,13 @@ def _mistakes(case: Case, right: _Table, positions: F64) -> Iterator[Clue]:
         f"it has angles of base {base.base:.6g} in place of {right.base:.6g}",
         "base",
     )
+    for digits in _DIGITS:
+        yield Clue(
+            "low-precision",
+            case.explained(made(right._replace(digits=digits))),
+            f"it has angles of frequencies that are rounded to {digits}",
+            "digits",
+        )
     pace = _refined(min((right._replace(pace=p) for p in _PACES), key=left), "pace", left)
     yield Clue(
         "positions",
