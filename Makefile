@@ -14,7 +14,7 @@ SOURCES := $(shell find src compat -name '*.py' -o -name '*.[ch]' -o -name '*.js
 .PHONY: help install demo dist first-hour test test-all flakes lint chromium bench bench-faults bench-clean bench-museum bench-third-party mutants fuzz clean
 help:
 	@echo "make demo      plant a fault in a small model and let Driftline name it"
-	@echo "make test      lint, types and the test suite (under 10 minutes on 2 cores)"
+	@echo "make test      lint, types and the test suite (some 11 minutes on 2 cores)"
 	@echo "make test-all  the same and the long sets: fuzzing, big models, 50 kills"
 	@echo "make dist      an sdist and a wheel for any Linux, checked, in dist/"
 	@echo "make first-hour  play a new user's first hour from that wheel, write docs/first-hour.md"
