@@ -231,6 +231,11 @@ def test_a_device_hashes_elements_as_the_host_does(dtype: str) -> None:
     raw = tensor.view(torch.uint8).numpy().view(f"<u{tensor.element_size()}")
     found = weight_facts.order_free_text(tensor.numel(), int(order_free_sum(tensor)))
     assert found == weight_facts.order_free(raw)
+    if "float" in dtype:
+        half = np.empty(len(tensor), np.uint16)
+        weight_facts._to_bfloat16(tensor.float().numpy(), half)
+        rounded = int(order_free_sum(tensor, as_bfloat16=True))
+        assert weight_facts.order_free_text(len(half), rounded) == weight_facts.order_free(half)
     shuffled = tensor[torch.randperm(len(tensor))]
     assert int(order_free_sum(shuffled)) == int(order_free_sum(tensor))
 

@@ -44,7 +44,6 @@ from driftline.captures.torch.framework import process_state
 from driftline.captures.torch.layers import children, class_of, unwrapped
 from driftline.captures.torch.step_states import TorchReader
 from driftline.captures.torch.tensors import (
-    as_bfloat16,
     dtype_name,
     order_free_sum,
     recording,
@@ -458,12 +457,13 @@ class _Reading:
             mesh = torch.meshgrid(*indices, indexing="ij")
             grids[place] = tuple(index.to(local.device) for index in mesh)
         self._samples = local[grids[place]]
-        if hashes and not local.is_complex():
+        # Only tensors that need no copy of their own are hashed: the memory is the program's.
+        if hashes and local.is_contiguous() and not local.is_complex():
             # A device may lack some of torch's operators; its samples are still of use.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self._sums["own"] = order_free_sum(local)
                 if local.dtype in (torch.float16, torch.float32, torch.float64):
-                    self._sums["bfloat16"] = order_free_sum(as_bfloat16(local))
+                    self._sums["bfloat16"] = order_free_sum(local, as_bfloat16=True)
 
     def __call__(self) -> Snapshot | Samples | Refusal:
         tensor = self._tensor()

@@ -276,41 +276,47 @@ def on_device(tensor: torch.Tensor) -> Snapshot | Refusal | None:
     )
 
 
-_HASHED_AT_ONCE = 1 << 24
-"""Number of elements whose hashes are in memory at the same time: 64 MiB for each step."""
+_HASHED_AT_ONCE = 1 << 22
+"""Number of elements that are hashed together.
+
+What is computed in between lies in the program's device memory, 16 MiB for each step.
+"""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def order_free_sum(tensor: torch.Tensor) -> torch.Tensor:
+def order_free_sum(tensor: torch.Tensor, *, as_bfloat16: bool = False) -> torch.Tensor:
     """The sum of `captures.weight_facts.order_free`, computed on the tensor's device.
+
+    Args:
+        tensor: A contiguous tensor.
+        as_bfloat16: Hash its elements as they are rounded to bfloat16.
 
     Returns:
         One int64 on the device; nothing waits for it.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for block in bits.split(_HASHED_AT_ONCE):
+    flat = tensor.detach().view(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for block in flat.split(_HASHED_AT_ONCE):
+        if as_bfloat16:
+            rounded = block.float().bfloat16()
+            # Devices differ in the bits of a NaN, so every one becomes the standard NaN.
+            block = torch.where(rounded.isnan(), torch.nan, rounded)
+        bits = block.view(_BITS[block.element_size()])
         # torch has no arithmetic of unsigned numbers; int32 overflows to the same bits, and a shift
         # that repeats the sign is cut off.
-        if block.dtype is torch.int64:
-            hashes = (block ^ ((block >> 29) & 0x7FFFFFFFF)).to(torch.int32)
-        elif block.dtype is torch.int16:
-            hashes = block.to(torch.int32) & 0xFFFF
+        if bits.dtype is torch.int64:
+            hashes = (bits ^ ((bits >> 29) & 0x7FFFFFFFF)).to(torch.int32)
+        elif bits.dtype is torch.int16:
+            hashes = bits.to(torch.int32) & 0xFFFF
         else:
-            hashes = block.to(torch.int32)
+            hashes = bits.to(torch.int32)
+        # Not in place: of 32 bits, `hashes` is still the program's own memory.
         hashes = hashes * (0x9E3779B1 - (1 << 32))
         hashes ^= (hashes >> 15) & 0x1FFFF
         hashes *= 0x85EBCA77 - (1 << 32)
         hashes ^= (hashes >> 13) & 0x7FFFF
         total += (hashes.to(torch.int64) & 0xFFFFFFFF).sum()
     return total
-
-
-def as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor rounded to bfloat16; every NaN becomes the standard one, as devices differ in it."""
-    rounded = tensor.float().bfloat16()
-    return torch.where(rounded.isnan(), torch.nan, rounded)
 
 
 def address_alike(tensor: torch.Tensor, dtype: torch.dtype, shape: object, device: int) -> int:
